@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import resource
 import signal
 import sys
 import threading
 import time
-import traceback
+from functools import partial
 from typing import Any, BinaryIO
 
-from headrace.environments.workers.episode_frames import Beat, FromProcess, FunctionLoaded, pack, read_order
+from headrace.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
 from headrace.environments.workers.player import Player, ToolLimits, signature_problem
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
+from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
 from headrace.settings.user_code import load_function
 
 BEAT = 1.0
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> None:
     # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
     signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
-    orders, reports = _take_pipes()
+    orders, reports = take_pipes()
     spec, settings = arguments[0], json.loads(arguments[1])
-    sender = _Sender(reports)
+    sender = FrameSender(reports)
     if settings["memory"]:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
     try:
@@ -46,55 +46,27 @@ def main(arguments: list[str]) -> None:
         if problem := signature_problem(function):
             raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
     except ConfigError as error:
-        sender.send(FunctionLoaded(str(error)))
+        sender.send(pack(FunctionLoaded(str(error))))
         return
-    sender.send(FunctionLoaded())
+    sender.send(pack(FunctionLoaded()))
     if not settings["check"]:
         asyncio.run(_serve(orders, sender, function, ToolLimits(settings["seconds"], settings["characters"])))
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    orders, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return orders, reports
+async def _serve(orders: BinaryIO, sender: FrameSender, function: Any, limits: ToolLimits) -> None:
+    player, loop = Player(function, lambda frame: sender.send(pack(frame)), limits), asyncio.get_running_loop()
 
+    def obey(order: FromController) -> None:
+        loop.call_soon_threadsafe(player.obey, order)
 
-class _Sender:
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._one = stream, threading.Lock()
-
-    def send(self, frame: FromProcess) -> None:
-        with self._one:
-            self._stream.write(pack(frame))
-            self._stream.flush()
-
-
-async def _serve(orders: BinaryIO, sender: _Sender, function: Any, limits: ToolLimits) -> None:
-    player, loop = Player(function, sender.send, limits), asyncio.get_running_loop()
-    threading.Thread(target=_read, args=(orders, player, loop), daemon=True).start()
+    obey_until_end(partial(read_order, orders), obey)
     threading.Thread(
         target=_beat, args=(sender, player, loop, threading.get_native_id()), name="headrace-beat", daemon=True
     ).start()
     await loop.create_future()  # the reading thread ends the process
 
 
-def _read(orders: BinaryIO, player: Player, loop: asyncio.AbstractEventLoop) -> None:
-    """Reads orders in a separate thread, so that the process ends with its parent whatever the user's function is doing."""
-    try:
-        while (order := read_order(orders)) is not None:
-            loop.call_soon_threadsafe(player.obey, order)
-    except Exception:
-        traceback.print_exc()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
-            os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
-def _beat(sender: _Sender, player: Player, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+def _beat(sender: FrameSender, player: Player, loop: asyncio.AbstractEventLoop, thread: int) -> None:
     """Sends a beat every second, which says whether one rollout keeps the loop from running. It needs the interpreter's lock: a process
     whose code never releases that is silent."""
     ran = threading.Event()
@@ -107,7 +79,7 @@ def _beat(sender: _Sender, player: Player, loop: asyncio.AbstractEventLoop, thre
                 ran.clear()
                 patience = Patience(thread, BLOCKED)
                 loop.call_soon_threadsafe(ran.set)
-            sender.send(Beat(player.running() if patience.left < 0 else -1))
+            sender.send(pack(Beat(player.running() if patience.left < 0 else -1)))
 
 
 if __name__ == "__main__":

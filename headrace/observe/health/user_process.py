@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 from headrace.observe.health import orphans
 from headrace.observe.health.family import Child, current_family
@@ -139,3 +141,47 @@ class UserProcess:
 def _opened(log: Path | None) -> Any:
     """Opens the file for standard error, or inherits ours if there is none."""
     return log.open("ab") if log is not None else contextlib.nullcontext()
+
+
+# --- inside of it ------------------------------------------------------------------------------------------------------------
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Returns the standard input and output, for frames. From then on what the user's code prints goes to standard error, and its
+    standard input is empty."""
+    orders, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return orders, reports
+
+
+class FrameSender:
+    """Writes frames from any thread."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._one = stream, threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        with self._one:
+            self._stream.write(frame)
+            self._stream.flush()
+
+
+def obey_until_end(read: Callable[[], Any], obey: Callable[[Any], object]) -> None:
+    """Starts a thread that reads frames, so that the process ends with its parent whatever the user's function is doing. `read` returns
+    None at the end of the input. The process ends whenever this thread does: without it, it would wait for frames for ever."""
+
+    def run() -> NoReturn:
+        try:
+            while (frame := read()) is not None:
+                obey(frame)
+        except Exception:
+            traceback.print_exc()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
+                os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+    threading.Thread(target=run, daemon=True).start()

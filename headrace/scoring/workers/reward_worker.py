@@ -7,19 +7,18 @@ user's code runs: what it prints goes to standard error, and its standard input 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import queue
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
+from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
 from headrace.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.workers.load import load_functions
@@ -31,50 +30,28 @@ def main(arguments: list[str]) -> None:
     # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
     signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
-    calls, answers = _take_pipes()
+    calls, pipe = take_pipes()
+    answers = FrameSender(pipe)
     check = arguments[:1] == ["--check"]
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     if not check:
-        threading.Thread(target=_read, args=(calls, inbox), daemon=True).start()
+        obey_until_end(partial(read_call, calls), inbox.put)
     specs = arguments[1:] if check else arguments
     try:
         functions = load_functions(specs)
     except ConfigError as error:
-        _send(answers, Ready(error=str(error)))
+        answers.send(pack(Ready(error=str(error))))
         return
     loaded = (
         LoadedReward(spec.rpartition(":")[2], is_async(function))
         for spec, function in zip(specs, functions, strict=True)
     )
-    _send(answers, Ready(tuple(loaded)))
+    answers.send(pack(Ready(tuple(loaded))))
     if not check:
         _serve(inbox, answers, functions)
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return calls, answers
-
-
-def _read(calls: BinaryIO, inbox: queue.SimpleQueue[Call]) -> None:
-    """Reads calls in a separate thread, so that the process ends with its parent whatever the user's function is doing. The process ends
-    whenever this thread does: without it, it would wait for calls for ever."""
-    try:
-        while (received := read_call(calls)) is not None:
-            inbox.put(received)
-    except Exception:
-        traceback.print_exc()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
-            os.killpg(0, signal.SIGKILL)
-    os._exit(0)
-
-
-def _serve(inbox: queue.SimpleQueue[Call], answers: BinaryIO, functions: Functions) -> None:
+def _serve(inbox: queue.SimpleQueue[Call], answers: FrameSender, functions: Functions) -> None:
     """Runs plain functions one after the other in the main thread, and async ones concurrently in a loop of another thread."""
     loop = asyncio.new_event_loop()
     if any(map(is_async, functions)):
@@ -87,20 +64,11 @@ def _serve(inbox: queue.SimpleQueue[Call], answers: BinaryIO, functions: Functio
         else:
             values = call(function, received.job)
             sys.stdout.flush()
-            _send(answers, Reply(received.id, values))
+            answers.send(pack(Reply(received.id, values)))
 
 
-async def _answer_later(answers: BinaryIO, received: Call, function: Callable[..., Any]) -> None:
-    _send(answers, Reply(received.id, await call_async(function, received.job, received.timeout)))
-
-
-_sending = threading.Lock()
-
-
-def _send(answers: BinaryIO, frame: Reply | Ready) -> None:
-    with _sending:
-        answers.write(pack(frame))
-        answers.flush()
+async def _answer_later(answers: FrameSender, received: Call, function: Callable[..., Any]) -> None:
+    answers.send(pack(Reply(received.id, await call_async(function, received.job, received.timeout))))
 
 
 if __name__ == "__main__":
