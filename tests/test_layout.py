@@ -67,6 +67,7 @@ ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
+    "environments": ("workers", "gateway", "agents"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
@@ -92,6 +93,7 @@ CONCRETE = {
     "FakeTask": "tasks",
     "SingleTurn": "environments",
     "FunctionEnvironment": "environments",
+    "AgentEnvironment": "environments",
     "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, PROCESS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
+
+SHARED = ("max_turns", "max_tokens", "seconds", "tools")
+"""Settings of both a function and a command."""
+OF_COMMANDS = ("command", "directory", "processes")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
-    prompt."""
+    prompt. process: a process of `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md)."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
+    command: tuple[str, ...] = ()
+    """kind = "process": the command that plays a rollout, as a list of words or as one text. It reads the prompt and
+    the columns of the row as JSON from its input, and the last line that it prints is its reward."""
+    directory: str = ""
+    """kind = "process": the working directory of the command. Empty: one for each rollout, which is removed at its end."""
+    processes: int = Field(default=64, gt=0)
+    """kind = "process": the most processes at once. Further rollouts wait."""
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
     """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. One with no
     room for another turn of rollout.max_tokens is cut off."""
     seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the function itself may take between its turns, tools included. After that the rollout has failed
-    (`environment_timeout`). 0 sets no limit."""
+    """Seconds that the function or the process itself may take between its turns, tools included. After that the rollout
+    has failed (`environment_timeout`). 0 sets no limit."""
     tool_seconds: float = Field(default=120.0, ge=0)
     """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
     tool_characters: int = Field(default=8000, gt=0)
@@ -51,9 +63,19 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in ENVIRONMENTS:
-            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(ENVIRONMENTS)}')
+        if kind not in (kinds := (*ENVIRONMENTS, PROCESS)):
+            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(kinds)}')
         return kind
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _in_words(cls, command: object) -> object:
+        if not isinstance(command, str):
+            return tuple(command) if isinstance(command, list) else command
+        try:
+            return tuple(shlex.split(command))
+        except ValueError as error:
+            raise ValueError(f"environment.command cannot be split into words: {error}; write it as a list") from None
 
     @field_validator("function")
     @classmethod
@@ -66,20 +88,34 @@ class EnvironmentConfig:
         return function
 
     @model_validator(mode="after")
-    def _settings_of_a_function(self) -> EnvironmentConfig:
+    def _settings_of_its_kind(self) -> EnvironmentConfig:
         if self.function and self.kind != "single_turn":
             raise ValueError(
                 f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
             )
-        if self.function:
-            return self
-        for field in dataclasses.fields(self):
-            default = getattr(field.default, "default", field.default)  # of a pydantic Field
-            if field.name != "kind" and getattr(self, field.name) != default:
+        if self.kind == PROCESS and not self.command:
+            raise ValueError(
+                'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
+            )
+        for name in self._changed():
+            if name in OF_COMMANDS and self.kind != PROCESS:
                 raise ValueError(
-                    f"environment.{field.name} belongs to environment.function, which is not set; set it, or remove the other"
+                    f'environment.{name} belongs to environment.kind = "process"; set it, or remove the other'
+                )
+            if name not in OF_COMMANDS and self.kind == PROCESS and name not in SHARED:
+                raise ValueError(f'environment.{name} has no meaning for environment.kind = "process"; remove it')
+            if not self.function and self.kind != PROCESS:
+                raise ValueError(
+                    f"environment.{name} belongs to environment.function, which is not set; set it, or remove the other"
                 )
         return self
+
+    def _changed(self) -> Iterator[str]:
+        """The settings beside `kind` and `function` that are not at their default."""
+        for field in dataclasses.fields(self):
+            default = getattr(field.default, "default", field.default)  # of a pydantic Field
+            if field.name not in ("kind", "function") and getattr(self, field.name) != default:
+                yield field.name
 
     @property
     def turns(self) -> int:
@@ -88,24 +124,34 @@ class EnvironmentConfig:
 
     @property
     def limits(self) -> Limits:
-        if self.function:
+        if self.is_played:
             return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property
     def rewards(self) -> bool:
         """Whether it gives rewards of its own, so that no reward function is needed."""
-        return bool(self.function)
+        return self.is_played
+
+    @property
+    def is_played(self) -> bool:
+        """Whether code of the user plays the rollouts."""
+        return bool(self.function) or self.kind == PROCESS
+
+    @property
+    def played_by(self) -> str:
+        """The setting that names that code."""
+        return "environment.function" if self.function else "environment.command"
 
 
 def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int) -> Iterator[str]:
     """Returns a sentence for each setting of the task that a conversation cannot follow."""
-    if config.function and not chat:
-        yield "environment.function talks through the chat template, and task.chat = false: set it to true"
-    if config.function and examples:
+    if config.is_played and not chat:
+        yield f"{config.played_by} talks through the chat template, and task.chat = false: set it to true"
+    if config.is_played and examples:
         yield (
-            f"task.examples = {examples} are turns before the prompt, which environment.function begins by itself: set it to 0, and let "
-            "the function begin with the messages of solved examples"
+            f"task.examples = {examples} are turns before the prompt, which {config.played_by} begins by itself: set it to 0, and let "
+            "it begin with the messages of solved examples"
         )
 
 

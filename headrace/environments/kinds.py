@@ -12,6 +12,9 @@ ENVIRONMENTS = {
 """Places of `playing.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
 
+PROCESS = "process"
+"""The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
+
 
 def environment_kind(name: str) -> EnvironmentKind:
     module, _, value = ENVIRONMENTS[name].partition(":")

@@ -178,7 +178,7 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None
-        if config.environment.function:
+        if config.environment.is_played:
             episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
@@ -219,7 +219,8 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
             await kind.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     first = encoder.written(played.episode.turns[0].context)
-    return played.episode, [*episode_lines(played, first), *(("it printed", line) for line in printed[:3])]
+    remarks = [("", remark) for remark in kind.remarks()]
+    return played.episode, [*episode_lines(played, first), *remarks, *(("it printed", line) for line in printed[:3])]
 
 
 async def _reward(
