@@ -16,7 +16,7 @@ import headrace
 from headrace.durable.journal import count_steps, read_steps
 from headrace.observe.facts import Evaluated, GroupEnded
 
-AGENT = '''
+AGENT = """
 import json, os, sys, time
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -46,7 +46,7 @@ if mode == "half" and given["seed"] % 2:
     raise RuntimeError("half of them fail")
 print("some words of the agent")
 print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len(text)}))
-'''
+"""
 
 
 def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -> dict[str, Any]:

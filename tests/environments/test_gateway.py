@@ -59,7 +59,12 @@ Case = Callable[[Asks], Awaitable[None]]
 
 
 def played(
-    model: Any, case: Case, *, limits: Limits | None = None, stop: Sequence[str] = (), server: ServerLimits | None = None
+    model: Any,
+    case: Case,
+    *,
+    limits: Limits | None = None,
+    stop: Sequence[str] = (),
+    server: ServerLimits | None = None,
 ) -> Played | Failure:
     """Plays one rollout whose agent is `case`."""
     encoder = model.encoder

@@ -49,7 +49,7 @@ def open_agents(
 
 
 class Agents:
-    """What the rollouts of a run share."""
+    """The gateway, the places and the settings that the rollouts of a run share."""
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ GRACE = 5.0
 """Seconds that an agent which is ended early has after SIGTERM, before it is killed."""
 KEPT = 16 << 10
 """Bytes at the end of its output that are kept; the rest is dropped."""
-CHUNK = 1 << 16
 
 
 def agent_variables(url: str, key: str) -> dict[str, str]:
@@ -74,29 +73,33 @@ class Reaper:
             self._process = None
 
 
-class _Tail:
-    """The end of a stream."""
+class _Output(asyncio.SubprocessProtocol):
+    """Keeps the end of what a process writes. (`Process.wait` of asyncio's streams waits for whoever else holds a pipe open, too.)"""
 
-    def __init__(self, stream: asyncio.StreamReader) -> None:
-        self._kept = b""
-        self.reading = asyncio.create_task(self._read(stream))
+    def __init__(self) -> None:
+        self._kept = {1: b"", 2: b""}
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        """Set when the process has ended; and when nobody can write to its output any more."""
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(CHUNK):
-            self._kept = (self._kept + chunk)[-KEPT:]
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._kept[fd] = (self._kept[fd] + data)[-KEPT:]
 
-    @property
-    def text(self) -> str:
-        return self._kept.decode(errors="replace")
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def text(self, fd: int) -> str:
+        return self._kept[fd].decode(errors="replace")
 
 
 class AgentProcess:
-    def __init__(self, process: asyncio.subprocess.Process, directory: str, reaper: Reaper) -> None:
+    def __init__(self, transport: asyncio.SubprocessTransport, output: _Output, directory: str, reaper: Reaper) -> None:
         """`directory`: the one that was made for it; empty if it runs in a directory of the user."""
-        assert process.stdout is not None and process.stderr is not None
-        self._process, self._directory, self._reaper = process, directory, reaper
-        self._out, self._err = _Tail(process.stdout), _Tail(process.stderr)
-        reaper.started(process.pid, directory)
+        self._transport, self._output, self._directory, self._reaper = transport, output, directory, reaper
+        self.pid = transport.get_pid()
+        reaper.started(self.pid, directory)
 
     @classmethod
     async def start(
@@ -106,43 +109,39 @@ class AgentProcess:
         OSError."""
         own = "" if directory else await asyncio.to_thread(tempfile.mkdtemp, prefix="headrace-agent-")
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=directory or own,
-                env=dict(variables),
-                start_new_session=True,
+            transport, output = await asyncio.get_running_loop().subprocess_exec(
+                _Output, *command, cwd=directory or own, env=dict(variables), start_new_session=True
             )
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
             raise
-        self = cls(process, own, reaper)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it may read nothing
-            process.stdin.write(given)
-            process.stdin.close()
+        self = cls(transport, output, own, reaper)
+        pipe = transport.get_pipe_transport(0)
+        assert isinstance(pipe, asyncio.WriteTransport)
+        pipe.write(given)  # it may read nothing: that is no error
+        pipe.close()
         return self
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def wait(self) -> int:
         """Returns its exit code when it has ended and its output was read."""
-        code = await self._process.wait()
-        self._kill()  # what it started may hold its output open
-        await asyncio.wait({self._out.reading, self._err.reading}, timeout=GRACE)
+        await self._output.exited.wait()
+        self._signal(signal.SIGKILL)  # what it started may hold its output open
+        with contextlib.suppress(TimeoutError):  # so may a process that has left the session
+            async with asyncio.timeout(GRACE):
+                await self._output.closed.wait()
+        code = self._transport.get_returncode()
+        assert code is not None
         return code
 
     @property
     def output(self) -> str:
-        return self._out.text
+        """The end of its standard output."""
+        return self._output.text(1)
 
     @property
     def errors(self) -> str:
-        return self._err.text
+        """The end of its standard error."""
+        return self._output.text(2)
 
     @property
     def traceback(self) -> str:
@@ -157,26 +156,22 @@ class AgentProcess:
 
     async def end(self, log: Path | None) -> None:
         """Ends it, if it has not ended, and all that it started. Its standard error goes to the log."""
-        if self._process.returncode is None:
+        if not self._output.exited.is_set():
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await within(self.pid, GRACE, self._process.wait())
-        self._kill()
+                await within(self.pid, GRACE, self._output.exited.wait())
+        self._signal(signal.SIGKILL)
         await self.wait()
-        for tail in (self._out, self._err):
-            tail.reading.cancel()  # a process that has left the session may still hold the output open
+        self._transport.close()
         self._reaper.ended(self.pid)
         if log and self.errors:
             await asyncio.to_thread(_append, log, f"--- agent {self.pid}\n{self.errors}")
         if self._directory:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
-    def _kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
     def _signal(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signum)
+            os.killpg(self.pid, signum)
 
 
 def _append(log: Path, text: str) -> None:

@@ -26,7 +26,7 @@ STARTED = int(time.time())
 
 
 class GatewayRules(Protocol):
-    """What holds for the requests of all rollouts."""
+    """The limits and settings that hold for the requests of all rollouts."""
 
     limits: ServerLimits
     written: Written

@@ -119,6 +119,8 @@ class Gateway:
             if rollout
             else "the address names no rollout that is in progress; use the OPENAI_BASE_URL that the process was given"
         )
+        if rollout is not None:
+            rollout.error = said
         raise Refused(401, said, "invalid_api_key")
 
     # -- fields of requests that the run decides ----------------------------------------------------------------------------
