@@ -13,20 +13,28 @@ from headrace.environments.workers.episode_frames import ChatAsked, ChatReply
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.sandbox.limits import DEFAULT, SandboxSettings
 from headrace.types import Prompt
 
 
 def open_function(
-    config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None, alone: bool = True
+    config: EnvironmentConfig,
+    encoder: TurnEncoder,
+    *,
+    system: str,
+    log: Path | None,
+    alone: bool = True,
+    sandbox: SandboxSettings = DEFAULT,
 ) -> EnvironmentKind:
     """Makes the environments of `environment.function`. `system`: the system message of prompts that are text; `log` receives what the
-    function prints; `alone`: whether nothing else gives rewards. Raises ConfigError if it cannot be loaded."""
+    function prints; `alone`: whether nothing else gives rewards; `sandbox`: the settings of code that it runs. Raises ConfigError if it cannot be loaded."""
     settings = FunctionSettings(
         config.function,
         seconds=config.seconds,
         tool_seconds=config.tool_seconds,
         tool_characters=config.tool_characters,
         memory=int(config.memory_gib * (1 << 30)),
+        sandbox=sandbox.as_text(),
     )
     check_function(settings)
     pool = Pool(settings, config.workers, log)

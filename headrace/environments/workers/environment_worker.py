@@ -24,6 +24,8 @@ from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
 from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
+from headrace.sandbox.limits import SandboxSettings
+from headrace.sandbox.use import check_if_imported, use_settings
 from headrace.settings.user_code import load_function
 
 BEAT = 1.0
@@ -41,10 +43,12 @@ def main(arguments: list[str]) -> None:
     sender = FrameSender(reports)
     if settings["memory"]:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
+    use_settings(SandboxSettings.from_text(settings["sandbox"]))
     try:
         function = load_function(spec, "environment.function")
         if problem := signature_problem(function):
             raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
+        check_if_imported("environment.function")
     except ConfigError as error:
         sender.send(pack(FunctionLoaded(str(error))))
         return

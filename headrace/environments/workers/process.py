@@ -27,6 +27,7 @@ from headrace.environments.workers.episode_frames import (
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.sandbox.limits import DEFAULT
 from headrace.types import Struct
 
 SILENT = 30.0
@@ -48,6 +49,8 @@ class FunctionSettings(Struct, frozen=True):
     tool_characters: int
     memory: int
     """Bytes of memory; 0 sets no limit."""
+    sandbox: str = DEFAULT.as_text()
+    """The settings of the sandbox (`SandboxSettings`)."""
 
     def arguments(self, check: bool = False) -> list[str]:
         rest = {
@@ -55,6 +58,7 @@ class FunctionSettings(Struct, frozen=True):
             "characters": self.tool_characters,
             "memory": self.memory,
             "check": check,
+            "sandbox": self.sandbox,
         }
         return [self.spec, json.dumps(rest)]
 
