@@ -2,6 +2,6 @@
 
 Read `config.py`, `kinds.py` (the kinds of environments), `single_turn.py` (one completion of the prompt, which is most
 of post-training), `function.py` (a function of the user) with `conversation.py` (chat to tokens and back) and `workers/` (the processes
-that run it). `fake.py` is an environment of two turns without a tokenizer. The port is `playing.Environment`;
+that run it), `libraries/` (environments of other libraries). `fake.py` is an environment of two turns without a tokenizer. The port is `playing.Environment`;
 `rollouts/episodes.py` plays an episode.
 """
