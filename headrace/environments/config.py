@@ -22,7 +22,7 @@ _OF_LIBRARIES = ("name", "options")
 class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
-    prompt. The others are environments of other libraries, with rewards of their own (docs/environments.md). reasoning_gym:
+    prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
     skyrl-gym's have."""
     name: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tool_chats
-from written_replies import WrittenAgent, WrittenEngine
+from tool_chats import WrittenAgent, WrittenEngine
 
 from headrace.config import load_config
 from headrace.environments.config import EnvironmentConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tool_chats
-from written_replies import WrittenEngine
+from tool_chats import WrittenEngine
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
