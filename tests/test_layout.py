@@ -34,6 +34,7 @@ FLOORS = {
     "settings": 1,
     "durable": 2,
     "models": 2,
+    "web": 2,
     "algo": 2,
     "observe": 3,
     "protocols": 3,
