@@ -33,7 +33,8 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 def _engine(config: RunConfig, path: str) -> str:
     engine = config.engine
     if engine.is_server:
-        which = ", ".join(engine.urls) or "that this run starts"
+        own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
+        which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"

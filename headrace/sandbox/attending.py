@@ -134,8 +134,8 @@ def _how(ended: CallEnd, limits: SandboxLimits, err: str, detail: str) -> tuple[
     match ended.status:
         case 0 if not detail:
             return "", ""
-        case code if code == RAISED and last:
-            return "raised", last
+        case code if code == RAISED:
+            return "raised", last or "it raised, and nothing could be printed"
         case code if code == MEMORY:
             return "memory", f"it used more than {limits.memory >> 20:,} MiB of memory"
         case code if code == UNCONFINED:

@@ -41,8 +41,9 @@ class SandboxResult(Struct, frozen=True):
 class Sandbox:
     """Makes calls, `parallel` at once; others wait. Its methods block, and may be called from any thread."""
 
-    def __init__(self, limits: SandboxLimits, parallel: int = 1) -> None:
-        self._limits = limits
+    def __init__(self, limits: SandboxLimits, parallel: int = 1, *, in_memory: bool = True) -> None:
+        """`in_memory`: whether private directories are in memory where the kernel allows it; otherwise they are on the disk."""
+        self._limits, self._in_memory = limits, in_memory
         self._slots = threading.BoundedSemaphore(parallel)
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self.facts: dict[str, Any] = {}
@@ -77,7 +78,7 @@ class Sandbox:
         try:
             process = self._idle.get_nowait()
         except queue.Empty:
-            process = _Process(self._limits)
+            process = _Process(self._limits, self._in_memory)
             self.facts = process.facts
         try:
             yield process
@@ -90,9 +91,10 @@ class Sandbox:
 class _Process:
     """A process that makes one call at a time (`zygote.py`)."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
         self._directory = tempfile.mkdtemp(prefix="headrace-sandbox-")
-        command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), self._directory]
+        where = [self._directory, "memory" if in_memory else "disk"]
+        command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), *where]
         pipe = subprocess.PIPE
         # It stays in our process group, so that it is killed with us; else it reads the end of its input.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment(), bufsize=0)

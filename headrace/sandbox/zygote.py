@@ -1,4 +1,4 @@
-"""The process that makes calls: `python -P -m headrace.sandbox.zygote LIMITS DIRECTORY`, driven by `sandbox.py`.
+"""The process that makes calls: `python -P -m headrace.sandbox.zygote LIMITS DIRECTORY memory|disk`, driven by `sandbox.py`.
 
 It has imported what code usually needs, and forks for each call, which takes milliseconds where an interpreter of its own takes tens of
 them. It never reads a test: the process of the code is forked first, and the process of the test then reads the next frame itself. So
@@ -37,14 +37,15 @@ _ORDERS, _REPORTS = 0, 1
 
 
 class Zygote:
-    def __init__(self, limits: SandboxLimits, directory: str) -> None:
-        self._limits = limits
-        self.in_memory = enter(directory)
+    def __init__(self, limits: SandboxLimits, directory: str, *, in_memory: bool) -> None:
+        """`in_memory`: whether the private directory may be one in memory."""
+        self._limits, self._directory = limits, directory
+        self.in_memory = in_memory and enter(directory)
         self._private = PrivateDirectory(os.path.join(directory, "private"), limits, in_memory=self.in_memory)
 
     def program(self, code: str, stdin: str) -> dict[str, Any]:
         """Runs a program with this standard input."""
-        with self._private.fresh(), tempfile.TemporaryFile() as given:
+        with self._private.fresh(), tempfile.TemporaryFile(dir=self._directory) as given:
             given.write(stdin.encode(errors="surrogatepass"))
             given.seek(0)
             reading, writing = pipes(2)
@@ -87,7 +88,8 @@ class Zygote:
             code = MEMORY
         except BaseException:
             traceback.print_exc()
-        end(code)
+        finally:
+            end(code)
 
 
 def _tester(entry_point: str) -> Callable[[], int]:
@@ -108,7 +110,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1])
+    zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1], in_memory=arguments[2] == "memory")
     for name in USUAL:
         importlib.import_module(name)
     sys.path[:] = [path for path in sys.path if path != os.environ.get("PYTHONPATH")]  # ours, not the code's

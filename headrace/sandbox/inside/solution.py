@@ -17,7 +17,7 @@ from headrace.sandbox.inside.plain import as_json, from_json
 
 NAME = "solution.py"
 """The file name in its tracebacks."""
-RAISED, MEMORY, UNCONFINED = 1, 3, 70
+RAISED, MEMORY, UNCONFINED = 1, 113, 114
 """Exit codes: of an exception that nobody caught, of one that says that the memory is used up, and of a process that ran no code because
 it could not be confined."""
 
@@ -120,5 +120,7 @@ def end(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except BaseException:  # the code has closed them
+        code = code or RAISED
     finally:
         os._exit(code)
