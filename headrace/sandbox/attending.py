@@ -10,7 +10,7 @@ import signal
 from typing import Any, NamedTuple
 
 from headrace.observe.health.patience import Patience
-from headrace.sandbox.inside.solution import MEMORY, RAISED, UNCONFINED
+from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED
 from headrace.sandbox.limits import SandboxLimits
 from headrace.sandbox.private_directory import PrivateDirectory
 
@@ -117,6 +117,9 @@ def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
     """Returns the fields of `sandbox.SandboxResult`."""
     out, err, *verdict = [one[: limits.output].decode(errors="replace") for one in ended.printed]
     reason, detail = ended.broken
+    if not out.startswith(CONFINED.decode()):
+        reason, detail = "unconfined", err.strip()[-500:]
+    out = out[len(CONFINED) :]
     if not reason and verdict:
         reason, detail = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
     if reason == "ended" or (not reason and not verdict):
@@ -138,6 +141,4 @@ def _how(ended: CallEnd, limits: SandboxLimits, err: str, detail: str) -> tuple[
             return "raised", last or "it raised, and nothing could be printed"
         case code if code == MEMORY:
             return "memory", f"it used more than {limits.memory >> 20:,} MiB of memory"
-        case code if code == UNCONFINED:
-            return "unconfined", last
-    return "exit", f"it ended with exit code {ended.status}"
+    return "exit", f"it ended with exit code {ended.status}{' before it answered' if detail else ''}"

@@ -7,6 +7,7 @@ no test lies in memory that code inherits.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 from headrace.sandbox.attending import attend, pipes, report_of
 from headrace.sandbox.inside.confine import confine, take_descriptors
 from headrace.sandbox.inside.json_frames import receive, send
-from headrace.sandbox.inside.solution import MEMORY, UNCONFINED, end, run_program, serve_calls
+from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
 from headrace.sandbox.inside.tester import run_test
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.namespaces import enter
@@ -78,16 +79,18 @@ class Zygote:
         return pid
 
     def _child(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int], parent: int) -> NoReturn:
-        code = UNCONFINED
+        code = RAISED
         try:
             work = prepare()
             take_descriptors(descriptors)
             confine(self._private.path, self._limits, parent)
+            os.write(1, CONFINED)
             code = work()
         except MemoryError:
             code = MEMORY
         except BaseException:
-            traceback.print_exc()
+            with contextlib.suppress(BaseException):  # the code may have closed standard error
+                traceback.print_exc()
         finally:
             end(code)
 

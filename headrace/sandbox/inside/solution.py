@@ -17,9 +17,10 @@ from headrace.sandbox.inside.plain import as_json, from_json
 
 NAME = "solution.py"
 """The file name in its tracebacks."""
-RAISED, MEMORY, UNCONFINED = 1, 113, 114
-"""Exit codes: of an exception that nobody caught, of one that says that the memory is used up, and of a process that ran no code because
-it could not be confined."""
+RAISED, MEMORY = 1, 113
+"""Exit codes: of an exception that nobody caught, and of one that says that the memory is used up."""
+CONFINED = b"\0"
+"""Written to standard output when the process is confined, before it runs the code: an exit code could be the code's own."""
 
 
 def run_program(code: str) -> int:
@@ -42,7 +43,7 @@ def serve_calls(code: str) -> int:
     while True:
         try:
             asked = json_frames.receive(CHANNEL)
-        except EOFError:
+        except (EOFError, ConnectionError):  # the test has ended
             return 0
         try:
             answer = {"value": _answered(asked, module, kept)}

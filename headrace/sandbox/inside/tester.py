@@ -78,7 +78,7 @@ def run_test(test: str, entry_point: str) -> Verdict:
     except BaseException as error:
         return "failed", f"{type(error).__name__}: {error}"[:500]
     if _ended:
-        return "ended", _ended[0]
+        return _ended[0]
     if not names.used:
         return "unsupported", (
             "the test calls nothing of the code; a function with the name of one of Python's is named in the column entry_point"
@@ -86,8 +86,8 @@ def run_test(test: str, entry_point: str) -> Verdict:
     return "", ""
 
 
-_ended: list[str] = []
-"""Why the code has ended, if it has: a test may catch `CodeEnded`, and does not pass for it."""
+_ended: list[Verdict] = []
+"""The verdict of code that has ended or answered nonsense: a test may catch `CodeEnded`, and does not pass for it."""
 
 
 def _number_of(value: Any) -> int:
@@ -104,11 +104,11 @@ def _asked(question: Any) -> Any:
             return from_json(answer["value"], RemoteObject)
         kind, text = str(answer["raised"]), str(answer["text"])
     except (OSError, EOFError):
-        _ended.append("the code ended before it answered")
-        raise CodeEnded(_ended[0]) from None
+        _ended.append(("ended", "it ended before it answered"))
+        raise CodeEnded from None
     except Exception as error:
-        _ended.append(f"the code's answer made no sense: {type(error).__name__}")
-        raise CodeEnded(_ended[0]) from None
+        _ended.append(("failed", f"its answer made no sense: {type(error).__name__}"))
+        raise CodeEnded from None
     raise _exception(kind, text)
 
 
