@@ -16,7 +16,7 @@ class Control:
     """The routes by which the weights of a server can be replaced."""
 
     path: str
-    """One that changes nothing, and is guarded as the others are."""
+    """A route that changes nothing, and is guarded as the others are."""
     routes: str
     """The names of some of the others, for people."""
     remedy: str
@@ -34,7 +34,7 @@ CONTROLS = {
         "start SGLang with --api-key, and name the file that holds the key in engine.token_file",
     ),
 }
-"""By `engine.kind`. headrace's own server answers nobody beyond its machine without a token."""
+"""The control routes by `engine.kind`. headrace's own server answers nobody beyond its machine without a token."""
 
 
 async def open_control(kind: str, url: str, stranger: Connection, seconds: float) -> str:
