@@ -16,9 +16,9 @@ from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.remote.dialects.vllm_facts import open_routes
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.strangers import open_control
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import ServerProcess
@@ -139,8 +139,7 @@ def _server(
     async def launch() -> None:
         state = await come(engine.open(), url, settings.patience) if waits_alone else await engine.open()
         check_state(state, settings.serving_dtype, settings.context_length, url)
-        if settings.kind == "vllm":
-            await _warn_of_open_routes(url, telemetry)
+        await _warn_of_strangers(settings.kind, url, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         """Does nothing: the layout is in the files, and the server has its own settings."""
@@ -148,10 +147,10 @@ def _server(
     return Starting(engine, launch, finish)
 
 
-async def _warn_of_open_routes(url: str, telemetry: Telemetry) -> None:
+async def _warn_of_strangers(kind: str, url: str, telemetry: Telemetry) -> None:
     stranger = Connection(url)
     try:
-        if warning := await open_routes(url, stranger, SILENT):
+        if warning := await open_control(kind, url, stranger, SILENT):
             telemetry.warn(warning)
     finally:
         await stranger.close()
