@@ -16,7 +16,7 @@ from headrace.environments.workers.loading import LibrarySettings
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
-from headrace.sandbox.limits import DEFAULT, SandboxSettings
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.types import Prompt
 
 

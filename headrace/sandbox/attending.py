@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from headrace.observe.health.patience import Patience
 from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED
-from headrace.sandbox.limits import SandboxLimits
 from headrace.sandbox.private_directory import PrivateDirectory
+from headrace.sandbox.sandbox_limits import SandboxLimits
 
 _LOOK = 0.05
 """Seconds between two looks at the private directory and at the deadline."""
@@ -41,7 +41,7 @@ def pipes(count: int) -> tuple[list[int], list[int]]:
 
 
 def attend(
-    first: int, code: int, reading: list[int], limits: SandboxLimits, private: PrivateDirectory, orders: int
+    first: int, code: int, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
 ) -> CallEnd:
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
     same. `orders`: at its end nobody waits for the call, and this process ends."""

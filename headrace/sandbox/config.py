@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.sandbox.limits import SandboxLimits, SandboxSettings
+from headrace.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
 
 Isolation = Literal["network", "filesystem", "processes", "memory"]
 

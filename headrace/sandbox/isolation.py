@@ -1,4 +1,4 @@
-"""What isolation this machine has, by trial: a program tries to do what it must not, and says what it could do."""
+"""Finds out by trial what isolation this machine has: a program tries to do what it must not, and reports what it could do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import tempfile
 from typing import NamedTuple
 
 from headrace.errors import ConfigError
-from headrace.sandbox.limits import DEFAULT, SandboxLimits
 from headrace.sandbox.sandbox import Sandbox, SandboxLost
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxLimits
 
 KINDS = {
     "network": "it can open sockets",
@@ -60,7 +60,7 @@ class IsolationFound(NamedTuple):
     kind: str
     there: bool
     how: str
-    """By what means it is there, or what code can do."""
+    """The means by which it is there, or what code can do without it."""
 
 
 def examine_isolation(limits: SandboxLimits = DEFAULT.limits) -> list[IsolationFound]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from headrace.sandbox.kernel.namespaces import mount_private
 from headrace.sandbox.kernel.syscalls import unmount
-from headrace.sandbox.limits import SandboxLimits
+from headrace.sandbox.sandbox_limits import SandboxLimits
 
 
 class PrivateDirectory:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.sandbox.inside import json_frames
-from headrace.sandbox.limits import SandboxLimits
+from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from headrace.sandbox.limits import DEFAULT, SandboxSettings
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 
 _settings = DEFAULT
 

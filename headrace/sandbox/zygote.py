@@ -26,8 +26,8 @@ from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_
 from headrace.sandbox.inside.tester import run_test
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.namespaces import enter
-from headrace.sandbox.limits import SandboxLimits
 from headrace.sandbox.private_directory import PrivateDirectory
+from headrace.sandbox.sandbox_limits import SandboxLimits
 
 USUAL = (
     "asyncio", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",
@@ -52,7 +52,7 @@ class Zygote:
             reading, writing = pipes(2)
             child = self._fork(lambda: lambda: run_program(code), (given.fileno(), *writing, writing[0]))
             _close(writing)
-            ended = attend(child, child, reading, self._limits, self._private, _ORDERS)
+            ended = attend(child, child, reading, limits=self._limits, private=self._private, orders=_ORDERS)
         return report_of(ended, self._limits)
 
     def test(self, code: str, entry_point: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Zygote:
             tester = self._fork(lambda: _tester(entry_point), (verdict, nothing, nothing, ours.fileno()))
             ours.close()
             _close([*writing, nothing])
-            ended = attend(tester, solution, reading, self._limits, self._private, _ORDERS)
+            ended = attend(tester, solution, reading, limits=self._limits, private=self._private, orders=_ORDERS)
         return report_of(ended, self._limits)
 
     def _fork(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int]) -> int:

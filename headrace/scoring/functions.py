@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.sandbox.limits import DEFAULT, SandboxSettings
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.sandbox.use import use_settings
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor

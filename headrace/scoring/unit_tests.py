@@ -12,7 +12,7 @@ from headrace.sandbox.tool import sandbox_of_this_process
 from headrace.types import Failure
 
 SLOW = ("cpu", "time")
-"""After a test that ends for one of these, the others of the completion are not run: a group has one deadline."""
+"""Reasons for which the other tests of the completion are not run: a group has one deadline."""
 
 
 class UnitTest(NamedTuple):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headrace.sandbox.isolation import examine_isolation
-from headrace.sandbox.limits import SandboxLimits
 from headrace.sandbox.sandbox import Sandbox
+from headrace.sandbox.sandbox_limits import SandboxLimits
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=20.0, memory=256 << 20, disk=2 << 20, files=8, output=10_000)
 

@@ -25,7 +25,7 @@ from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
 from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
-from headrace.sandbox.limits import SandboxSettings
+from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import check_if_imported, use_settings
 
 BEAT = 1.0

@@ -30,7 +30,7 @@ from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
-from headrace.sandbox.limits import DEFAULT
+from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
 
 SILENT = 30.0

@@ -1,4 +1,4 @@
-"""What a new process gives up before it runs code: descriptors, rights, and all but its limits. For good: nothing here can be undone."""
+"""Takes from a new process, before it runs code, all descriptors and rights that it does not need. Nothing here can be undone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
-from headrace.sandbox.limits import SandboxLimits
+from headrace.sandbox.sandbox_limits import SandboxLimits
 
 CHANNEL = 3
 """The descriptor that is left beside the three standard ones."""

@@ -18,9 +18,9 @@ _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _DEVICE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _MAKE_CHAR, _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 10, 1 << 11
 _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""Since a version of the interface: all rights to files that it knows."""
+"""Version of the interface -> all rights to files that it knows."""
 _TCP, _SCOPES = 0b11, 0b11
-"""Since version 4: binding and connecting; since version 6: abstract sockets of, and signals to, processes outside."""
+"""Rights since version 4: binding and connecting TCP sockets; scopes since version 6: abstract sockets of, and signals to, processes outside."""
 
 SYSTEM = (
     "/usr/lib",
