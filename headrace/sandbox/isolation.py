@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from headrace.errors import ConfigError
@@ -105,13 +106,20 @@ def _found(could: dict[str, bool], sandbox: Sandbox) -> list[IsolationFound]:
 def refuse_missing(limits: SandboxLimits, allow: tuple[str, ...], who: str) -> None:
     """Raises ConfigError if a kind of isolation is missing that is not allowed to be. `who`: what would run code."""
     try:
-        missing = [one for one in examine_isolation(limits) if not one.there and one.kind not in allow]
+        found = examine_isolation(limits)
     except SandboxLost as error:
         raise ConfigError(f"{who} runs code in a sandbox, which does not work here: {error}") from None
-    if missing:
+    if problem := isolation_problem(found, allow, who):
+        raise ConfigError(problem)
+
+
+def isolation_problem(found: Sequence[IsolationFound], allow: Collection[str], who: str) -> str:
+    """Returns why code that a model has written must not be run; empty if it may."""
+    if missing := [one for one in found if not one.there and one.kind not in allow]:
         said = "; ".join(f"{one.kind}: {one.how}" for one in missing)
         named = ", ".join(f'"{one.kind}"' for one in missing)
-        raise ConfigError(
+        return (
             f"{who} runs code that a model has written, and this machine cannot isolate it ({said}). Run it on Linux 5.13 or newer "
             f"(x86-64 or AArch64), or allow it: sandbox.allow = [{named}]"
         )
+    return ""

@@ -79,7 +79,7 @@ def _text(error: BaseException) -> str:
 def _module(code: str) -> ModuleType:
     module = ModuleType("__main__")
     sys.modules["__main__"] = module  # dataclasses and typing look up their module there
-    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    linecache.cache[NAME] = (len(code), None, [f"{line}\n" for line in code.splitlines()], NAME)
     return module
 
 
