@@ -290,10 +290,10 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
 
 
 def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
-    """`log` receives what the user's function prints. Raises ConfigError if it cannot be loaded."""
+    """`log` receives what the code of the environment prints. Raises ConfigError if it cannot be loaded."""
     from headrace.environments.function import open_function
 
-    if config.environment.function:
+    if config.environment.in_processes:
         alone = not config.reward.specs and not config.teachers
         return open_function(config.environment, encoder, system=config.task.system, log=log, alone=alone)
     return environment_kind(config.environment.kind)
@@ -306,6 +306,10 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             from headrace.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config, seed, encoder)
+        case "seeds":
+            from headrace.tasks.seeds import SeedsTask
+
+            return SeedsTask(config, seed, encoder)
         case _:
             from headrace.tasks.rows import RowsTask
 
