@@ -42,6 +42,7 @@ FLOORS = {
     "packing": 3,
     "sandbox": 4,
     "tasks": 5,
+    "curriculum": 5,
     "scoring": 5,
     "environments": 5,
     "rollouts": 5,
