@@ -15,7 +15,7 @@ MOST = 100_000
 DEPTH = 64
 _EXACT = 1 << 62
 """JSON of a larger int would be slow, and Python limits its decimal digits."""
-_DYNAMIC: tuple[type, ...] = (Iterator, type({}.keys()), type({}.values()), type({}.items()))
+_DYNAMIC: Any = (Iterator, type({}.keys()), type({}.values()), type({}.items()))
 
 Keep = Callable[[Any], int]
 """Keeps an object that is no plain value, and returns its number."""
