@@ -5,36 +5,46 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, PROCESS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, LIBRARIES, PROCESS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
 
-SHARED = ("max_turns", "max_tokens", "seconds", "tools")
-"""Settings of both a function and a command."""
-OF_COMMANDS = ("command", "directory", "processes")
+_OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
+_OF_LIBRARIES = ("name", "options")
+_OF_COMMANDS = ("command", "directory", "processes")
+_OF_ALL = ("max_turns", "max_tokens", "seconds", "tools")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
-    prompt. process: a process of `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md)."""
+    prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
+    the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
+    skyrl-gym's have. textarena: a game for one player. process: a process of `command`, which asks for its turns at
+    OPENAI_BASE_URL (docs/agents.md)."""
+    name: str = ""
+    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
+    game."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
+    `unfinished`, and arguments of the game."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
     command: tuple[str, ...] = ()
-    """kind = "process": the command that plays a rollout, as a list of words or as one text. It reads the prompt and
-    the columns of the row as JSON from its input, and the last line that it prints is its reward."""
+    """process: the command that plays a rollout, as a list of words or as one text. It reads the prompt and the columns
+    of the row as JSON from its input, and the last line that it prints is its reward."""
     directory: str = ""
-    """kind = "process": the working directory of the command. Empty: one for each rollout, which is removed at its end."""
+    """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """kind = "process": the most processes at once. Further rollouts wait."""
+    """process: the most processes at once. Further rollouts wait."""
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
@@ -63,8 +73,8 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (kinds := (*ENVIRONMENTS, PROCESS)):
-            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(kinds)}')
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS)):
+            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
     @field_validator("command", mode="before")
@@ -88,7 +98,7 @@ class EnvironmentConfig:
         return function
 
     @model_validator(mode="after")
-    def _settings_of_its_kind(self) -> EnvironmentConfig:
+    def _fits_its_kind(self) -> EnvironmentConfig:
         if self.function and self.kind != "single_turn":
             raise ValueError(
                 f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
@@ -97,25 +107,41 @@ class EnvironmentConfig:
             raise ValueError(
                 'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
             )
-        for name in self._changed():
-            if name in OF_COMMANDS and self.kind != PROCESS:
-                raise ValueError(
-                    f'environment.{name} belongs to environment.kind = "process"; set it, or remove the other'
-                )
-            if name not in OF_COMMANDS and self.kind == PROCESS and name not in SHARED:
-                raise ValueError(f'environment.{name} has no meaning for environment.kind = "process"; remove it')
-            if not self.function and self.kind != PROCESS:
-                raise ValueError(
-                    f"environment.{name} belongs to environment.function, which is not set; set it, or remove the other"
-                )
+        changed = [one for one in _changed(self) if one not in ("kind", "function")]
+        commands = [one for one in changed if one in _OF_COMMANDS]
+        if commands and self.kind != PROCESS:
+            foreign, owner = commands, 'environment.kind = "process"'
+        elif self.kind == PROCESS:
+            own = (*_OF_COMMANDS, *_OF_ALL)
+            foreign, owner = [one for one in changed if one not in own], "another kind of environment"
+        elif self.function:
+            foreign, owner = [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
+        elif self.kind in LIBRARIES:
+            foreign, owner = [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
+        else:
+            foreign, owner = changed, "environment.function, or to an environment of another library"
+        if foreign:
+            raise ValueError(
+                f"environment.{foreign[0]} belongs to {owner}, which is not set; set it (environment.kind names such environments), or "
+                f"remove environment.{foreign[0]}"
+            )
         return self
 
-    def _changed(self) -> Iterator[str]:
-        """The settings beside `kind` and `function` that are not at their default."""
-        for field in dataclasses.fields(self):
-            default = getattr(field.default, "default", field.default)  # of a pydantic Field
-            if field.name not in ("kind", "function") and getattr(self, field.name) != default:
-                yield field.name
+    @property
+    def setting(self) -> str:
+        """The setting that chooses the environment, for messages."""
+        return "environment.function" if self.function else f'environment.kind = "{self.kind}"'
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether code in processes beside generation plays the rollouts: a function or a command of the user, or an environment of
+        another library."""
+        return bool(self.function) or self.kind in LIBRARIES or self.is_command
+
+    @property
+    def is_command(self) -> bool:
+        """Whether a command of the user plays them, as a process for each rollout."""
+        return self.kind == PROCESS
 
     @property
     def turns(self) -> int:
@@ -124,34 +150,39 @@ class EnvironmentConfig:
 
     @property
     def limits(self) -> Limits:
-        if self.is_played:
+        if self.in_processes:
             return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property
     def rewards(self) -> bool:
         """Whether it gives rewards of its own, so that no reward function is needed."""
-        return self.is_played
-
-    @property
-    def is_played(self) -> bool:
-        """Whether code of the user plays the rollouts."""
-        return bool(self.function) or self.kind == PROCESS
-
-    @property
-    def played_by(self) -> str:
-        """The setting that names that code."""
-        return "environment.function" if self.function else "environment.command"
+        return self.in_processes
 
 
-def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int) -> Iterator[str]:
-    """Returns a sentence for each setting of the task that a conversation cannot follow."""
-    if config.is_played and not chat:
-        yield f"{config.played_by} talks through the chat template, and task.chat = false: set it to true"
-    if config.is_played and examples:
+def _changed(config: EnvironmentConfig) -> Iterator[str]:
+    """Yields the names of the settings that are not as they are when nobody sets them."""
+    for field in dataclasses.fields(config):
+        unset = getattr(field.default, "default", field.default)  # of a pydantic Field
+        if field.name == "options":
+            unset = {}
+        if getattr(config, field.name) != unset:
+            yield field.name
+
+
+def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool) -> Iterator[str]:
+    """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question."""
+    if seeds and not config.in_processes:
         yield (
-            f"task.examples = {examples} are turns before the prompt, which {config.played_by} begins by itself: set it to 0, and let "
-            "it begin with the messages of solved examples"
+            'task.kind = "seeds" has no questions, and the environment asks none: name another task, or an environment that makes its own '
+            "first message (environment.kind, or environment.function)"
+        )
+    if config.in_processes and not chat:
+        yield f"{config.setting} talks through the chat template, and task.chat = false: set it to true"
+    if config.in_processes and examples:
+        yield (
+            f"task.examples = {examples} are turns before the prompt, which {config.setting} begins by itself: set it to 0, and let "
+            "the environment begin with the messages of solved examples"
         )
 
 

@@ -228,7 +228,6 @@ def _built(
         plan=plan,
         restored=restored,
         telemetry=telemetry,
-        task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
         environment=prepared.environment,
@@ -285,23 +284,25 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         checkpoint_every=config.checkpoint.every,
         evaluate_every=config.eval.every,
         adapter=adapter,
+        curriculum=config.curriculum,
         watch=config.watch,
         save_patience=config.checkpoint.patience,
     )
 
 
 def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
-    """`log` receives what the user's function or command prints. Raises ConfigError if it cannot be loaded."""
+    """`log` receives what the code of the environment prints. Raises ConfigError if it cannot be loaded."""
     environment, system = config.environment, config.task.system
-    if not environment.is_played:
+    if not environment.in_processes:
         return environment_kind(environment.kind)
     alone = not config.reward.specs and not config.teachers
-    if environment.function:
+    if not environment.is_command:
         from headrace.environments.function import open_function
 
-        return open_function(environment, encoder, system=system, log=log, alone=alone)
+        sandbox = config.sandbox.settings
+        return open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
     if not is_installed(EXTRAS["serve"].module):
-        raise ConfigError(f"environment.kind = {environment.kind} needs a server for its turns: {install('serve')}")
+        raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
     from headrace.environments.agents.agent_environment import open_agents
 
     rollout = config.rollout
@@ -316,6 +317,10 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             from headrace.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config, seed, encoder)
+        case "seeds":
+            from headrace.tasks.seeds import SeedsTask
+
+            return SeedsTask(config, seed, encoder)
         case _:
             from headrace.tasks.rows import RowsTask
 
@@ -337,7 +342,7 @@ def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log:
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, rewards, log)
+    return FunctionScorer(config.reward, rewards, log, config.sandbox.settings)
 
 
 def export_weights(

@@ -62,7 +62,7 @@ class ServeConfig:
         if self.engine.replicas > 1:
             raise ConfigError(
                 f"engine.replicas = {self.engine.replicas}: a server serves one engine; start a server for each and name them all in the run's "
-                "engine.urls"
+                "engine.urls, or have the run start them"
             )
         if self.training and not self.engine.max_adapters:
             raise ConfigError(

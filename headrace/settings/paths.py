@@ -52,10 +52,9 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
 
 
 def _environment_paths(place: Tree, base: Path) -> Tree:
-    """Resolves the function, the directory, and the words of a command that name a file."""
+    """Resolves the function, the class (`name`), the directory, and the words of a command that name a file."""
     resolved = dict(place)
-    if isinstance(place.get("function"), str):
-        resolved["function"] = _function_path(place["function"], base)
+    resolved |= {k: _function_path(place[k], base) for k in ("function", "name") if isinstance(place.get(k), str)}
     if _names_file(place.get("directory")):
         resolved["directory"] = _absolute(place["directory"], base)
     command = place.get("command")

@@ -176,7 +176,7 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl
         ({"kind": "process"}, r'needs environment.command = \["python", "agent.py"\]'),
         ({"kind": "process", "command": "agent 'open"}, "cannot be split into words"),
         ({"command": ["agent"]}, 'environment.command belongs to environment.kind = "process"'),
-        ({"kind": "process", "command": ["a"], "workers": 3}, "environment.workers has no meaning for"),
+        ({"kind": "process", "command": ["a"], "workers": 3}, "environment.workers belongs to another kind"),
         ({"kind": "process", "command": ["a"], "function": "a.py:f"}, "are both set"),
         ({"function": "a.py:f", "processes": 3}, "environment.processes belongs to"),
     ],
