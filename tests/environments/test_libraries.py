@@ -350,7 +350,7 @@ def test_prompts_without_a_question_need_an_environment_that_asks() -> None:
         ({"kind": "gym", "function": "a.py:f"}, "are both set; keep one of them"),
         ({"function": "a.py:f", "name": "gsm8k"}, "environment.name belongs to an environment of another library"),
         ({"options": {"a": 1}}, "environment.options belongs to environment.function, or to an environment"),
-        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, textarena"),
+        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, openenv, textarena"),
     ],
 )
 def test_settings_that_have_no_meaning_are_refused(environment: dict[str, Any], words: str) -> None:
