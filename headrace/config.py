@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
+from headrace.curriculum.config import CurriculumConfig, curriculum_problems
 from headrace.engine.config import EngineConfig, engine_problems
 from headrace.environments.config import EnvironmentConfig, chat_problems, turn_problems
 from headrace.errors import ConfigError
@@ -43,6 +44,7 @@ class RunConfig:
 
     model: ModelConfig
     task: TaskConfig
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     name: str = "run"
     """The run's directory is `out/name`. Without a name, the config file's own name is used."""
     seed: int = Field(default=0, ge=0)
@@ -134,6 +136,9 @@ def check(config: RunConfig) -> list[str]:
             config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
         ),
         *_sampling_problems(config),
+        *curriculum_problems(
+            config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
+        ),
         *_length_problems(config),
         *_core_problems(config),
         *engine_problems(config.engine),

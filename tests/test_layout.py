@@ -41,6 +41,7 @@ FLOORS = {
     "playing": 3,
     "packing": 3,
     "tasks": 4,
+    "curriculum": 4,
     "scoring": 4,
     "environments": 4,
     "rollouts": 4,

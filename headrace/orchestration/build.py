@@ -227,7 +227,6 @@ def _built(
         plan=plan,
         restored=restored,
         telemetry=telemetry,
-        task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
         environment=prepared.environment,
@@ -284,6 +283,7 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         checkpoint_every=config.checkpoint.every,
         evaluate_every=config.eval.every,
         adapter=adapter,
+        curriculum=config.curriculum,
         watch=config.watch,
         save_patience=config.checkpoint.patience,
     )

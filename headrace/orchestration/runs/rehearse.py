@@ -202,7 +202,12 @@ def _prompts(
         found.doubt(problem, certain=seen.too_long == seen.looked_at)
     said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
     first = encoder.written(prompts[0].tokens)
-    return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
+    return [
+        ("next", f"{config.curriculum.words} (curriculum.kind = {config.curriculum.kind})"),
+        ("lengths", f"{said} ({seen.looked_at} looked at)"),
+        ("the first", first),
+        ("", f"({prompts[0].id})"),
+    ]
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:
