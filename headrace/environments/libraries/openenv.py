@@ -32,7 +32,7 @@ LARGEST = 16 << 20
 """Bytes of one message of a server."""
 
 
-class Step(NamedTuple):
+class ServerAnswer(NamedTuple):
     """The answer of a server to a reset or a step."""
 
     text: str
@@ -44,20 +44,20 @@ class ServerFull(Exception):
     """The server has no session free."""
 
 
-class Session:
+class ServerSession:
     """One session of a server."""
 
     def __init__(self, socket: Any, field: str) -> None:
         """`field`: the field of the observation that the model reads; empty for all of it."""
         self._socket, self._field = socket, field
 
-    async def reset(self, data: Mapping[str, Any]) -> Step:
+    async def reset(self, data: Mapping[str, Any]) -> ServerAnswer:
         return await self._asked("reset", data)
 
-    async def step(self, action: Mapping[str, Any]) -> Step:
+    async def step(self, action: Mapping[str, Any]) -> ServerAnswer:
         return await self._asked("step", action)
 
-    async def _asked(self, type: str, data: Mapping[str, Any]) -> Step:
+    async def _asked(self, type: str, data: Mapping[str, Any]) -> ServerAnswer:
         """Raises ServerFull, RuntimeError with what the server says, or ValueError for an answer that makes no sense."""
         from websockets.exceptions import ConnectionClosed
 
@@ -72,7 +72,7 @@ class Session:
                 raise ServerFull(str(body.get("message", "")))
             raise RuntimeError(f"the server refused a {type}: {body.get('message')} ({body.get('code')})")
         reward = body.get("reward")
-        return Step(
+        return ServerAnswer(
             text_of(body.get("observation"), self._field),
             None if reward is None else float(reward),
             bool(body.get("done")),
@@ -93,7 +93,7 @@ def text_of(observation: Any, field: str) -> str:
 
 def open_openenv(settings: LibrarySettings) -> Callable[..., Any]:
     """Returns the function that plays a rollout with the server whose URL is `settings.name`. `action`: the field of the action that takes
-    the text of the model's turn; `observation`: see `Session`.
+    the text of the model's turn; `observation`: see `ServerSession`.
 
     Raises ConfigError if websockets is not installed, the settings do not fit, or the server cannot be used."""
     options = known_options(settings, KIND, OPTIONS)
@@ -127,7 +127,9 @@ def open_openenv(settings: LibrarySettings) -> Callable[..., Any]:
 
 
 @contextlib.asynccontextmanager
-async def session_with(address: str, field: str, reset: Mapping[str, Any]) -> AsyncIterator[tuple[Session, Step]]:
+async def session_with(
+    address: str, field: str, reset: Mapping[str, Any]
+) -> AsyncIterator[tuple[ServerSession, ServerAnswer]]:
     """Opens a session that begins with a reset. Waits while the server is full; the limit of the rollout's seconds ends the wait."""
     from websockets.asyncio.client import connect
 
@@ -135,7 +137,7 @@ async def session_with(address: str, field: str, reset: Mapping[str, Any]) -> As
     pause = FIRST_PAUSE
     while True:
         async with connect(address, max_size=LARGEST, proxy=proxy) as socket:
-            session = Session(socket, field)
+            session = ServerSession(socket, field)
             try:
                 first = await session.reset(reset)
             except ServerFull:
