@@ -295,7 +295,14 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
 
     if config.environment.in_processes:
         alone = not config.reward.specs and not config.teachers
-        return open_function(config.environment, encoder, system=config.task.system, log=log, alone=alone)
+        return open_function(
+            config.environment,
+            encoder,
+            system=config.task.system,
+            log=log,
+            alone=alone,
+            sandbox=config.sandbox.settings,
+        )
     return environment_kind(config.environment.kind)
 
 
@@ -331,7 +338,7 @@ def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log:
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, rewards, log)
+    return FunctionScorer(config.reward, rewards, log, config.sandbox.settings)
 
 
 def export_weights(

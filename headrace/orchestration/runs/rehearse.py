@@ -249,13 +249,13 @@ async def _reward(
                     else "none: the run learns only from its teachers"
                 )
                 return [("", alone)]
-            tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
+            extracts = {spec.extract for spec in config.reward.specs}
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
                 prompt,
                 answer=config.task.answer,
-                tags=tags,
+                extracts=extracts,
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,
