@@ -24,11 +24,13 @@ KEPT = 16 << 10
 
 
 def agent_variables(url: str, key: str) -> dict[str, str]:
-    """The environment of an agent: ours, with the address of its rollout."""
+    """The environment of an agent: ours, with the address of its rollout for OpenAI's and Anthropic's clients."""
     local = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
     own = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
         "NO_PROXY": local,  # a proxy of the user's must not be asked for an address on this machine
         "no_proxy": local,
     }

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.messages import Tool
+from headrace.chat.messages import Message, Tool
 from headrace.environments.gateway.chat_answers import ChatAnswer, Written
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
@@ -44,8 +44,8 @@ async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRu
 
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Chat, rules.limits)
-    _check(body, rules)
-    answer = await while_there(request, sampled(rollout, body, [schema(one) for one in offered_tools(body)]))
+    most = _check(body, rules)
+    answer = await while_there(request, sampled(rollout, body.messages, offered_tools(body), most))
     if answer is None:
         return GONE
     made = ChatAnswer(answer=answer, model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
@@ -54,11 +54,11 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
     return json_response(made.whole())
 
 
-async def sampled(rollout: GatewayRollout, body: Chat, tools: Sequence[Mapping[str, Any]]) -> TreeReply:
-    """Raises Refused for what the template refuses, and for a rollout that is over."""
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+async def sampled(rollout: GatewayRollout, messages: Sequence[Message], tools: Sequence[Tool], most: int) -> TreeReply:
+    """Samples the answer to the last message. `most`: the most tokens of it; 0: rollout.max_tokens. Raises Refused for what the template
+    refuses, and for a rollout that is over."""
     try:
-        answer = await rollout.do(rollout.tree.ask(body.messages, tools, most or 0))
+        answer = await rollout.do(rollout.tree.ask(messages, [schema(one) for one in tools], most))
     except ConfigError as error:
         raise Refused(400, str(error)) from None
     except RolloutOver as error:
@@ -82,8 +82,23 @@ def schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-def _check(body: Chat, rules: GatewayRules) -> None:
-    """Raises Refused for fields that would change what is sampled, and that the run does not have."""
+def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str, object]) -> None:
+    """Raises Refused for a stop string that the run does not have. `fields`: those that the run decides, with the values that the request
+    asks for."""
+    if other := [one for one in stop if one not in rules.stop]:
+        raise Refused(
+            400,
+            f"stop = {other[0]!r} is not a stop string of the run; set rollout.stop = [{other[0]!r}], or leave it out",
+            "unsupported_parameter",
+        )
+    for name, value in fields.items():
+        if value is not None:
+            rules.replaced(name, value)
+
+
+def _check(body: Chat, rules: GatewayRules) -> int:
+    """Returns the most tokens that the request asks for, 0 if it leaves that open. Raises Refused for fields that would change what is
+    sampled, and that the run does not have."""
     refuse_unserved(body)
     if body.n != 1:
         raise Refused(400, "n is not served; send as many requests, at once if you like", "unsupported_parameter")
@@ -92,12 +107,6 @@ def _check(body: Chat, rules: GatewayRules) -> None:
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if most == 0:
         raise Refused(400, "max_tokens = 0 asks for nothing; leave it out", "unsupported_parameter")
-    if other := [stop for stop in stops(body) if stop not in rules.stop]:
-        raise Refused(
-            400,
-            f"stop = {other[0]!r} is not a stop string of the run; set rollout.stop = [{other[0]!r}], or leave it out",
-            "unsupported_parameter",
-        )
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
-        if (value := getattr(body, name)) is not None:
-            rules.replaced(name, value)
+    names = ("temperature", "top_p", "top_k", "min_p")
+    check_sampling(rules, stops(body), {name: getattr(body, name) for name in names})
+    return most or 0

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.environments.gateway import chat_routes
+from headrace.environments.gateway import anthropic_routes, chat_routes
 from headrace.environments.gateway.chat_answers import Written
 from headrace.environments.gateway.chat_routes import GatewayRules
 from headrace.environments.gateway.chat_tree import ChatTree
@@ -34,6 +34,7 @@ Answer = Callable[[HttpRequest, GatewayRollout, GatewayRules], Awaitable[Respons
 ROUTES: Mapping[str, tuple[str, Answer]] = {
     "v1/models": ("GET", chat_routes.models),
     "v1/chat/completions": ("POST", chat_routes.chat),
+    "v1/messages": ("POST", anthropic_routes.messages),
 }
 """Path behind the secret -> method and answer."""
 
@@ -126,7 +127,7 @@ class Gateway:
     # -- fields of requests that the run decides ----------------------------------------------------------------------------
 
     def replaced(self, name: str, value: object) -> None:
-        if name == "seed" or value == self._sampling.get(name):
+        if value == self._sampling.get(name):
             return
         self._replaced.setdefault(name, value)
 

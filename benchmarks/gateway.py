@@ -1,0 +1,90 @@
+"""What a call through the gateway costs the controller, in CPU time: HTTP, JSON, the chat template, tokens, the tree.
+
+The engine answers at once with 32 tokens, and the client is another process. A call continues the one before it, up to `--turns`.
+
+    python benchmarks/gateway.py [--model DIRECTORY] [--rollouts 100] [--turns 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from headrace.environments.conversation import Conversation
+from headrace.environments.gateway.chat_tree import ChatTree
+from headrace.environments.gateway.gateway import Gateway
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
+from headrace.playing import Limits
+from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
+from headrace.types import Completion, Prompt, VersionSpan
+from headrace.web.limits import ServerLimits
+
+CLIENT = """
+import http.client, json, sys, urllib.parse
+for url in sys.stdin:
+    at = urllib.parse.urlsplit(url.strip())
+    line = http.client.HTTPConnection(at.hostname, at.port)
+    talk = []
+    for turn in range(int(sys.argv[1])):
+        talk.append({"role": "user", "content": "What is the sum of 12 and 30, and why do you think so?"})
+        body = json.dumps({"model": "m", "messages": talk})
+        line.request("POST", at.path + "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        talk.append(json.load(line.getresponse())["choices"][0]["message"])
+    print("done", flush=True)
+"""
+
+
+async def measure(model: str, rollouts: int, turns: int) -> None:
+    encoder = ChatEncoder(resolve_model(model))
+    tokens = encoder.encode_completion("The sum of 12 and 30 is 42, " * 4, True)[:32]
+    done = Completion(tokens, (-0.5,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
+    gateway = Gateway(encoder.written, (), {}, ServerLimits())
+    pipe = asyncio.subprocess.PIPE
+    client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, str(turns), stdin=pipe, stdout=pipe)
+
+    async def ask(asked: TurnAsked) -> Completion:
+        return done
+
+    class Environment:
+        def __init__(self, prompt: Prompt, seed: int) -> None:
+            pass
+
+        async def play(self, agent: Any) -> Mapping[str, float]:
+            assert client.stdin and client.stdout
+            tree = ChatTree(partial(Conversation, agent, encoder, system="", tools="template"))
+            rollout = await gateway.open(tree)
+            client.stdin.write(f"{gateway.url(rollout)}\n".encode())
+            await client.stdout.readline()
+            await gateway.shut(rollout)
+            return {}
+
+    async def play(count: int) -> float:
+        began = time.process_time()
+        for number in range(count):
+            session = RolloutSession(number, ask, encoder.decode, limits=Limits(turns=turns))
+            await session.play(Environment, Prompt("p", "?", (1,)), 0)
+        return (time.process_time() - began) / (count * turns)
+
+    await play(10)
+    rounds = sorted([await play(rollouts // 5) for _ in range(5)])
+    print(
+        f"{1000 * rounds[2]:.2f} ms of CPU time a call (median of 5 rounds; {1000 * rounds[0]:.2f} to {1000 * rounds[4]:.2f})"
+    )
+    client.stdin.close()  # type: ignore[union-attr]
+    await client.wait()
+    await gateway.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rollouts", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=4)
+    arguments = parser.parse_args()
+    asyncio.run(measure(arguments.model, arguments.rollouts, arguments.turns))

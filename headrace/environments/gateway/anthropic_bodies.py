@@ -1,0 +1,147 @@
+"""Anthropic's messages (https://docs.anthropic.com/en/api/messages) as those of OpenAI, and a reply as Anthropic's clients read it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
+from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.web.errors import Refused
+
+Blocks = str | list[dict[str, Any]]
+
+
+class SentMessage(msgspec.Struct, kw_only=True):
+    """A message of a request."""
+
+    role: str
+    content: Blocks
+
+
+class OfferedTool(msgspec.Struct, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: str = "custom"
+
+
+class Messages(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`/v1/messages`"""
+
+    model: str
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    messages: Annotated[list[SentMessage], Meta(min_length=1)]
+    system: Blocks | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    """`auto`, or `none`: the model is then shown no tools."""
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    thinking: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+def refuse_unserved_messages(body: Messages) -> None:
+    """Raises Refused for fields that would change the reply."""
+    kind = (body.tool_choice or {}).get("type", "auto")
+    if kind not in ("auto", "none"):
+        raise Refused(400, f"tool_choice = {kind} is not served; leave it out or choose auto or none")
+    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        raise Refused(400, "disable_parallel_tool_use is not served; leave it out, and take the first call of a reply")
+    if (body.thinking or {}).get("type", "disabled") != "disabled":
+        raise Refused(400, "thinking is not served; leave it out: the model thinks as it was trained to")
+
+
+def tools_of(body: Messages) -> list[Tool]:
+    """Returns the tools that the model is shown. Raises Refused for those that run at Anthropic."""
+    if (body.tool_choice or {}).get("type") == "none":
+        return []
+    for tool in body.tools or ():
+        if tool.type != "custom":
+            raise Refused(400, f"the tool {tool.name} of type {tool.type} is not served; give tools of your own")
+    return [
+        Tool(function=Function(name=one.name, description=one.description, parameters=one.input_schema))
+        for one in body.tools or ()
+    ]
+
+
+def messages_of(body: Messages) -> list[Message]:
+    """Raises Refused for a block that is neither text nor a tool's."""
+    messages = [Message(role="system", content=_text(body.system))] if body.system else []
+    for one in body.messages:
+        blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
+        messages += _of_blocks(one.role, blocks)
+    return messages
+
+
+def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    """Yields the results of tools, each a message of its own, and then what the blocks say."""
+    said: list[Mapping[str, Any]] = []
+    calls: list[MadeCall] = []
+    for block in blocks:
+        match block:
+            case {"type": "tool_result", "tool_use_id": str(id)}:
+                yield Message(role="tool", content=_text(block.get("content") or ""), tool_call_id=id)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
+                calls.append(MadeCall(id=id, function=Named(name=name, arguments=json.dumps(given))))
+            case _:
+                said.append(block)
+    if said or calls:
+        yield Message(role=role, content=_text(said), tool_calls=calls or None)
+
+
+def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(blocks, str):
+        return blocks
+    for block in blocks:
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise Refused(400, f"a block of a message is of type {block.get('type')}; only text and tools are served")
+    return "".join(block["text"] for block in blocks)
+
+
+def message_of(answer: TreeReply, model: str) -> dict[str, Any]:
+    """The reply as a message of Anthropic's."""
+    reply = answer.reply
+    calls = [one for one in reply.calls if not one.problem]
+    content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not calls else []
+    content += [
+        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in calls
+    ]
+    cut = reply.over or reply.stop == "length"
+    return {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": "max_tokens" if cut else "tool_use" if calls else "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": reply.tokens},
+    }
+
+
+def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the events of a stream that says the message, each block in one piece."""
+    rest = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            start, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": start}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": rest, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
