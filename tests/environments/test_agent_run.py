@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_processes import config_for, serving, vllm
 from tiny_run import of, tiny_config
 
 import headrace
@@ -82,6 +83,17 @@ def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path)
             assert one.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
+
+
+def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Path) -> None:
+    own = config_of(tmp_path, tiny_llama)
+    with serving(vllm(tiny_llama)) as server:
+        tables = {name: own[name] for name in ("environment", "reward", "train")}
+        assert headrace.train(config_for(tmp_path, tiny_llama, server, **tables)).reason == "finished"
+    steps = list(read_steps(tmp_path / "runs" / "tiny"))
+    scored = [one for step in steps for group in step.groups for one in group.scored]
+    assert len(steps) == 2 and {len(one.episode.turns) for one in scored} == {2}
+    assert not any(fact.failures for fact in of(tmp_path / "runs" / "tiny", GroupEnded))
 
 
 def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_path: Path) -> None:
