@@ -140,7 +140,12 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
-        *chat_problems(config.environment, chat=config.task.chat, examples=config.task.examples),
+        *chat_problems(
+            config.environment,
+            chat=config.task.chat,
+            examples=config.task.examples,
+            seeds=config.task.kind == "seeds",
+        ),
         *turn_problems(
             config.environment.turns,
             text_teachers=[one.name for one in config.teachers if one.mode == "text"],

@@ -90,6 +90,7 @@ CONCRETE = {
     "FakeScorer": "scoring",
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",
+    "SeedsTask": "tasks",
     "FakeTask": "tasks",
     "SingleTurn": "environments",
     "FunctionEnvironment": "environments",

@@ -24,11 +24,13 @@ class EnvironmentConfig:
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
     prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
-    skyrl-gym's have."""
+    skyrl-gym's have. textarena: a game for one player."""
     name: str = ""
-    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`."""
+    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
+    game."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`."""
+    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
+    `unfinished`, and arguments of the game."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
@@ -132,8 +134,13 @@ def _changed(config: EnvironmentConfig) -> Iterator[str]:
             yield field.name
 
 
-def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int) -> Iterator[str]:
-    """Returns a sentence for each setting of the task that a conversation cannot follow."""
+def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool) -> Iterator[str]:
+    """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question."""
+    if seeds and not config.in_processes:
+        yield (
+            'task.kind = "seeds" has no questions, and the environment asks none: name another task, or an environment that makes its own '
+            "first message (environment.kind, or environment.function)"
+        )
     if config.in_processes and not chat:
         yield f"{config.setting} talks through the chat template, and task.chat = false: set it to true"
     if config.in_processes and examples:

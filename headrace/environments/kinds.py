@@ -15,6 +15,7 @@ that it needs."""
 LIBRARIES = {
     "reasoning_gym": "headrace.environments.libraries.attempts:open_reasoning_gym",
     "gym": "headrace.environments.libraries.gym:open_gym",
+    "textarena": "headrace.environments.libraries.games:open_textarena",
 }
 """Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
 (`workers/loading.py`), because what they import may crash or hang."""

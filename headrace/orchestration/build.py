@@ -306,6 +306,10 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             from headrace.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config, seed, encoder)
+        case "seeds":
+            from headrace.tasks.seeds import SeedsTask
+
+            return SeedsTask(config, seed, encoder)
         case _:
             from headrace.tasks.rows import RowsTask
 

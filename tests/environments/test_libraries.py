@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import textarena
 import tool_chats
 from tool_chats import WrittenAgent, WrittenEngine
 
@@ -15,6 +18,7 @@ from headrace.config import load_config
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.libraries.attempts import open_reasoning_gym
+from headrace.environments.libraries.games import Game, open_textarena
 from headrace.environments.libraries.gym import open_gym
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import ConfigError
@@ -232,9 +236,111 @@ def test_options_that_do_not_fit_are_refused(given: LibrarySettings, words: str)
     assert words in str(error.value)
 
 
+# --- games of textarena --------------------------------------------------------------------------------------------------------
+
+
+def number_of(seed: int) -> int:
+    """The number that GuessTheNumber-v0 draws after its seed."""
+    return random.Random(seed).randint(1, 20)
+
+
+def test_a_game_is_played_and_its_result_is_the_reward() -> None:
+    play, right = open_textarena(settings("GuessTheNumber-v0")), number_of(6)
+    wrong = right - 1 if right > 1 else right + 1
+    agent = WrittenAgent(f"[{wrong}]", f"is it {right}?", f"[{right}]")
+    assert play(agent, prompt="seed 6", seed=6) == {"textarena": 1.0}
+    first, second, third = (one[0]["content"] for one in agent.heard)
+    assert "You have to guess the number between 1 and 20" in first
+    assert second == f"The target number is {'higher' if wrong < right else 'lower'}.", "what is new, and nothing else"
+    assert "invalid move" in third and f"is it {right}" not in third, "the game's own rule, without the move"
+
+
+def test_invalid_moves_end_a_game_by_its_own_rule() -> None:
+    play = open_textarena(settings("GuessTheNumber-v0", min_number=1, max_number=101))
+    agent = WrittenAgent("[1]", "hm", "hm", "[2]")
+    (result,) = play(agent, prompt="p", seed=6).values()
+    right = random.Random(6).randint(1, 101)
+    assert result == pytest.approx(1 - (right - 1) / 100) and len(agent.heard) == 3
+
+
+def test_a_game_that_is_cut_off_has_no_result_unless_one_is_set() -> None:
+    wrong = "[1]" if number_of(6) > 1 else "[2]"
+    with pytest.raises(RuntimeError, match="cut off at environment.max_turns .* environment.options.unfinished"):
+        open_textarena(settings("GuessTheNumber-v0"))(WrittenAgent(wrong), prompt="p", seed=6)
+    play = open_textarena(settings("GuessTheNumber-v0", unfinished=-0.5))
+    assert play(WrittenAgent(wrong), prompt="p", seed=6) == {"textarena": -0.5}
+
+
+def test_games_that_run_at_once_draw_their_own_random_numbers() -> None:
+    """Two games in turns, with other draws in between, and the first alone: it says the same."""
+
+    def moves(game: Game, between: Callable[[], object]) -> list[str]:
+        said = [game.said()]
+        for move in ("[red]", "[blue]", "[green]", "[red]", "[yellow]"):
+            between()
+            assert not game.over(move)
+            said.append(game.said())
+        return said
+
+    def bandit(seed: int) -> Game:
+        return Game(lambda: textarena.make("Bandit-v0"), seed)
+
+    alone, other = moves(bandit(4), lambda: None), bandit(5)
+    random.seed(1)
+    state = random.getstate()
+    together = moves(bandit(4), lambda: other.over("[red]"))
+    assert together == alone and random.getstate() == state, "nor do they change what the process draws"
+    assert moves(bandit(5), random.random) != alone
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (settings(), "environment.name is missing"),
+        (settings("GuesTheNumber-v0"), "is no game of textarena; did you mean GuessTheNumber-v0"),
+        (
+            settings("TicTacToe-v0"),
+            "one player cannot play this game here: AssertionError: The number of players has to be 2",
+        ),
+        (settings("PublicGoodsGame-v0"), "ValueError: it is for several players"),
+        (settings("ThreeCardMonte-v0"), "for a reward, which is not a number"),
+        (settings("GuessTheNumber-v0", max_numbr=3), "unexpected keyword argument 'max_numbr'"),
+        (settings("GuessTheNumber-v0", unfinished="no"), "unfinished = 'no' is not a number"),
+    ],
+)
+def test_games_that_cannot_be_played_are_refused(given: LibrarySettings, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_textarena(given)
+    assert words in str(error.value), str(error.value)
+
+
+def test_games_need_seeds() -> None:
+    with pytest.raises(ValueError, match='set task.kind = "seeds"'):
+        open_textarena(settings("GuessTheNumber-v0"))(WrittenAgent("[1]"), prompt="p")
+
+
+@pytest.mark.slow
+def test_games_in_a_process_of_environments(encoder: ChatEncoder) -> None:
+    config = EnvironmentConfig(kind="textarena", name="GuessTheNumber-v0", workers=1)
+    right = [(number_of(seed), seed) for seed in range(8)]
+    rollouts: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"seed": seed}, (f"[{number}]<|im_end|>",)) for number, seed in right
+    ]
+    found = play_all(encoder, config, [*rollouts, ({}, ("[1]<|im_end|>",))])
+    for one in found[:-1]:
+        assert isinstance(one, Played) and one.rewards == {"textarena": 1.0} and len(one.episode.turns) == 1, one
+    assert isinstance(found[-1], Failure) and found[-1].reason == "environment_raised"
+
+
 # --- settings ----------------------------------------------------------------------------------------------------------------
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}
+
+
+def test_prompts_without_a_question_need_an_environment_that_asks() -> None:
+    with pytest.raises(ConfigError, match='task.kind = "seeds" has no questions, and the environment asks none'):
+        load_config({**MINIMAL, "task": {"kind": "seeds"}, "reward": {"function": "a.py:f"}})
+    assert load_config({**MINIMAL, "task": {"kind": "seeds"}, "environment": {"function": "a.py:f"}})
 
 
 @pytest.mark.parametrize(
@@ -244,7 +350,7 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl
         ({"kind": "gym", "function": "a.py:f"}, "are both set; keep one of them"),
         ({"function": "a.py:f", "name": "gsm8k"}, "environment.name belongs to an environment of another library"),
         ({"options": {"a": 1}}, "environment.options belongs to environment.function, or to an environment"),
-        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym"),
+        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, textarena"),
     ],
 )
 def test_settings_that_have_no_meaning_are_refused(environment: dict[str, Any], words: str) -> None:
