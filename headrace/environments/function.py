@@ -90,9 +90,7 @@ class FunctionEnvironment:
 class _Listener:
     """Answers what the function asks for."""
 
-    def __init__(
-        self, agent: Agent, talk: Callable[[Agent, str], Conversation], given: Callable[[], None]
-    ) -> None:
+    def __init__(self, agent: Agent, talk: Callable[[Agent, str], Conversation], given: Callable[[], None]) -> None:
         """`talk`: makes the conversation of a role."""
         self._agent, self._make, self._given = agent, talk, given
         self._talks: dict[str, Conversation] = {}
@@ -107,6 +105,8 @@ class _Listener:
 
     def rewarded(self, given: Rewarded) -> None:
         self._given()
-        talk = self._talks.get(given.role)
         name = f"{given.role}.{given.name}" if given.role else given.name
-        self._agent.reward(name, given.value, talk.last if talk else None)
+        talk = self._talks.get(given.role)
+        if talk is None or talk.last is None:
+            raise RolloutFailed("environment_reward", f"gave the reward {name} to a turn before there was one")
+        self._agent.reward(name, given.value, talk.last)

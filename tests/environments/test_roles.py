@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import tool_chats
-from test_workers import play_all
-from tool_chats import CALL, WrittenEngine
+from tool_chats import CALL, WrittenEngine, play_all
 
 from headrace.models.chat import ChatEncoder
 from headrace.orchestration.loops.outcomes import talk_of

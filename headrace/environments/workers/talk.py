@@ -73,7 +73,9 @@ class AsyncAgent:
 
         Raises ValueError for a name that is empty, or for the role of a role."""
         if self.name or not name:
-            raise ValueError(f"role was given {name!r}; name a role, and ask the agent that the function was called with for it")
+            raise ValueError(
+                f"role was given {name!r}; name a role, and ask the agent that the function was called with for it"
+            )
         if name not in self._roles:
             self._roles[name] = AsyncAgent(
                 self._id, self.seed, ask=self._ask, tell=self._tell, box=self._box.another(), name=name
