@@ -16,14 +16,22 @@ from headrace.environments.workers.loading import LibrarySettings
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.types import Prompt
 
 
 def open_function(
-    config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None, alone: bool = True
+    config: EnvironmentConfig,
+    encoder: TurnEncoder,
+    *,
+    system: str,
+    log: Path | None,
+    alone: bool = True,
+    sandbox: SandboxSettings = DEFAULT,
 ) -> EnvironmentKind:
     """Makes the environments of `environment.function` or of a library. `system`: the system message of prompts that are text; `log`
-    receives what the code prints; `alone`: whether nothing else gives rewards. Raises ConfigError if it cannot be loaded."""
+    receives what the code prints; `alone`: whether nothing else gives rewards; `sandbox`: the settings of programs that it runs. Raises
+    ConfigError if it cannot be loaded."""
     settings = FunctionSettings(
         spec=config.function or LIBRARIES[config.kind],
         what=f"environment.function = {config.function}" if config.function else config.setting,
@@ -32,6 +40,7 @@ def open_function(
         tool_seconds=config.tool_seconds,
         tool_characters=config.tool_characters,
         memory=int(config.memory_gib * (1 << 30)),
+        sandbox=sandbox.as_text(),
     )
     check_function(settings)
     pool = Pool(settings, config.workers, log)

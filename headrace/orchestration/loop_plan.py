@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
+from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn
@@ -28,6 +29,8 @@ class LoopPlan:
     evaluate_every: int
     adapter: str = ""
     """The adapter that is trained; empty if all weights are."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """The choice of the next prompt."""
     watch: WatchConfig = WatchConfig()
     """How many failures are allowed before the run pauses."""
     save_patience: float = 300.0
@@ -44,7 +47,7 @@ class LoopPlan:
 
     def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
         """The request for a turn. It is the same at every time and in every process."""
-        return self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context)
+        return asked.limited(self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context))
 
     def recorded(self, key: RolloutKey) -> Request:
         """The request of a recorded turn, without the context tokens, which are not needed to read its records."""

@@ -202,7 +202,12 @@ def _prompts(
         found.doubt(problem, certain=seen.too_long == seen.looked_at)
     said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
     first = encoder.written(prompts[0].tokens)
-    return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
+    return [
+        ("next", f"{config.curriculum.words} (curriculum.kind = {config.curriculum.kind})"),
+        ("lengths", f"{said} ({seen.looked_at} looked at)"),
+        ("the first", first),
+        ("", f"({prompts[0].id})"),
+    ]
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:
@@ -219,7 +224,8 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
             await kind.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     first = encoder.written(played.episode.turns[0].context)
-    return played.episode, [*episode_lines(played, first), *(("it printed", line) for line in printed[:3])]
+    remarks = [("", remark) for remark in kind.remarks()]
+    return played.episode, [*episode_lines(played, first), *remarks, *(("it printed", line) for line in printed[:3])]
 
 
 async def _reward(
@@ -244,13 +250,13 @@ async def _reward(
                     else "none: the run learns only from its teachers"
                 )
                 return [("", alone)]
-            tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
+            extracts = {spec.extract for spec in config.reward.specs}
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
                 prompt,
                 answer=config.task.answer,
-                tags=tags,
+                extracts=extracts,
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,
