@@ -22,6 +22,7 @@ class Agent(Protocol):
         fresh: bool = False,
         after: Completion | None = None,
         most: int = 0,
+        role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
     ) -> Completion:
@@ -30,8 +31,9 @@ class Agent(Protocol):
 
         `fresh`: the context is all that precedes the turn, and the turn begins a path of its own. `after`: the turn extends the turn with
         this completion, which `turn` has returned, so that several turns may extend one and be sampled at the same time; None: it
-        extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `messages` and
-        `read` (which returns the completion as a message) are kept with the turn for reward functions and people.
+        extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `role`: the agent whose
+        turn it is, if the rollout has several. `messages` and `read` (which returns the completion as a message) are kept with the turn for
+        reward functions and people.
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
@@ -39,8 +41,9 @@ class Agent(Protocol):
         """Returns the limit (`turns` or `tokens`) that a turn after this context would exceed; empty if it may be asked for. Once it has
         returned a limit the episode counts as cut off, and no more turns can be had."""
 
-    def reward(self, name: str, value: float) -> None:
-        """Gives the turn that was sampled last a reward, which is added to those that `play` returns."""
+    def reward(self, name: str, value: float, of: Completion | None = None) -> None:
+        """Gives a turn a reward, which is added to those that `play` returns. `of`: its completion, which `turn` has returned; None: that
+        of the turn that was sampled last."""
 
     def again(self) -> None:
         """Forgets the turns: the environment was lost and begins again. A turn with the context of a recorded one is not sampled again."""

@@ -62,9 +62,10 @@ class _Past(NamedTuple):
 class Conversation:
     """The messages of one rollout, and the tokens that stand for them."""
 
-    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace) -> None:
-        """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described."""
-        self._agent, self._encoder, self._system, self._place = agent, encoder, system, tools
+    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace, role: str = "") -> None:
+        """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described. `role`: the
+        agent that replies, if the rollout has several."""
+        self._agent, self._encoder, self._system, self._place, self._role = agent, encoder, system, tools, role
         self._past: list[_Past] = []
         self._as_calls = False
         """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
@@ -108,7 +109,9 @@ class Conversation:
             replies.append(self._read(done, format))
             return _as_message(replies[-1])
 
-        done = await self._agent.turn(context, fresh=fresh, after=self.last, most=most, messages=added, read=read)
+        done = await self._agent.turn(
+            context, fresh=fresh, after=self.last, most=most, role=self._role, messages=added, read=read
+        )
         self.prompt_tokens = len(context) + (
             0 if fresh else self.prompt_tokens + len(self.last.tokens) if self.last else 0
         )

@@ -111,6 +111,7 @@ class RolloutSession:
         fresh: bool = False,
         after: Completion | None = None,
         most: int = 0,
+        role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
     ) -> Completion:
@@ -127,7 +128,7 @@ class RolloutSession:
         reply = read(done) if read else {}
         parents = () if parent is None else (parent,)
         self._turns[number] = Turn(
-            tuple(context), done, parents=parents, messages=tuple(map(dict, messages)), reply=reply
+            tuple(context), done, parents=parents, agent=role, messages=tuple(map(dict, messages)), reply=reply
         )
         self._rewards[number] = {}
         return done
@@ -139,13 +140,13 @@ class RolloutSession:
             self._cut = "tokens"
         return self._cut
 
-    def reward(self, name: str, value: float) -> None:
+    def reward(self, name: str, value: float, of: Completion | None = None) -> None:
         if not self._turns:
             self._fail("environment_reward", f"gave the reward {name} to a turn before there was one")
         elif not _is_number(value):
             self._fail("environment_reward", f"the reward {name} of a turn is {value!r:.60}, not a finite number")
         else:
-            given = self._rewards[max(self._turns)]
+            given = self._rewards[max(self._turns) if of is None else self._number(of)]
             given[name] = given.get(name, 0.0) + float(value)
 
     def again(self) -> None:
@@ -157,9 +158,10 @@ class RolloutSession:
         """The number of the turn that the next one extends; None if it begins a path."""
         if fresh or not self._turns:
             return None
-        if after is None:
-            return max(self._turns)
-        return next(number for number, turn in self._turns.items() if turn.completion is after)
+        return max(self._turns) if after is None else self._number(after)
+
+    def _number(self, completion: Completion) -> int:
+        return next(number for number, turn in self._turns.items() if turn.completion is completion)
 
     def _path_to(self, context: Sequence[int], parent: int | None) -> tuple[int, ...]:
         """Returns all tokens up to a turn after `parent`."""
