@@ -21,7 +21,7 @@ from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
+from headrace.orchestration.workers.launch.local import LocalLauncher, LocalWorker
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job, Launcher
 from headrace.simulate.makers import request
