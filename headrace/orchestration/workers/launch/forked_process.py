@@ -15,7 +15,7 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """As in `subprocess`: the exit code, or minus the number of the signal; None while the process runs."""
+        """The exit code, or minus the number of the signal that ended it; None while the process runs."""
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:

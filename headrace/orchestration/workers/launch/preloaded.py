@@ -67,7 +67,7 @@ class ForkReply(Struct, frozen=True):
 
 
 class CannotFork(HeadraceError):
-    """The message says why, and goes on after `: `."""
+    """The reason is a clause without a full stop."""
 
 
 class ForkServer:
@@ -146,10 +146,10 @@ def _here() -> Iterator[int]:
 async def _read(pipe: int) -> bytes:
     """Returns what the other end of the pipe writes at once; nothing if it is closed. Closes this end."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(pipe, lambda: ready.done() or ready.set_result(None))
+    ready = asyncio.Event()
+    loop.add_reader(pipe, ready.set)
     try:
-        await ready
+        await ready.wait()
         return os.read(pipe, 1 << 16)
     finally:
         loop.remove_reader(pipe)
