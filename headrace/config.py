@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
+from headrace.curriculum.config import CurriculumConfig, curriculum_problems
 from headrace.engine.config import EngineConfig, engine_problems
 from headrace.environments.config import EnvironmentConfig, chat_problems, turn_problems
 from headrace.errors import ConfigError
@@ -27,7 +28,8 @@ from headrace.observe.config import ObserveConfig, check_installed
 from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.config import RewardConfig
+from headrace.sandbox.config import SandboxConfig
+from headrace.scoring.config import RewardConfig, sandbox_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -43,12 +45,14 @@ class RunConfig:
 
     model: ModelConfig
     task: TaskConfig
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     name: str = "run"
     """The run's directory is `out/name`. Without a name, the config file's own name is used."""
     seed: int = Field(default=0, ge=0)
     """Seeds everything random. Each random stream has a name, so that the streams are independent."""
     out: str = "runs"
     """The folder of all runs, relative to the working directory."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """May be empty if a function is passed to `headrace.train`, or if the policy learns from teachers alone."""
     teachers: tuple[TeacherConfig, ...] = ()
@@ -134,13 +138,22 @@ def check(config: RunConfig) -> list[str]:
             config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
         ),
         *_sampling_problems(config),
+        *curriculum_problems(
+            config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
+        ),
         *_length_problems(config),
         *_core_problems(config),
         *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
-        *chat_problems(config.environment, chat=config.task.chat, examples=config.task.examples),
+        *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
+        *chat_problems(
+            config.environment,
+            chat=config.task.chat,
+            examples=config.task.examples,
+            seeds=config.task.kind == "seeds",
+        ),
         *turn_problems(
             config.environment.turns,
             text_teachers=[one.name for one in config.teachers if one.mode == "text"],

@@ -219,3 +219,25 @@ def capable(
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
     return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)
+
+
+class PromptChoice(Struct, frozen=True):
+    """How the prompt of a draw was chosen among candidates.
+
+    >>> looked = {"mixed": 3, "solved": 12, "new": 1}
+    >>> PromptChoice(pool="mixed", looked=looked, drawn=4, known=90, mean=0.375, offered=0.8125).pool
+    'mixed'
+    """
+
+    pool: str
+    """The prompt's pool before the draw: new, mixed, solved, hopeless or failed (`curriculum/beliefs.py`)."""
+    looked: dict[str, int]
+    """The number of candidates in each pool."""
+    drawn: int
+    """How often the prompt has been drawn, this time included."""
+    known: int
+    """Number of different prompts that have been drawn and are remembered."""
+    mean: float
+    """Mean reward of the prompt's last group; NaN if it has none."""
+    offered: float
+    """Mean of the same over the candidates that have one; NaN if none has."""

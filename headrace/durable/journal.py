@@ -55,6 +55,8 @@ class GoneRecord(Record, frozen=True):
     reason: str
     failures: tuple[str, ...] = ()
     """The reasons of its failed rollouts, if the group itself is dropped for another reason."""
+    rewards: tuple[float, ...] = ()
+    """The rewards of its scored rollouts. A curriculum chooses prompts by them."""
 
 
 class SteppedRecord(Record, frozen=True):

@@ -28,6 +28,9 @@ class EngineConfig:
     """Python interpreter that starts the server, such as "~/vllm/bin/python". Empty: the one that runs headrace."""
     server_args: tuple[str, ...] = ()
     """More arguments for the command that starts the server, such as ["--tensor-parallel-size", "2"]."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs for the servers that the run starts, counted from 0 among those that CUDA_VISIBLE_DEVICES leaves; `replicas` share
+    them. Empty: one server sees all of them."""
     token_file: str = ""
     """File that holds the token of a server that is running."""
     patience: float = Field(default=60.0, gt=0)
@@ -68,8 +71,8 @@ class EngineConfig:
     threads: int = Field(default=0, ge=0)
     """Number of threads. 0: as many as `cores`, or as were measured to be fastest."""
     replicas: int = Field(default=1, gt=0)
-    """Number of native engines that serve as one (docs/engines.md, fleets). Each is a process of its own, with its share of `cores` and
-    `threads` and a KV cache of `kv_gib`."""
+    """Number of engines that serve as one (docs/engines.md, fleets): processes of the native engine, or servers that the run starts. Each
+    has its share of `cores`, `threads` and `gpus`, and a KV cache of `kv_gib`."""
     member_patience: float = Field(default=30.0, gt=0)
     """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
     new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
@@ -116,14 +119,14 @@ class EngineConfig:
 
 
 _OF_JOINED = ("urls", "token_file")
-_OF_STARTED = ("python", "server_args")
+_OF_STARTED = ("python", "server_args", "gpus")
 OF_SERVERS = (*_OF_JOINED, *_OF_STARTED, "patience", "shared_dir")
 """Settings that the native engine does not have."""
-_OF_FLEETS = ("replicas", "member_patience")
-_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact", *_OF_FLEETS)
+OF_FLEETS = ("replicas", "member_patience")
+_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact", *OF_FLEETS)
 ON_GPUS = (
-    "engine.replicas shares the cores of this machine, not its GPUs; start a server on each GPU (CUDA_VISIBLE_DEVICES=1 headrace serve "
-    'MODEL --port 8001) and name them in engine.urls with engine.kind = "headrace"'
+    "engine.replicas of the native engine share the cores of this machine, not its GPUs; have the run start servers of the same engine: "
+    'engine.kind = "headrace" with engine.gpus = [0, 1, ...]'
 )
 _SET_FOR_VLLM = ("kv_gib", "max_running", "max_adapters", "cores")
 """Settings that become options of a vLLM server when a run starts it."""
@@ -155,12 +158,14 @@ def _fleet_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[st
         yield "engine.member_patience is about fleets, and this run has one engine; set engine.replicas, name several engine.urls, or remove it"
     if config.replicas == 1:
         pass
-    elif config.is_server:
-        yield f'engine.replicas = {config.replicas} starts native engines, and engine.kind = "{config.kind}" is a server; start the servers and name them all in engine.urls'
-    elif config.device == "cuda":
+    elif config.urls:
+        yield f"engine.replicas = {config.replicas} says how many engines the run starts, and engine.urls names servers that are running; remove one of them"
+    elif config.device == "cuda" and not config.is_server:
         yield ON_GPUS
     elif 0 < len(config.cores) < config.replicas:
         yield f"engine.cores names {len(config.cores)}, too few for engine.replicas = {config.replicas}; give each a core, or leave cores empty"
+    elif 0 < len(config.gpus) < config.replicas:
+        yield f"engine.gpus names {len(config.gpus)}, too few for engine.replicas = {config.replicas}; give each a GPU"
     urls = [url.rstrip("/") for url in config.urls]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f'engine.urls names "{url}" more than once; name each server once'

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, LIBRARIES, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
+
+_OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
+_OF_LIBRARIES = ("name", "options")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
-    prompt."""
+    prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
+    the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
+    skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server."""
+    name: str = ""
+    """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
+    game. openenv: the URL of the server."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
+    `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
@@ -51,8 +62,8 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in ENVIRONMENTS:
-            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(ENVIRONMENTS)}')
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES)):
+            raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
     @field_validator("function")
@@ -66,20 +77,35 @@ class EnvironmentConfig:
         return function
 
     @model_validator(mode="after")
-    def _settings_of_a_function(self) -> EnvironmentConfig:
+    def _fits_its_kind(self) -> EnvironmentConfig:
         if self.function and self.kind != "single_turn":
             raise ValueError(
                 f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
             )
+        changed = [one for one in _changed(self) if one not in ("kind", "function")]
         if self.function:
-            return self
-        for field in dataclasses.fields(self):
-            default = getattr(field.default, "default", field.default)  # of a pydantic Field
-            if field.name != "kind" and getattr(self, field.name) != default:
-                raise ValueError(
-                    f"environment.{field.name} belongs to environment.function, which is not set; set it, or remove the other"
-                )
+            foreign, owner = [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
+        elif self.kind in LIBRARIES:
+            foreign, owner = [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
+        else:
+            foreign, owner = changed, "environment.function, or to an environment of another library"
+        if foreign:
+            raise ValueError(
+                f"environment.{foreign[0]} belongs to {owner}, which is not set; set it (environment.kind names such environments), or "
+                f"remove environment.{foreign[0]}"
+            )
         return self
+
+    @property
+    def setting(self) -> str:
+        """The setting that chooses the environment, for messages."""
+        return "environment.function" if self.function else f'environment.kind = "{self.kind}"'
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether code in processes beside generation plays the rollouts: a function of the user, or an environment of another
+        library."""
+        return bool(self.function) or self.kind in LIBRARIES
 
     @property
     def turns(self) -> int:
@@ -88,24 +114,39 @@ class EnvironmentConfig:
 
     @property
     def limits(self) -> Limits:
-        if self.function:
+        if self.in_processes:
             return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property
     def rewards(self) -> bool:
         """Whether it gives rewards of its own, so that no reward function is needed."""
-        return bool(self.function)
+        return self.in_processes
 
 
-def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int) -> Iterator[str]:
-    """Returns a sentence for each setting of the task that a conversation cannot follow."""
-    if config.function and not chat:
-        yield "environment.function talks through the chat template, and task.chat = false: set it to true"
-    if config.function and examples:
+def _changed(config: EnvironmentConfig) -> Iterator[str]:
+    """Yields the names of the settings that are not as they are when nobody sets them."""
+    for field in dataclasses.fields(config):
+        unset = getattr(field.default, "default", field.default)  # of a pydantic Field
+        if field.name == "options":
+            unset = {}
+        if getattr(config, field.name) != unset:
+            yield field.name
+
+
+def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool) -> Iterator[str]:
+    """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question."""
+    if seeds and not config.in_processes:
         yield (
-            f"task.examples = {examples} are turns before the prompt, which environment.function begins by itself: set it to 0, and let "
-            "the function begin with the messages of solved examples"
+            'task.kind = "seeds" has no questions, and the environment asks none: name another task, or an environment that makes its own '
+            "first message (environment.kind, or environment.function)"
+        )
+    if config.in_processes and not chat:
+        yield f"{config.setting} talks through the chat template, and task.chat = false: set it to true"
+    if config.in_processes and examples:
+        yield (
+            f"task.examples = {examples} are turns before the prompt, which {config.setting} begins by itself: set it to 0, and let "
+            "the environment begin with the messages of solved examples"
         )
 
 

@@ -1,4 +1,5 @@
-"""The environment that is a function of the user: `async def play(agent, prompt, answer, **columns)`."""
+"""The environment that code in processes plays: a function of the user, `async def play(agent, prompt, answer, **columns)`, or an
+environment of another library (`libraries/`), which is such a function too."""
 
 from __future__ import annotations
 
@@ -8,25 +9,38 @@ from typing import Any
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.conversation import Conversation, TurnEncoder
+from headrace.environments.kinds import LIBRARIES
 from headrace.environments.workers.environment_pool import Pool, check_function
 from headrace.environments.workers.episode_frames import ChatAsked, ChatReply
+from headrace.environments.workers.loading import LibrarySettings
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.types import Prompt
 
 
 def open_function(
-    config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None, alone: bool = True
+    config: EnvironmentConfig,
+    encoder: TurnEncoder,
+    *,
+    system: str,
+    log: Path | None,
+    alone: bool = True,
+    sandbox: SandboxSettings = DEFAULT,
 ) -> EnvironmentKind:
-    """Makes the environments of `environment.function`. `system`: the system message of prompts that are text; `log` receives what the
-    function prints; `alone`: whether nothing else gives rewards. Raises ConfigError if it cannot be loaded."""
+    """Makes the environments of `environment.function` or of a library. `system`: the system message of prompts that are text; `log`
+    receives what the code prints; `alone`: whether nothing else gives rewards; `sandbox`: the settings of programs that it runs. Raises
+    ConfigError if it cannot be loaded."""
     settings = FunctionSettings(
-        config.function,
+        spec=config.function or LIBRARIES[config.kind],
+        what=f"environment.function = {config.function}" if config.function else config.setting,
+        library=None if config.function else LibrarySettings(config.name, dict(config.options), config.max_turns),
         seconds=config.seconds,
         tool_seconds=config.tool_seconds,
         tool_characters=config.tool_characters,
         memory=int(config.memory_gib * (1 << 30)),
+        sandbox=sandbox.as_text(),
     )
     check_function(settings)
     pool = Pool(settings, config.workers, log)

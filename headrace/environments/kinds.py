@@ -1,4 +1,4 @@
-"""The kinds of environments, a line each: the values of `environment.kind`, and the value behind each."""
+"""The kinds of environments, a line each: the values of `environment.kind`, and the code behind each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ ENVIRONMENTS = {
 }
 """Places of `playing.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
+
+LIBRARIES = {
+    "reasoning_gym": "headrace.environments.libraries.attempts:open_reasoning_gym",
+    "gym": "headrace.environments.libraries.gym:open_gym",
+    "openenv": "headrace.environments.libraries.openenv:open_openenv",
+    "textarena": "headrace.environments.libraries.games:open_textarena",
+}
+"""Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
+(`workers/loading.py`), because what they import may crash or hang."""
 
 
 def environment_kind(name: str) -> EnvironmentKind:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+from headrace.curriculum.config import CurriculumConfig
 from headrace.faultsim.faults import Fault, some_faults
 from headrace.rollouts.staleness import StalenessConfig
+from headrace.simulate.distributions import fixed
+from headrace.simulate.surroundings import SimulatedTask
 from headrace.types import Struct
 
 Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]
 MODES: tuple[Mode, ...] = (
     "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",
 )  # fmt: skip
+
+
+DISTINCT = 7
+"""Different prompts of a run with a curriculum."""
 
 
 class Case(Struct, frozen=True):
@@ -39,6 +46,8 @@ class Case(Struct, frozen=True):
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
     members: int = 1
     """Engines; more than one are a fleet."""
+    curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
+    """Which prompt is drawn next. Unless it is uniform, there are `DISTINCT` different prompts, which come again and again."""
 
     @property
     def staleness(self) -> StalenessConfig:
@@ -52,14 +61,27 @@ class Case(Struct, frozen=True):
         )
 
     @property
+    def choosing(self) -> CurriculumConfig:
+        """Few candidates and short times, so that short runs choose in every way."""
+        candidates = {} if self.curriculum == "uniform" else {"candidates": 3, "remembered": DISTINCT - 2}
+        times = {"pools": {"rest": 3, "wait": 2}, "contrast": {"half_life": 2}}.get(self.curriculum, {})
+        return CurriculumConfig(kind=self.curriculum, **candidates, **times)
+
+    def task(self) -> SimulatedTask:
+        """The task at its beginning."""
+        return SimulatedTask(fixed(3), self.seed, 0 if self.curriculum == "uniform" else DISTINCT)
+
+    @property
     def loses_nothing(self) -> bool:
         """Whether the trained prompts depend on nothing but their rewards."""
-        return self.overdue == "wait" and self.mode != "cancel_group" and not self.skips
+        waits = self.overdue == "wait" and self.mode != "cancel_group" and not self.skips
+        return waits and self.curriculum == "uniform"
 
     @property
     def synchronous(self) -> bool:
         """Whether the weights depend on nothing but settings and seed."""
-        return self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
+        waits = self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
+        return waits and self.curriculum == "uniform"
 
 
 def case_of(seed: int) -> Case:
@@ -86,4 +108,5 @@ def case_of(seed: int) -> Case:
         faults=some_faults(rng, operations),
         stragglers=rng.choice([0, 0, 2, 3, 5]),
         members=rng.choice([1, 1, 2, 2, 3]),
+        curriculum=rng.choice(["uniform", "uniform", "pools", "contrast"]),
     )

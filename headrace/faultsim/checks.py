@@ -16,6 +16,7 @@ import msgspec
 from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
+from headrace.faultsim.chosen_anew import ChosenAnew
 from headrace.faultsim.engine_worker import Truth
 from headrace.faultsim.faults import Disk, Fault, rot, rot_journal
 from headrace.faultsim.oracles import (
@@ -198,8 +199,9 @@ class RunHistory:
         expected: set[str] = set()
         ticket = 0
         while len(expected) < count:
-            if fate_of(seed, ticket, self._group_size, self._turns)[0] == "ready":
-                expected.add(f"train/{ticket}")
+            prompt = f"train/{ticket}"
+            if fate_of(seed, ticket, prompt, self._group_size, self._turns)[0] == "ready":
+                expected.add(prompt)
             ticket += 1
         found = {prompt for step in self.trained.values() for _, prompt in step}
         assert found == expected, f"C7: lost {sorted(expected - found)}, and trained {sorted(found - expected)} instead"
@@ -241,6 +243,7 @@ class Referee:
         self.journal = history.journal = WatchedJournal(self._storage.journal, buffer, counts, lambda: disk.dead)
         self._admission = Admission(self._case.staleness, counts)
         buffer.on_take, self.journal.on_ready, self.journal.on_flush = self._take, self._ready, self._flush
+        self.journal.on_record = ChosenAnew(self._case, counts).check
 
     def record(self, fact: Any) -> None:
         if self._disk.dead:
@@ -295,7 +298,7 @@ class Referee:
         assert ticket in written, f"C7: ticket {ticket} is reported as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
         if fact.reason not in ("overdue", "interrupted", SKIPPED):
-            expected = fate_of(case.seed, ticket, case.group_size, case.turns)
+            expected = fate_of(case.seed, ticket, fact.prompt_id, case.group_size, case.turns)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
         elif fact.reason != SKIPPED and self._history.truth.remembers:

@@ -55,8 +55,6 @@ from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
-from headrace.simulate.distributions import fixed
-from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -222,7 +220,7 @@ class Life:
         case, referee, storage = self._case, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
         plan = self._plan = self._plan_of(rollout)
-        task: Task = SimulatedTask(fixed(3), case.seed)
+        task: Task = case.task()
         self._restored = restore_state(
             plan=plan,
             task=task,
@@ -242,7 +240,6 @@ class Life:
             plan=plan,
             restored=self._restored,
             telemetry=self._telemetry,
-            task=task,
             engine=engine,
             trainer=trainer,
             environment=SINGLE_TURN if case.turns == 1 else scripted(case.turns, seconds=THINKS),
@@ -268,6 +265,7 @@ class Life:
             max_skipped_steps=1000,
             checkpoint_every=self._case.checkpoint_every,
             evaluate_every=self._case.evaluate_every,
+            curriculum=self._case.choosing,
             watch=WatchConfig(failed_pause=1.0, outages=1000),  # failures here are intended
         )
 

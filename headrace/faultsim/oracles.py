@@ -125,6 +125,7 @@ class WatchedJournal:
         self.flushed = journal.position
         """Records that survive a loss of power."""
         self.on_ready: Callable[[Group], None] = lambda group: None
+        self.on_record: Callable[[AnyRecord], None] = lambda record: None
         self.on_flush: Callable[[], None] = lambda: None
 
     @property
@@ -137,6 +138,7 @@ class WatchedJournal:
         self.counts.agree(self._buffer.accounting(), f"before {type(record).__name__}")
         if isinstance(record, ReadyRecord):
             self.on_ready(record.group)
+        self.on_record(record)
         number = self._journal.position
         self._journal.write(record)
         self.counts.fold(number, record)
@@ -221,15 +223,15 @@ class Admission:
         self._not_live = {ticket: made for ticket, made in self._not_live.items() if made > version}
 
 
-def fate_of(seed: int, ticket: int, size: int, turns: int) -> tuple[str, dict[str, int]]:
-    """Returns the outcome of a group that is not cancelled, and its failed rollouts by reason."""
+def fate_of(seed: int, ticket: int, prompt: str, size: int, turns: int) -> tuple[str, dict[str, int]]:
+    """Returns the outcome of a group that is not cancelled, and its failed rollouts by reason. `prompt`: the id."""
 
     def fails(place: int, turn: int) -> bool:
         parts = (place, turn) if turn else (place,)
         return fate(seed_of(seed, "rollout", ticket, *parts), MAX_TOKENS)[1]
 
     whole = sum(not any(fails(place, turn) for turn in range(turns)) for place in range(size))
-    rewards = [reward_of(seed, f"train/{ticket}", place) for place in range(whole)]
+    rewards = [reward_of(seed, prompt, place) for place in range(whole)]
     scored = [reward for reward in rewards if reward is not None]
     failures = {"engine_error": size - whole, "reward_raised": whole - len(scored)}
     outcome = "failed" if len(scored) < MIN_ROLLOUTS else "ready" if len(set(scored)) > 1 else "dropped"

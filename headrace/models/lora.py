@@ -35,6 +35,7 @@ class AdapterConfig:
     """Replaces the run's [reward]."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Overrides single settings of the run's section; so do all sections below."""
+    curriculum: dict[str, Any] = Field(default_factory=dict)
     algo: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     lora: dict[str, Any] = Field(default_factory=dict)

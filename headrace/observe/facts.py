@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.reports import EngineStats, LoadReport, PromptChoice, TrainReport
 from headrace.types import Group, Struct
 from headrace.weights import WeightUpdate
 
@@ -51,6 +51,13 @@ class TicketDrawn(Fact, frozen=True):
 
     ticket: int
     prompt_id: str
+
+
+class PromptChosen(Fact, frozen=True):
+    """How the prompt of a ticket was chosen; only in runs with a curriculum."""
+
+    ticket: int
+    choice: PromptChoice
 
 
 class GroupEnded(Fact, frozen=True):
@@ -305,6 +312,7 @@ class RunEnded(Fact, frozen=True):
 AnyFact = (
     RunStarted
     | TicketDrawn
+    | PromptChosen
     | GroupEnded
     | FirstFailure
     | StepTrained

@@ -24,6 +24,7 @@ from headrace.observe.facts import (
     IdentityChecked,
     MemberMoved,
     Planned,
+    PromptChosen,
     RunEnded,
     RunStarted,
     StepTrained,
@@ -87,6 +88,7 @@ class Sample(Struct, frozen=True):
 MetricsFact = (
     RunStarted
     | TicketDrawn
+    | PromptChosen
     | GroupEnded
     | FirstFailure
     | StepRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, TicketDrawn, WeightsLive
+from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, PromptChosen, TicketDrawn, WeightsLive
 from headrace.observe.records import MetricsFact, StepRow
 
 
@@ -32,7 +32,7 @@ class Resume:
     def knows(self, fact: MetricsFact | None) -> bool:
         """Returns whether checkpoint and journal confirm this fact."""
         match fact:
-            case TicketDrawn():
+            case TicketDrawn() | PromptChosen():
                 return fact.ticket < self.next_ticket
             case GroupEnded():
                 unfinished = fact.ticket in self.flying or (fact.outcome != "ready" and fact.ticket in self.ready)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
+from headrace.curriculum.chooser import open_curriculum
+from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
@@ -32,10 +34,11 @@ from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RestoredState:
     """The state of a run before its loops begin: empty for a new run, that of the kill for a resumed one."""
 
+    curriculum: Curriculum
     buffer: Buffer
     interrupts: Interrupts
     redo: Sequence[JournalStep]
@@ -59,8 +62,16 @@ def restore_state(
     """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
     buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
-    redo, outlived = recover(saved, task, buffer, interrupts, plan) if saved else ([], False)
-    return RestoredState(buffer, interrupts, redo, outlived, saved.saved_step if saved else 0)
+    curriculum = open_curriculum(task, plan.curriculum, plan.seed, plan.rollout.group_size)
+    redo, outlived = recover(saved, curriculum, buffer, interrupts, plan) if saved else ([], False)
+    return RestoredState(
+        curriculum=curriculum,
+        buffer=buffer,
+        interrupts=interrupts,
+        redo=redo,
+        outlived=outlived,
+        step=saved.saved_step if saved else 0,
+    )
 
 
 def assemble(
@@ -68,7 +79,6 @@ def assemble(
     plan: LoopPlan,
     restored: RestoredState,
     telemetry: Telemetry,
-    task: Task,
     engine: Engine,
     trainer: Trainer,
     environment: EnvironmentKind,
@@ -87,9 +97,9 @@ def assemble(
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Parts:
     """`scorer` scores training rollouts; `evaluated_by` scores the held-out ones, without penalties and teachers' log-probs."""
-    buffer, interrupts = restored.buffer, restored.interrupts
+    curriculum, buffer, interrupts = restored.curriculum, restored.buffer, restored.interrupts
     return Parts(
-        task=task,
+        curriculum=curriculum,
         engine=engine,
         interrupts=interrupts,
         trainer=trainer,
@@ -98,7 +108,7 @@ def assemble(
         telemetry=telemetry,
         journal=journal,
         buffer=buffer,
-        ledger=Ledger(journal, buffer, telemetry),
+        ledger=Ledger(journal, buffer, curriculum, telemetry),
         algorithm=algorithm,
         decode=decode,
         snapshots=snapshots,

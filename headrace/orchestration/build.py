@@ -227,7 +227,6 @@ def _built(
         plan=plan,
         restored=restored,
         telemetry=telemetry,
-        task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
         environment=prepared.environment,
@@ -284,18 +283,26 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         checkpoint_every=config.checkpoint.every,
         evaluate_every=config.eval.every,
         adapter=adapter,
+        curriculum=config.curriculum,
         watch=config.watch,
         save_patience=config.checkpoint.patience,
     )
 
 
 def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
-    """`log` receives what the user's function prints. Raises ConfigError if it cannot be loaded."""
+    """`log` receives what the code of the environment prints. Raises ConfigError if it cannot be loaded."""
     from headrace.environments.function import open_function
 
-    if config.environment.function:
+    if config.environment.in_processes:
         alone = not config.reward.specs and not config.teachers
-        return open_function(config.environment, encoder, system=config.task.system, log=log, alone=alone)
+        return open_function(
+            config.environment,
+            encoder,
+            system=config.task.system,
+            log=log,
+            alone=alone,
+            sandbox=config.sandbox.settings,
+        )
     return environment_kind(config.environment.kind)
 
 
@@ -306,6 +313,10 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             from headrace.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config, seed, encoder)
+        case "seeds":
+            from headrace.tasks.seeds import SeedsTask
+
+            return SeedsTask(config, seed, encoder)
         case _:
             from headrace.tasks.rows import RowsTask
 
@@ -327,7 +338,7 @@ def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log:
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, rewards, log)
+    return FunctionScorer(config.reward, rewards, log, config.sandbox.settings)
 
 
 def export_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
+from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn
@@ -28,6 +29,8 @@ class LoopPlan:
     evaluate_every: int
     adapter: str = ""
     """The adapter that is trained; empty if all weights are."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """The choice of the next prompt."""
     watch: WatchConfig = WatchConfig()
     """How many failures are allowed before the run pauses."""
     save_patience: float = 300.0

@@ -16,9 +16,9 @@ from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.remote.dialects.vllm_facts import open_routes
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.strangers import open_control
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import ServerProcess
@@ -66,7 +66,7 @@ def start_engine(
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
-            return _server(member, model_dir=model_dir, logs=logs, telemetry=member_telemetry, member=bool(name))
+            return _server(member, name, model_dir=model_dir, logs=logs, telemetry=member_telemetry)
         who = f"engine {name}".rstrip()
         return _process(
             member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=member_telemetry
@@ -96,7 +96,7 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
 
 
-def _host(config: RunConfig, model_dir: Path, logs: Path) -> ServerProcess:
+def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
     found = require(settings.kind, settings.python)
@@ -112,15 +112,16 @@ def _host(config: RunConfig, model_dir: Path, logs: Path) -> ServerProcess:
         )
         return command(settings, found, place)
 
-    return ServerProcess(settings.kind, logs, make)
+    return ServerProcess(settings.kind, name, logs, make)
 
 
 def _server(
-    config: RunConfig, *, model_dir: Path, logs: Path, telemetry: Telemetry, member: bool
+    config: RunConfig, name: str, *, model_dir: Path, logs: Path, telemetry: Telemetry
 ) -> Starting[MemberEngine]:
-    """`member`: whether it is one of a fleet, which goes on without it for as long as others serve."""
+    """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
-    host = _host(config, model_dir, logs) if settings.starts_server else None
+    host = _host(config, name, model_dir, logs) if settings.starts_server else None
+    waits_alone = bool(name) and host is None  # one of its own is started anew
     if host:
         url, token = host.url, host.token
     else:
@@ -129,17 +130,16 @@ def _server(
     engine = RemoteEngine(
         Connection(url, token),
         DIALECTS[settings.kind](model_dir),
-        patience=math.inf if member else settings.patience,
+        patience=math.inf if waits_alone else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,
         host=host,
     )
 
     async def launch() -> None:
-        state = await come(engine.open(), url, settings.patience) if member else await engine.open()
+        state = await come(engine.open(), url, settings.patience) if waits_alone else await engine.open()
         check_state(state, settings.serving_dtype, settings.context_length, url)
-        if settings.kind == "vllm":
-            await _warn_of_open_routes(url, telemetry)
+        await _warn_of_strangers(settings.kind, url, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         """Does nothing: the layout is in the files, and the server has its own settings."""
@@ -147,10 +147,10 @@ def _server(
     return Starting(engine, launch, finish)
 
 
-async def _warn_of_open_routes(url: str, telemetry: Telemetry) -> None:
+async def _warn_of_strangers(kind: str, url: str, telemetry: Telemetry) -> None:
     stranger = Connection(url)
     try:
-        if warning := await open_routes(url, stranger, SILENT):
+        if warning := await open_control(kind, url, stranger, SILENT):
             telemetry.warn(warning)
     finally:
         await stranger.close()

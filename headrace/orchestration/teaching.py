@@ -91,7 +91,11 @@ def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> st
     """A sentence about the first row that no teacher takes, or an empty string. The rows of a procedural task cannot be checked before
     the run."""
     teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
-    if not teachers or config.task.kind == "reasoning_gym" or any(teacher.route is None for teacher in teachers):
+    if (
+        not teachers
+        or config.task.kind in ("reasoning_gym", "seeds")
+        or any(teacher.route is None for teacher in teachers)
+    ):
         return ""
     for number, row in enumerate(read_rows(config.task.kind, config.task.path) if rows is None else rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):

@@ -15,6 +15,8 @@ from headrace.orchestration.fleets.core_shares import in_words, members_of
 def headline(config: RunConfig) -> str:
     model, task = Path(config.model.path).name, config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
+    if task.kind == "seeds":
+        prompts = config.environment.name or config.environment.function.rpartition(":")[2]
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
@@ -33,7 +35,8 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 def _engine(config: RunConfig, path: str) -> str:
     engine = config.engine
     if engine.is_server:
-        which = ", ".join(engine.urls) or "that this run starts"
+        own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
+        which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"

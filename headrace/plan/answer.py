@@ -71,6 +71,11 @@ def answer(request: PlanRequest, say: Say) -> Answer:
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)
+    if request.config.curriculum.chooses:
+        notes.append(
+            f"curriculum.kind = {request.config.curriculum.kind} is not simulated: the share of groups without contrast is that of the run "
+            "that gave the rates, or 0"
+        )
     split = _split_of(request, scenario) if request.hardware and request.gpus > 1 else None
     if split:
         notes.append("headrace itself runs on one GPU today (--gpus 1): this predicts what a run on more GPUs would do")

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.trainer.shared.config import SharedConfig
+from headrace.web.limits import ServerLimits, is_loopback
 
 SHORTEST_TOKEN = 16
 """Smallest number of characters of a token."""
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    body_bytes: int = 16 << 20
-    """Largest body of one request; a larger one is answered with 413."""
-    body_seconds: float = 30.0
-    """Seconds within which a request's body has to arrive; a slower one is answered with 408."""
-    requests: int = 1024
-    """Completions that may be in progress at once; further requests are answered with 503."""
-    completions: int = 128
-    """Largest number of completions of one request (`n` times its prompts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +62,7 @@ class ServeConfig:
         if self.engine.replicas > 1:
             raise ConfigError(
                 f"engine.replicas = {self.engine.replicas}: a server serves one engine; start a server for each and name them all in the run's "
-                "engine.urls"
+                "engine.urls, or have the run start them"
             )
         if self.training and not self.engine.max_adapters:
             raise ConfigError(
@@ -95,11 +83,3 @@ class ServeConfig:
     @property
     def served_name(self) -> str:
         return self.name or self.model
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost may resolve to any address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

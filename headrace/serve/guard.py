@@ -3,7 +3,7 @@
 If the server has a token, a request needs it. Without one, only this machine can reach the server, but a page in a browser on this
 machine could still send requests. Therefore the `Host` header must be a loopback name: a page cannot choose this header, and a
 domain that resolves to this machine ("DNS rebinding") is no loopback name. And bodies must be declared as JSON
-(`sending.read_body`), which a page of another origin may not do without permission.
+(`read_body` of `web/sending.py`), which a page of another origin may not do without permission.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.serve.config import is_loopback
-from headrace.serve.errors import Refused, response_of
+from headrace.web.errors import Refused, response_of
+from headrace.web.limits import is_loopback
 
 
 class Guard:

@@ -6,47 +6,12 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace.chat.messages import Tool, described, for_template, uses_tools
-from headrace.serve.bodies import Chat, Completions, Drawing, Generate
-from headrace.serve.errors import Refused
+from headrace.chat.messages import described, for_template, uses_tools
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-}
-"""Fields that are not served, and the values with which they ask for nothing."""
-
-REMEDIES = {
-    "tool_choice": "leave it out or choose auto or none: nothing here forces a model to call",
-    "parallel_tool_calls": "leave it out, and take the first call of an answer",
-    "functions": "give them as tools",
-    "function_call": "give tools and tool_choice",
-    "echo": "/inference/v1/generate scores a prompt: max_tokens = 0 and prompt_logprobs",
-}
-
-
-def refuse_unserved(body: Drawing) -> None:
-    for name, values in NEUTRAL.items():
-        value = getattr(body, name, None)
-        if value not in values:
-            remedy = f"; {REMEDIES[name]}" if name in REMEDIES else "; leave it out"
-            raise Refused(400, f"{name} is not served{remedy}", "unsupported_parameter")
+from headrace.web.bodies import Chat, Completions, Drawing, Generate
+from headrace.web.errors import Refused
+from headrace.web.unserved import offered_tools, refuse_unserved, stops
 
 
 def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
@@ -63,10 +28,6 @@ def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
         ignore_eos=body.ignore_eos,
         seed=seed,
     )
-
-
-def stops(body: Drawing) -> tuple[str, ...]:
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
 def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
@@ -158,17 +119,6 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     top = (body.top_logprobs or 0) if body.logprobs else 0
     most = _room(serving, prompt) if most is None else most
     return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
-
-
-def offered_tools(body: Chat) -> list[Tool]:
-    """Returns the tools that the model is shown."""
-    for tool in body.tools or ():
-        if tool.function.strict:
-            raise Refused(
-                400,
-                f"strict is not served (tool {tool.function.name}); leave it out: arguments are what the model writes",
-            )
-    return [] if body.tool_choice == "none" else body.tools or []
 
 
 def _requests(

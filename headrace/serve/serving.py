@@ -19,10 +19,10 @@ import msgspec
 from headrace.models.chat import ChatEncoder
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
-from headrace.serve.config import ServerLimits
-from headrace.serve.errors import Refused, busy
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
 from headrace.types import Completion, Request, Struct, VersionSpan
+from headrace.web.errors import Refused, busy
+from headrace.web.limits import ServerLimits
 from headrace.weight_sync.directory import offer_adapter
 from headrace.weights import WeightUpdate
 

@@ -8,14 +8,13 @@ import dataclasses
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.routing import Route
 
-from headrace.errors import ConfigError, WorkerDied
+from headrace.errors import WorkerDied
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import cache_dir, resolve_model
 from headrace.observe.health.waits import Waits
@@ -27,14 +26,8 @@ from headrace.protocols import Job
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
+from headrace.web.server import bind, make_server
 from headrace.weight_sync.directory import offer
-
-GRACE = 5
-"""Seconds that answers in progress get when the server is asked to end."""
-
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 
 def _unrecorded() -> Telemetry:
@@ -51,21 +44,6 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
     finally:
         sock.close()
     return 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Binds the port before anything else is done: a port that is taken is reported at once, and early clients wait."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port} cannot be had: {error}; choose another port (0: any that is free)"
-        ) from None
-    return sock
 
 
 async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], None]) -> None:
@@ -90,27 +68,6 @@ def _leave(server: uvicorn.Server) -> None:
     """A second time: at once."""
     server.force_exit = server.should_exit
     server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Ours are the loop's (`_serve`): uvicorn's would end the process before the engine's is closed."""
-        yield
-
-
-def make_server(app: Starlette) -> uvicorn.Server:
-    settings = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=GRACE,
-        backlog=BACKLOG,
-    )
-    return _Server(settings)
 
 
 @contextlib.asynccontextmanager

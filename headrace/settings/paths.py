@@ -32,8 +32,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
-    if isinstance(place := tree.get("environment"), dict) and isinstance(place.get("function"), str):
-        changed["environment"] = {**place, "function": _function_path(place["function"], base)}
+    if isinstance(place := tree.get("environment"), dict):
+        named = {k: _function_path(place[k], base) for k in ("function", "name") if isinstance(place.get(k), str)}
+        changed["environment"] = {**place, **named}
     if isinstance(adapters := tree.get("adapters"), list):
         changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
     return {**tree, **changed}

@@ -38,8 +38,10 @@ class CompletionLengths:
 class SimulatedTask:
     """Protocol `Task`: prompts without text, each with a length and a difficulty of its own."""
 
-    def __init__(self, prompts: Distribution, seed: int) -> None:
+    def __init__(self, prompts: Distribution, seed: int, distinct: int = 0) -> None:
+        """`distinct`: the number of different prompts, which come again and again under new ids; 0 if no prompt comes twice."""
         self._prompts, self._seed, self._next = prompts, seed, 0
+        self._distinct = distinct
 
     def draw(self) -> Prompt:
         self._next += 1
@@ -55,8 +57,9 @@ class SimulatedTask:
         self._next = state["next"]
 
     def _prompt(self, stream: str, number: int) -> Prompt:
-        length = self._prompts.draw(uniform(self._seed, stream, number, "length"))
-        tokens = prompt_tokens(number, length, uniform(self._seed, stream, number, "difficulty"))
+        same = number % self._distinct if self._distinct else number
+        length = self._prompts.draw(uniform(self._seed, stream, same, "length"))
+        tokens = prompt_tokens(same, length, uniform(self._seed, stream, same, "difficulty"))
         return Prompt(f"{stream}/{number}", "", tokens)
 
 

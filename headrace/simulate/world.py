@@ -19,6 +19,7 @@ from typing import Any
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
+from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.environments.single_turn import SINGLE_TURN
@@ -74,6 +75,7 @@ class World:
     rollout: RolloutConfig = RolloutConfig(group_size=2, max_tokens=8, patience=200)
     algo: AlgoConfig = AlgoConfig(name="dr_grpo")
     partial: PartialConfig = PartialConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     watch: WatchConfig = WatchConfig()
     decode: Decode = lambda tokens: " ".join(map(str, tokens))
     stop_after: float = 1e6
@@ -106,6 +108,7 @@ class World:
             max_skipped_steps=3,
             checkpoint_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
+            curriculum=self.curriculum,
             watch=self.watch,
         )
         self._saved = self._read_saved() if resume else None
@@ -123,7 +126,6 @@ class World:
             plan=plan,
             restored=self.restored,
             telemetry=telemetry,
-            task=self.task,
             engine=self.engine,
             trainer=self.trainer,
             environment=self.environment,

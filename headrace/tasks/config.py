@@ -16,9 +16,10 @@ _OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": T
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class TaskConfig:
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python"]
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python", "seeds"]
     """The source of prompts: endless procedural problems, or rows of a file (JSON lines, Parquet, or a directory saved
-    by `datasets`). `headrace.train` writes `python` for rows that it was passed (`dataset=`)."""
+    by `datasets`). `headrace.train` writes `python` for rows that it was passed (`dataset=`). seeds: endless prompts that
+    have a seed and no question, for environments that make their own first message (docs/libraries.md)."""
     name: str = ""
     """reasoning_gym: the family of problems, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -48,8 +49,8 @@ class TaskConfig:
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TaskConfig:
-        needed = {"reasoning_gym": "name", "python": "rows"}.get(self.kind, "path")
-        if not getattr(self, needed):
+        needed = {"reasoning_gym": "name", "python": "rows", "seeds": ""}.get(self.kind, "path")
+        if needed and not getattr(self, needed):
             what = {
                 "name": "a problem family, such as chain_sum",
                 "path": "the file with the rows",
@@ -60,6 +61,7 @@ class TaskConfig:
             "name": _OF_FILES | _OF_ROWS | _OF_PYTHON,
             "path": _OF_FAMILIES | _OF_PYTHON,
             "rows": _OF_FAMILIES | _OF_FILES,
+            "": _OF_FAMILIES | _OF_FILES | _OF_PYTHON | _OF_ROWS | {"examples": 0},
         }
         for setting, unset in foreign[needed].items():
             if getattr(self, setting) != unset:

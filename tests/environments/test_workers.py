@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tool_chats
+from tool_chats import WrittenEngine
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
@@ -18,8 +19,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import Played, roll_out
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Failure, Prompt, VersionSpan
+from headrace.types import Failure, Prompt
 
 ENV = '''
 import asyncio, os, re, sys, time
@@ -168,30 +168,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return ChatEncoder(tool_chats.save_tokenizer(tmp_path_factory.mktemp("tokens"), tool_chats.HERMES))
 
 
-class Engine:
-    """Says what is written down for each turn. A turn that it was asked for before is not sampled again, as in a run."""
-
-    def __init__(self, *says: str) -> None:
-        self._says = says
-        self.sampled: dict[TurnAsked, Completion] = {}
-        self.asked: list[TurnAsked] = []
-
-    async def __call__(self, asked: TurnAsked) -> Completion:
-        self.asked.append(asked)
-        await asyncio.sleep(0)
-        if asked not in self.sampled:
-            tokens = tuple(tool_chats.tokens_of(self._says[min(asked.turn, len(self._says) - 1)]))
-            self.sampled[asked] = Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
-        return self.sampled[asked]
-
-
-TWELVE = Engine("12<|im_end|>")
+TWELVE = WrittenEngine("12<|im_end|>")
 
 
 def play_all(
     env: Path,
     encoder: ChatEncoder,
-    rollouts: Sequence[tuple[dict[str, Any], Engine]],
+    rollouts: Sequence[tuple[dict[str, Any], WrittenEngine]],
     *,
     function: str = "play",
     pids: list[int] | None = None,
@@ -235,7 +218,7 @@ def call(name: str, arguments: str) -> str:
 
 @pytest.mark.parametrize("function", ["play", "plain"])
 def test_a_tool_is_called_and_its_result_is_the_next_message(env: Path, encoder: ChatEncoder, function: str) -> None:
-    engine = Engine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>")
+    engine = WrittenEngine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>")
     (found,) = play_all(env, encoder, [({"how": "calls"}, engine)], function=function)
     assert isinstance(found, Played), found
     first, second = found.episode.turns
@@ -262,7 +245,7 @@ WRONG = [
 
 def test_what_goes_wrong_with_a_call_is_an_observation(env: Path, encoder: ChatEncoder) -> None:
     pids: list[int] = []
-    rollouts = [({"how": "calls"}, Engine(says, "12<|im_end|>")) for says, _, _ in WRONG]
+    rollouts = [({"how": "calls"}, WrittenEngine(says, "12<|im_end|>")) for says, _, _ in WRONG]
     found = play_all(env, encoder, rollouts, tool_seconds=0.5, tool_characters=300, pids=pids)
     for one, (_, problem, words) in zip(found, WRONG, strict=True):
         assert isinstance(one, Played), one
@@ -274,7 +257,7 @@ def test_what_goes_wrong_with_a_call_is_an_observation(env: Path, encoder: ChatE
 
 # --- one that fails, among others that do not -------------------------------------------------------------------------------
 
-OTHERS: list[tuple[dict[str, Any], Engine]] = [({}, TWELVE)] * 3
+OTHERS: list[tuple[dict[str, Any], WrittenEngine]] = [({}, TWELVE)] * 3
 
 
 def test_one_that_fails_ends_no_other(env: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -323,7 +306,7 @@ def test_a_plain_function_that_never_ends_is_ended_with_its_process(
 def test_one_that_is_played_again_has_the_turns_of_its_last_life(
     env: Path, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
-    engine = Engine("12<|im_end|>")
+    engine = WrittenEngine("12<|im_end|>")
     (found,) = play_all(env, encoder, [({"mark": str(tmp_path / "lives")}, engine)], function="twice")
     assert isinstance(found, Played) and found.rewards == {"twice": 1.0}
     assert [turn.messages[0]["content"] for turn in found.episode.turns] == ["life 1"]
@@ -371,7 +354,10 @@ def test_a_tool_of_minutes_blocks_nobody(env: Path, encoder: ChatEncoder) -> Non
 
     async def main() -> None:
         kind = open_function(EnvironmentConfig(function=f"{env}:play", workers=1), encoder, system="", log=None)
-        slow, quick = Engine(call("sleeps", '{"a": 1}')), Engine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>")
+        slow, quick = (
+            WrittenEngine(call("sleeps", '{"a": 1}')),
+            WrittenEngine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>"),
+        )
         calls = Prompt("p", "6 and 6?", (1,), {"how": "calls"})
         try:
             waits = asyncio.create_task(roll_out(kind, calls, [0], ask=slow, decode=encoder.decode))

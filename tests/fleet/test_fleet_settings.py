@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from headrace.engine.config import EngineConfig, engine_problems
+from headrace.engine.servers.commands import visible
 from headrace.errors import ConfigError
 from headrace.native.cores import usable_cores
-from headrace.orchestration.fleets.core_shares import in_words, members_of, split
+from headrace.orchestration.fleets.core_shares import in_words, members_of, share_problems, split
 from headrace.serve.config import ServeConfig
 
 ONE, TWO = "http://127.0.0.1:8101", "http://127.0.0.1:8102"
@@ -45,9 +46,11 @@ def test_every_server_is_a_member_and_one_engine_is_no_fleet() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (replace(SERVERS, replicas=2), "start the servers and name them all in engine.urls"),
+        (replace(SERVERS, replicas=2), "engine.urls names servers that are running; remove one of them"),
         (replace(SERVERS, urls=(ONE, f"{ONE}/")), f'engine.urls names "{ONE}" more than once'),
-        (replace(REPLICAS, device="cuda"), "start a server on each GPU"),
+        (replace(REPLICAS, device="cuda"), 'engine.kind = "headrace" with engine.gpus'),
+        (replace(REPLICAS, kind="vllm", gpus=(0,)), "engine.gpus names 1, too few for engine.replicas = 2"),
+        (replace(REPLICAS, gpus=(0, 1)), "engine.gpus is about servers"),
         (replace(REPLICAS, cores=(0,)), "engine.cores names 1, too few for engine.replicas = 2"),
         (EngineConfig(member_patience=5.0), "engine.member_patience is about fleets"),
         (replace(SERVERS, urls=(ONE,), member_patience=5.0), "engine.member_patience is about fleets"),
@@ -59,8 +62,48 @@ def test_what_cannot_be_is_refused_with_a_remedy(config: EngineConfig, words: st
     assert words in problem
 
 
+@pytest.mark.parametrize(
+    ("config", "device", "words"),
+    [
+        (REPLICAS, "cpu", ""),
+        (REPLICAS, "cuda", "share the cores of this machine, not its GPUs"),
+        (replace(REPLICAS, kind="vllm"), "cuda", "say which they may use: engine.gpus"),
+        (replace(REPLICAS, kind="vllm", gpus=(0, 1)), "cuda", ""),
+        (replace(REPLICAS, kind="vllm"), "cpu", "share them out: engine.cores"),
+        (replace(REPLICAS, kind="headrace"), "cpu", ""),
+    ],
+)
+def test_replicas_that_would_take_the_same_cores_or_gpus_are_refused(
+    config: EngineConfig, device: str, words: str
+) -> None:
+    problems = [*share_problems(config, device)]
+    assert len(problems) == bool(words) and all(words in problem for problem in problems)
+
+
+def test_servers_of_a_run_share_gpus_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(REPLICAS, kind="vllm", gpus=(0, 1, 3))
+    shares = [one.gpus for one in members_of(config).values()]
+    assert shares == [(0, 1), (3,)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [visible(gpus) for gpus in (*shares, ())] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "3"},
+        {},
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert visible((3,)) == {"CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(ConfigError, match=r"engine.gpus names GPU 4, and CUDA_VISIBLE_DEVICES=4,5,6,7 leaves 4"):
+        visible((4,))
+
+
 def test_what_fits_is_taken() -> None:
-    for config in (SERVERS, replace(SERVERS, member_patience=5.0, patience=9.0), replace(REPLICAS, patience=9.0)):
+    started = replace(REPLICAS, kind="vllm", gpus=(0, 1), cores=(0, 1))
+    for config in (
+        SERVERS,
+        replace(SERVERS, member_patience=5.0, patience=9.0),
+        replace(REPLICAS, patience=9.0),
+        started,
+    ):
         assert not [*engine_problems(config)]
 
 

@@ -11,7 +11,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 PLAIN = {
     "train.beta1",
-    *(f"adapters.{section}" for section in ("reward", "algo", "train", "lora", "staleness", "checkpoint", "eval")),
+    *(
+        f"adapters.{section}"
+        for section in ("reward", "curriculum", "algo", "train", "lora", "staleness", "checkpoint", "eval")
+    ),
 }
 """Settings without a docstring: those beside them tell."""
 

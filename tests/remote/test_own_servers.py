@@ -15,7 +15,7 @@ from tiny_run import of, tiny_config, when_step
 
 import headrace
 from headrace.errors import ConfigError
-from headrace.observe.facts import IdentityChecked, RunEnded, WorkerLost
+from headrace.observe.facts import IdentityChecked, MemberMoved, RunEnded, WorkerLost
 from headrace.observe.records import StepRow
 
 
@@ -34,7 +34,7 @@ def checked(run: Path, deaths: int) -> None:
     assert len(rows) == 4 and max(lag for row in rows for lag in row.lags) <= 1
     assert len(of(run, WorkerLost)) == deaths
     assert not servers(), "the server has ended with the run"
-    assert not list(run.rglob("engine.token"))
+    assert not list(run.rglob("*.token"))
 
 
 def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
@@ -50,6 +50,23 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
     checked(run, deaths=1)
     (lost,) = of(run, WorkerLost)
     assert "was killed by SIGKILL" in lost.how
+
+
+@pytest.mark.parametrize("kind", ["vllm", "headrace"])
+def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+
+    def kill() -> None:
+        (one, *_), _ = servers().values()
+        os.kill(one, signal.SIGKILL)
+
+    killer = when_step(run, 2, kill)
+    engine = {"replicas": 2, "cores": sorted(os.sched_getaffinity(0))[:2]}
+    headrace.train(config_for(tmp_path, tiny_llama, kind, engine=engine))
+    killer.join()
+    checked(run, deaths=1)
+    assert of(run, MemberMoved)[0].state == "away"
+    assert sorted(path.name for path in run.rglob("engine-*.log")) == ["engine-1.log", "engine-2.log"]
 
 
 def test_a_headrace_server_that_the_run_started_serves_and_ends(tiny_llama: Path, tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.serve.app import make_app
-from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling
+from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 
 LENGTH = 60

@@ -60,7 +60,7 @@ def started(pids: Path) -> list[int]:
 
 
 def process(tmp_path: Path, how: str = "") -> ServerProcess:
-    return ServerProcess("vllm", tmp_path, lambda *_: Command(words(tmp_path / "pids", how), dict(os.environ)))
+    return ServerProcess("vllm", "", tmp_path, lambda *_: Command(words(tmp_path / "pids", how), dict(os.environ)))
 
 
 @pytest.mark.parametrize("how", ["", "deaf"])
@@ -113,11 +113,12 @@ def test_a_server_that_is_to_end_at_once_does(tmp_path: Path) -> None:
 
 def test_the_last_words_of_a_server_are_told(tmp_path: Path) -> None:
     host = ServerProcess(
-        "vllm", tmp_path, lambda *_: Command([sys.executable, "-c", "exit('no room')"], dict(os.environ))
+        "vllm", "2", tmp_path, lambda *_: Command([sys.executable, "-c", "exit('no room')"], dict(os.environ))
     )
     host.start()
     until(lambda: bool(host.ended()))
     assert "ended with exit code 1 (its output is in" in host.ended() and "ends with: no room)" in host.ended()
+    assert host.who == "the vllm server 2 that this run started" and (tmp_path / "engine-2.log").exists()
 
 
 def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.sglang_facts import statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
+from headrace.engine.remote.strangers import open_control
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.types import Request, Sampling
@@ -240,3 +241,17 @@ def test_weights_that_are_read_beside_requests_end_the_fake(tiny_tokenizer: Path
 def test_statistics_are_summed_over_schedulers() -> None:
     text = '# HELP\nsglang:num_running_reqs{dp="0"} 2.0\nsglang:num_running_reqs{dp="1"} 1.0\nsglang:generation_tokens_total{dp="0"} 7.0\n'
     assert (statistics(text).running, statistics(text).sampled_tokens, statistics("").running) == (3, 7, 0)
+
+
+@pytest.mark.parametrize("key", ["", "secret"])
+def test_a_server_that_others_reach_is_warned_of_if_it_has_no_key(key: str, tiny_tokenizer: Path) -> None:
+    async def go() -> None:
+        async with served(tiny_tokenizer, api_key=key) as (url, _):
+            stranger = Connection(url)
+            said = await open_control("sglang", "http://10.1.2.3:1", stranger, 60)
+            assert ("start SGLang with --api-key" in said) == (not key)
+            assert not await open_control("sglang", "http://127.0.0.1:1", stranger, 60)
+            assert not await open_control("headrace", "http://10.1.2.3:1", stranger, 60)
+            await stranger.close()
+
+    asyncio.run(go())

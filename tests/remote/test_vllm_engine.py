@@ -12,8 +12,9 @@ from labelled_engine import ENDS, LENGTH, Kind, request, so_far, until, update
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.remote.dialects.vllm_facts import open_routes, statistics
+from headrace.engine.remote.dialects.vllm_facts import statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
+from headrace.engine.remote.strangers import open_control
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.types import Request, Sampling
@@ -159,10 +160,10 @@ def test_a_server_that_others_reach_is_warned_of_if_its_control_routes_are_open(
             async with served(tiny_tokenizer, api_key="secret", absent=absent) as (url, _):
                 stranger = Connection(url)
                 for other in ("http://8.8.8.8:1", "http://10.1.2.3:1", "http://gpu.example.com:1"):
-                    said = await open_routes(other, stranger, 60)
-                    assert ("answer without a token, which --api-key does not change" in said) == is_open
+                    said = await open_control("vllm", other, stranger, 60)
+                    assert ("answer without a token" in said and "--api-key does not change that" in said) == is_open
                 for here in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
-                    assert not await open_routes(here, stranger, 60)
+                    assert not await open_control("vllm", here, stranger, 60)
                 await stranger.close()
 
     asyncio.run(go())

@@ -24,6 +24,7 @@ from headrace.tasks.fake import FakeTask
 from headrace.tasks.prompts import jsonable
 from headrace.tasks.reasoning_gym import ReasoningGymTask
 from headrace.tasks.rows import RowsTask
+from headrace.tasks.seeds import SeedsTask
 from headrace.types import Prompt
 
 ADDING = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -467,6 +468,26 @@ def test_other_data_than_at_the_checkpoint_is_refused(tmp_path: Path) -> None:
 # --- settings ----------------------------------------------------------------------------------------------------------
 
 
+def test_seeds_never_end_and_none_is_held_out_and_drawn() -> None:
+    def seeds(seed: int, **settings: Any) -> SeedsTask:
+        return SeedsTask(TaskConfig(kind="seeds", system="play", held_out=20, **settings), seed, LetterEncoder())
+
+    task = seeds(0)
+    first = [task.draw() for _ in range(200)]
+    state = task.state()
+    later, again = [task.draw() for _ in range(5)], seeds(0)
+    again.restore(state)
+    assert [again.draw() for _ in range(5)] == later
+    held = task.held_out(20)
+    assert held == seeds(1).held_out(20), "runs can be compared"
+    drawn = {one.columns["seed"] for one in first}
+    assert len(drawn) == 200 and len({one.columns["seed"] for one in held} - drawn) == 20
+    assert all(one.columns["seed"] % 2 for one in held) and not any(one.columns["seed"] % 2 for one in first)
+    assert read(first[0]) == f"[system]play[user]seed {first[0].columns['seed']}[assistant]"
+    with pytest.raises(ConfigError, match="not the one that the checkpoint was written with"):
+        seeds(1).restore(state)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -478,6 +499,8 @@ def test_other_data_than_at_the_checkpoint_is_refused(tmp_path: Path) -> None:
         ({"kind": "reasoning_gym", "name": "a", "path": "b"}, "task.path means nothing to task.kind = reasoning_gym"),
         ({"kind": "reasoning_gym", "name": "a", "prompt": "b"}, "task.prompt means nothing"),
         ({"kind": "reasoning_gym", "name": "a", "shuffle": False}, "task.shuffle means nothing"),
+        ({"kind": "seeds", "path": "a"}, "task.path means nothing to task.kind = seeds"),
+        ({"kind": "seeds", "examples": 2}, "task.examples means nothing to task.kind = seeds"),
         ({"kind": "jsonl", "path": "a", "chat": False, "system": "s"}, "task.chat = false; set task.chat = true"),
         ({"kind": "jsonl", "path": "a", "chat": False, "examples": 2}, "task.chat = false; set task.chat = true"),
         ({"kind": "jsonl", "path": "a", "held_out": -1}, "greater than or equal to 0"),

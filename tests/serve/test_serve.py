@@ -12,9 +12,9 @@ import pytest
 from served import Client, faked
 
 from headrace.engine.fake import FakeEngine
-from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.serve.text import StreamedText
+from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 
 Case = Callable[[Client, Serving], Awaitable[None]]

@@ -14,8 +14,8 @@ import pytest
 from served import faked
 
 from headrace.engine.fake import FakeEngine
-from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
+from headrace.web.limits import ServerLimits
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 JSON = ("-H", "Content-Type: application/json")

@@ -11,8 +11,9 @@ from served import faked
 from headrace.cli import main
 from headrace.errors import ConfigError
 from headrace.serve.app import ROUTES
-from headrace.serve.config import ServeConfig, is_loopback
+from headrace.serve.config import ServeConfig
 from headrace.settings.secrets import read_token
+from headrace.web.limits import is_loopback
 
 TOKEN = "0123456789abcdef0123"
 

@@ -13,7 +13,6 @@ import pytest
 
 from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
-from headrace.serve.errors import Refused
 from headrace.serve.training.futures import FutureAnswer, Futures
 from headrace.serve.training.messages.examples import pass_of
 from headrace.serve.training.messages.json_bodies import CreateSession, LoraBody
@@ -21,6 +20,7 @@ from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
 from headrace.serve.training.models import Model
 from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.store import CheckpointFacts, Store
+from headrace.web.errors import Refused
 
 
 def model_of(futures: Futures, gap: float = 60.0) -> Model:

@@ -20,11 +20,12 @@ from headrace.orchestration.workers.build import open_launcher
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
-from headrace.serve.start import bind, make_server, opened
+from headrace.serve.start import opened
 from headrace.serve.training.door import Door
 from headrace.serve.training.opening import opened_door
 from headrace.serve.training.routes import routes
 from headrace.trainer.shared.config import SharedConfig
+from headrace.web.server import bind, make_server
 
 T = TypeVar("T")
 KEY = "tml-a-token-for-the-tests"

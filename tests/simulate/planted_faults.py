@@ -33,6 +33,7 @@ PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/roll
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
+CHOOSER = "curriculum/chooser.py"
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
 REQUESTS = "engine/fleet/moving_requests.py"
@@ -194,8 +195,8 @@ OF_LEDGER = (
     ),
     _one(
         "gone_not_written", LEDGER, "C7", "a group that ends is not written into the journal",
-        "self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))",
-        "self._buffer.count(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))",
+        "self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, failures=reasons, rewards=rewards))",
+        "self._buffer.count(GoneRecord(self._clock(), rolled.ticket, outcome, reason, failures=reasons))",
     ),
     _one(
         "gone_without_failures", LEDGER, "C2", "failures inside a dropped group are not counted",
@@ -265,10 +266,10 @@ OF_RECOVERY = (
     ),
     _one(
         "tokens_of_old_tickets_only", RECOVERY, "C7", "tokens are kept of tickets in the checkpoint, not of those drawn since",
-        "    steps = list(_apply(saved.records, task, buffer))\n    buffer.release", "    buffer.release",
+        "    steps = list(_apply(saved.records, curriculum, buffer))\n    buffer.release", "    buffer.release",
         (
             "    return steps, begun is None\n",
-            "    return list(_apply(saved.records, task, buffer)), begun is None\n",
+            "    return list(_apply(saved.records, curriculum, buffer)), begun is None\n",
         ),
     ),
     _one(
@@ -281,7 +282,7 @@ OF_RECOVERY = (
     ),
     _one(
         "task_stands_still", RECOVERY, "C7", "the task is not moved past the prompts that were drawn",
-        "found = task.draw()", "found = record.prompt",
+        "found, _ = curriculum.draw(record.ticket)", "found = record.prompt",
     ),
 )  # fmt: skip
 
@@ -312,7 +313,7 @@ OF_SNAPSHOTS = (
     ),
     _one(
         "position_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first record behind it",
-        "dict(parts.task.state()), parts.journal.position", "dict(parts.task.state()), parts.journal.position + 1",
+        "task.state()), parts.journal.position", "task.state()), parts.journal.position + 1",
     ),
     _one(
         "pass_number_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first pass behind it",
@@ -424,7 +425,41 @@ OF_FLEET = (
     ),
 )  # fmt: skip
 
+OF_CHOOSER = (
+    _one(
+        "beliefs_not_saved", SNAPSHOTS, "C8", "a checkpoint holds nothing of what the curriculum learned",
+        "curriculum=parts.curriculum.state(),", "curriculum=None,",
+    ),
+    _one(
+        "nothing_learned_again", RECOVERY, "C8", "a resumed run does not learn from the records after its checkpoint",
+        "        curriculum.count(record)\n", "",
+    ),
+    _one(
+        "hand_not_restored", CHOOSER, "C8", "candidates that wait for the next draw are lost in a kill",
+        "self._hand, self._next, self._scale = state.hand, state.next_draw, state.scale",
+        "self._next, self._scale = state.next_draw, state.scale",
+    ),
+    _one(
+        "flights_not_restored", CHOOSER, "C8", "groups in flight in the checkpoint teach nothing when they end",
+        "self._beliefs, self._flying = dict(state.beliefs), dict(state.flying)", "self._beliefs = dict(state.beliefs)",
+    ),
+    _one(
+        "time_not_restored", CHOOSER, "C8", "beliefs of a resumed run age from its start on",
+        "self._hand, self._next, self._scale = state.hand, state.next_draw, state.scale",
+        "self._hand, self._scale = state.hand, state.scale",
+    ),
+    _one(
+        "chance_not_seeded", CHOOSER, "C8", "draws from the posterior depend on the process, not on the seed",
+        'random.Random(f"{self._seed}/curriculum/{ticket}")', "random.Random()",
+    ),
+    _one(
+        "order_of_beliefs_lost", CHOOSER, "C8", "a checkpoint forgets which prompt was not drawn for longest",
+        "beliefs=tuple(self._beliefs.items()),", "beliefs=tuple(sorted(self._beliefs.items())),",
+    ),
+)  # fmt: skip
+
 PLANTED = (
+    *OF_CHOOSER,
     *OF_BUFFER,
     *OF_PIPELINE,
     *OF_ROLLING,

@@ -19,7 +19,8 @@ from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
 from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm
-from headrace.serve.start import bind, make_server, opened
+from headrace.serve.start import opened
+from headrace.web.server import bind, make_server
 
 
 def arguments(words: list[str]) -> argparse.Namespace:

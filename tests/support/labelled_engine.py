@@ -19,10 +19,10 @@ from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.models.chat import ChatEncoder
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
+from headrace.web.limits import ServerLimits
 from headrace.weight_sync.files import RECORD, UpdateRecord
 from headrace.weights import Manifest, WeightUpdate
 

@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from headrace.engine.fake import FakeEngine
 from headrace.models.chat import ChatEncoder
 from headrace.serve.app import make_app
-from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
-from headrace.serve.start import bind, make_server
+from headrace.web.limits import ServerLimits
+from headrace.web.server import bind, make_server
 from headrace.weights import WeightUpdate
 
 LOOPBACK = "127.0.0.1"

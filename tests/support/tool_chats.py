@@ -1,10 +1,17 @@
-"""Chat templates in the manner of the families that call tools, and a tokenizer of characters for them. Each template writes what its
-family writes where a call is concerned; the rest is short."""
+"""Chat templates in the manner of the families that call tools, a tokenizer of characters for them, and models whose replies are written
+down. Each template writes what its family writes where a call is concerned; the rest is short."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
+from headrace.rollouts.rollout_session import TurnAsked
+from headrace.types import Completion, VersionSpan
 
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
 _CHATML_TOOLS = (
@@ -94,3 +101,40 @@ def tokens_of(text: str) -> list[int]:
         tokens.append((SPECIAL.index(word)) if word in SPECIAL else len(SPECIAL) + CHARACTERS.index(word))
         text = text[len(word) :]
     return tokens
+
+
+class WrittenEngine:
+    """Says what is written down for each turn. A turn that it was asked for before is not sampled again, as in a run."""
+
+    def __init__(self, *says: str) -> None:
+        self._says = says
+        self.sampled: dict[TurnAsked, Completion] = {}
+        self.asked: list[TurnAsked] = []
+
+    async def __call__(self, asked: TurnAsked) -> Completion:
+        self.asked.append(asked)
+        await asyncio.sleep(0)
+        if asked not in self.sampled:
+            tokens = tuple(tokens_of(self._says[min(asked.turn, len(self._says) - 1)]))
+            self.sampled[asked] = Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
+        return self.sampled[asked]
+
+
+class WrittenAgent(BlockingAgent):
+    """Replies in the same thread. It is at its limit after `limit` turns."""
+
+    def __init__(self, *says: str, seed: int = 0, limit: int | None = None) -> None:
+        self.seed = seed
+        self._says, self._limit = iter(says), len(says) if limit is None else limit
+        self.heard: list[list[dict[str, Any]]] = []
+        """The messages of each turn that was asked for."""
+        self.rewards: list[tuple[str, float]] = []
+
+    def chat(self, messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], tools: Any = None) -> AgentReply:
+        self.heard.append(messages_of(messages))
+        if len(self.heard) > self._limit:
+            return AgentReply("", (), "limit", 0)
+        return AgentReply(next(self._says), (), "stop", 1)
+
+    def reward(self, name: str, value: float) -> None:
+        self.rewards.append((name, value))

@@ -2,5 +2,5 @@
 
 Read `errors.py` (failures of a request), `connection.py` (one server: pool, token, deadlines, streams), `dialect.py`
 (differences between kinds of servers), `dialects/` (the kinds), `outages.py` (a server that was away), `counts.py` (its statistics),
-`standstill.py` (streams that are left for an update), `remote_engine.py` (protocol `Engine`).
+`strangers.py` (whether anybody may change it), `standstill.py` (streams that are left for an update), `remote_engine.py` (protocol `Engine`).
 """

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from headrace.engine.config import OF_SERVERS, EngineConfig
+from headrace.engine.config import OF_FLEETS, OF_SERVERS, EngineConfig
 from headrace.engine.servers.installed import Found, environment
+from headrace.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank (`vllm/config/lora.py`)."""
 HOST = "127.0.0.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,17 @@ class Command:
 
 def command(config: EngineConfig, found: Found, place: Place) -> Command:
     words, variables = _COMMANDS[config.kind](config, found, place)
-    return Command([*words, *config.server_args], environment(found.python) | variables)
+    return Command([*words, *config.server_args], environment(found.python) | variables | visible(config.gpus))
+
+
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    """Returns the variable that leaves only these GPUs. Raises ConfigError if they are not among those that this process may use."""
+    there = [one.strip() for one in os.environ.get(VISIBLE, "").split(",") if one.strip()]
+    if there and gpus and max(gpus) >= len(there):
+        raise ConfigError(
+            f"engine.gpus names GPU {max(gpus)}, and {VISIBLE}={os.environ[VISIBLE]} leaves {len(there)}, which count from 0"
+        )
+    return {VISIBLE: ",".join(there[one] if there else str(one) for one in gpus)} if gpus else {}
 
 
 def _vllm(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], dict[str, str]]:
@@ -73,7 +85,9 @@ def _headrace(config: EngineConfig, found: Found, place: Place) -> tuple[list[st
     words = [found.python, "-m", "headrace", "serve", str(place.model), "--host", HOST, "--port", str(place.port)]
     words += ["--token-file", str(place.token_file), "--adapters", str(max(config.max_adapters, place.adapters))]
     usual = EngineConfig()
-    own = [field.name for field in fields(config) if field.name not in ("kind", "max_adapters", *OF_SERVERS)]
+    own = [
+        field.name for field in fields(config) if field.name not in ("kind", "max_adapters", *OF_SERVERS, *OF_FLEETS)
+    ]
     values = {name: getattr(config, name) for name in own} | {"dtype": config.serving_dtype}
     for name, value in values.items():
         if value != getattr(usual, name):

@@ -30,11 +30,12 @@ def free_port() -> int:
 class ServerProcess:
     """Protocol `Host`."""
 
-    def __init__(self, kind: str, logs: Path, make: Callable[[int, str, Path], Command]) -> None:
-        """`make`: the command, by port, token and the file that will hold the token."""
-        self._kind, self._log = kind, logs / "engine.log"
+    def __init__(self, kind: str, name: str, logs: Path, make: Callable[[int, str, Path], Command]) -> None:
+        """`name`: its name in a fleet, or an empty string. `make`: the command, by port, token and the file that will hold the token."""
+        stem = f"engine-{name}" if name else "engine"
+        self._title, self._log = f"{kind} server {name}".rstrip(), logs / f"{stem}.log"
         self._port, self.token = free_port(), secrets.token_hex(32)
-        self._token_file = logs / "engine.token"
+        self._token_file = logs / f"{stem}.token"
         self._command = make(self._port, self.token, self._token_file)
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"http://{HOST}:{self._port}"
@@ -81,7 +82,7 @@ class ServerProcess:
 
     @property
     def who(self) -> str:
-        return f"the {self._kind} server that this run started"
+        return f"the {self._title} that this run started"
 
     def kill(self) -> None:
         """Ends it at once, with all that it started."""

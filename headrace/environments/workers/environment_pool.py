@@ -35,14 +35,12 @@ def check_function(settings: FunctionSettings) -> None:
         code, out, err = run_once(MODULE, settings.arguments(check=True))
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"loading environment.function = {settings.spec} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+            f"loading {settings.what} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
         ) from None
     first = unpack_report(out)
     if not isinstance(first, FunctionLoaded):
         said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(
-            f"the process that loads environment.function = {settings.spec} {ending(code)}; it said: {said}"
-        )
+        raise ConfigError(f"the process that loads {settings.what} {ending(code)}; it said: {said}")
     if first.error:
         raise ConfigError(first.error)
 

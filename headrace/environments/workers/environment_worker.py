@@ -1,4 +1,4 @@
-"""A process that plays environments: `python -m headrace.environments.workers.environment_worker FILE:FUNCTION SETTINGS`, driven by `process.py`.
+"""A process that plays environments: `python -m headrace.environments.workers.environment_worker SPEC SETTINGS`, driven by `process.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -18,13 +18,15 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from headrace.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
-from headrace.environments.workers.player import Player, ToolLimits, signature_problem
+from headrace.environments.workers.loading import load_player
+from headrace.environments.workers.player import Player, ToolLimits
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
 from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
-from headrace.settings.user_code import load_function
+from headrace.sandbox.sandbox_limits import SandboxSettings
+from headrace.sandbox.use import check_if_imported, use_settings
 
 BEAT = 1.0
 """Seconds between two beats."""
@@ -41,10 +43,10 @@ def main(arguments: list[str]) -> None:
     sender = FrameSender(reports)
     if settings["memory"]:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
+    use_settings(SandboxSettings.from_text(settings["sandbox"]))
     try:
-        function = load_function(spec, "environment.function")
-        if problem := signature_problem(function):
-            raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
+        function = load_player(spec, settings["library"])
+        check_if_imported("the environment")
     except ConfigError as error:
         sender.send(pack(FunctionLoaded(str(error))))
         return

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.environments.workers.episode_frames import (
     Beat,
     Cancel,
@@ -24,9 +26,11 @@ from headrace.environments.workers.episode_frames import (
     pack,
     receive,
 )
+from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
 
 SILENT = 30.0
@@ -37,17 +41,23 @@ GRACE = 10.0
 MODULE = "headrace.environments.workers.environment_worker"
 
 
-class FunctionSettings(Struct, frozen=True):
+class FunctionSettings(Struct, frozen=True, kw_only=True):
     """The settings that a process is started with."""
 
     spec: str
-    """The user's function, `path/to/file.py:name`."""
+    """The user's function, `path/to/file.py:name`, or the function that opens environments of a library, `module:name`."""
+    what: str
+    """The setting that names it, for messages."""
+    library: LibrarySettings | None
+    """The settings of the library's environments; None for a function of the user."""
     seconds: float
     """The time that a rollout may take between its turns; 0 sets no limit."""
     tool_seconds: float
     tool_characters: int
     memory: int
     """Bytes of memory; 0 sets no limit."""
+    sandbox: str = DEFAULT.as_text()
+    """The settings of the sandbox (`SandboxSettings`)."""
 
     def arguments(self, check: bool = False) -> list[str]:
         rest = {
@@ -55,6 +65,8 @@ class FunctionSettings(Struct, frozen=True):
             "characters": self.tool_characters,
             "memory": self.memory,
             "check": check,
+            "sandbox": self.sandbox,
+            "library": msgspec.to_builtins(self.library),
         }
         return [self.spec, json.dumps(rest)]
 

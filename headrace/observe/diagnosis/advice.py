@@ -20,6 +20,8 @@ DISCARDED = 0.25
 """The same for groups that are dropped for another reason."""
 FAILING = 0.05
 """The same for rollouts that fail."""
+STRANGERS = 512
+"""Draws of a curriculum from which to give advice about prompts that do not come back."""
 LEAST = 32
 """Fewest rollouts from which to give advice; an eighth as many groups."""
 
@@ -71,9 +73,23 @@ def _no_contrast(state: RunState) -> str | None:
     mean = state.fates.of["no_contrast"].rewards.mean
     known = f" (their mean is {number(mean)})" if mean is not None else ""
     return (
-        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, give partial "
-        "rewards, or raise rollout.group_size"
+        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: {_choice(state)}choose easier or harder prompts, "
+        "give partial rewards, or raise rollout.group_size"
     )
+
+
+def _never_again(state: RunState) -> str | None:
+    chosen = state.choices
+    if chosen.draws < STRANGERS or chosen.drawn["new"] < 0.95 * chosen.draws:
+        return None
+    return (
+        f"{chosen.drawn['new']:,} of {chosen.draws:,} draws were of prompts that had not been drawn before, of which a curriculum knows "
+        'nothing: set curriculum.kind = "uniform", or train on fewer prompts for more epochs'
+    )
+
+
+def _choice(state: RunState) -> str:
+    return "" if state.choices.draws else 'set curriculum.kind = "pools" if prompts come back, '
 
 
 def _discarded(state: RunState) -> str | None:
@@ -100,4 +116,5 @@ RULES: dict[str, Rule] = {
     "cut off": _cut_off,
     "no contrast": _no_contrast,
     "dropped": _discarded,
+    "curriculum": _never_again,
 }

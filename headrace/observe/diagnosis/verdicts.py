@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated
+from headrace.observe.numbers.choices import POOLS, Choices
 from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
 from headrace.observe.numbers.state import RunState
@@ -146,6 +147,31 @@ def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -
     return f"{what} {shift.trained:.{digits}f} trained, {bound}{shift.drawn:.{digits}f} drawn{errors}"
 
 
+def pool_shares(chosen: Choices) -> list[str]:
+    """`mixed 71 % (38 %)`: each pool's share of the draws, and of the candidates."""
+    offered = chosen.offered.total()
+    return [
+        f"{pool} {percent(chosen.drawn[pool] / chosen.draws)} ({percent(chosen.offered[pool] / offered)})"
+        for pool in POOLS
+        if chosen.offered[pool]
+    ]
+
+
+def prompts(state: RunState) -> Verdict:
+    """Says how far the draws of a run with a curriculum are from uniform ones."""
+    title, chosen = "Prompts", state.choices
+    assert chosen.distance is not None, "no prompt was chosen"
+    said = [f"drawn (offered): {', '.join(pool_shares(chosen))}"]
+    if chosen.rewards:
+        said.append("mean reward of their last groups {:.3f} ({:.3f})".format(*chosen.rewards))
+    if chosen.effective:
+        said.append(
+            f"as uneven as {chosen.effective:.0f} equally likely prompts, of {chosen.known}; one at most {chosen.most} times"
+        )
+    said.append("the reward of what was drawn is that of chosen prompts, not of the policy")
+    return Verdict(title, f"chosen, {number(chosen.distance, 2)} from uniform", "; ".join(said), "plain")
+
+
 def accounting(state: RunState) -> Verdict:
     """Checks the identity C2."""
     counts = state.accounting
@@ -225,4 +251,5 @@ def record(state: RunState) -> Verdict:
 
 
 def all_verdicts(state: RunState) -> list[Verdict]:
-    return [held_out(state), lag(state), bias(state), accounting(state), identity(state), record(state)]
+    chosen = [prompts(state)] if state.choices.draws else []
+    return [held_out(state), lag(state), bias(state), *chosen, accounting(state), identity(state), record(state)]

@@ -20,6 +20,7 @@ from headrace.observe.facts import (
     MemberMoved,
     MemberSample,
     Planned,
+    PromptChosen,
     RunEnded,
     RunStarted,
     TicketDrawn,
@@ -28,6 +29,7 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.numbers.choices import Choices
 from headrace.observe.numbers.engine_use import EngineUse, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
 from headrace.observe.numbers.shares import Shares
@@ -66,6 +68,7 @@ class RunState:
         """Tokens of completions; mean rewards of groups."""
         self.fates = Fates()
         self.shares = Shares()
+        self.choices = Choices()
         self.failures: dict[str, FirstFailure] = {}
         """The first failed rollout of each kind; `shares` has the counts."""
         self.tickets = Tickets()
@@ -95,6 +98,8 @@ class RunState:
                 self._start(fact)
             case TicketDrawn():
                 self._draw(fact)
+            case PromptChosen():
+                self.choices.choose(fact)
             case GroupEnded():
                 self._end(fact)
             case StepRow():
@@ -154,6 +159,7 @@ class RunState:
             self.drawn_rewards += fact.rewards
         self.fates.end(fact, self._group_size)
         self.shares.end(fact)
+        self.choices.end(fact)
 
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)

@@ -9,6 +9,7 @@ from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
 from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons
 from headrace.observe.numbers import measures
+from headrace.observe.numbers.choices import POOLS
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import ReportData
 from headrace.observe.report.draw.tables import table
@@ -34,7 +35,7 @@ def page(data: ReportData) -> str:
                 "curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
             ),
             _section("pools", "Both pools over time", gantt(state) + _waits(state)),
-            _section("accounting", "What became of every prompt", _accounting(state)),
+            _section("accounting", "What became of every prompt", _accounting(state) + _chosen(state)),
             _section("rollouts", "Rollouts", rollouts(data.samples)),
             _section("warnings", "Warnings", _troubles(state) + _warnings(state)),
             _section("setup", "What ran where", _where(state) + _config(data.config)),
@@ -179,6 +180,27 @@ def _accounting(state: RunState) -> str:
         + table(("tickets", "#groups", "reasons"), rows)
         + f'<p class="note">{source}</p><ul>{extra}</ul>'
     )
+
+
+def _chosen(state: RunState) -> str:
+    """Returns the table of the pools from which a curriculum drew."""
+    chosen = state.choices
+    if not chosen.draws:
+        return ""
+    offered = chosen.offered.total()
+    rows = [
+        (
+            pool,
+            f"{chosen.drawn[pool]:,}",
+            percent(chosen.drawn[pool] / chosen.draws),
+            percent(chosen.offered[pool] / offered),
+            percent(chosen.flat[pool] / chosen.drawn[pool]) if chosen.drawn[pool] else "",
+        )
+        for pool in POOLS
+        if chosen.offered[pool]
+    ]
+    names = ("pool of the prompt", "#groups drawn", "#share", "#share of the candidates", "#without contrast")
+    return "<h3>Which prompts were chosen</h3>" + table(names, rows)
 
 
 def _troubles(state: RunState) -> str:

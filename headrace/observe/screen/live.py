@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.observe.diagnosis.verdicts import before_and_after
+from headrace.observe.diagnosis.verdicts import before_and_after, pool_shares
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
@@ -125,6 +125,7 @@ def _lines(state: RunState) -> list[Line]:
         ("trainer", trainer(state)),
         ("groups", _groups(state)),
         ("shares", _shares(state)),
+        *_prompts(state),
         ("checks", _checks(state)),
     ]
 
@@ -216,6 +217,12 @@ def _shares(state: RunState) -> list[Text]:
     """Shows shares over the last groups."""
     found = shares(state.shares.recent)
     return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
+
+
+def _prompts(state: RunState) -> list[Line]:
+    """Shows the pools from which a curriculum has drawn."""
+    chosen = state.choices
+    return [("drawn from", [Text(one) for one in pool_shares(chosen)])] if chosen.draws else []
 
 
 def _notes(state: RunState) -> list[Text]:

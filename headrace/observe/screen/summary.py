@@ -20,6 +20,7 @@ from headrace.observe.diagnosis.verdicts import (
     held_out,
     identity,
     lag,
+    prompts,
     reasons,
     record,
 )
@@ -122,6 +123,8 @@ def _stale(table: Table, state: RunState) -> None:
         if words:
             _more(table, label, words)
     _row(table, bias(state))
+    if state.choices.draws:
+        _row(table, prompts(state))
 
 
 def _versions(state: RunState) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from headrace.observe.facts import Evaluated, IdentityChecked, WeightsLive
+from headrace.observe.numbers.choices import Choices
 from headrace.observe.numbers.engine_use import EngineUse
 from headrace.observe.numbers.shares import Tally
 from headrace.observe.numbers.state import RunState
@@ -16,6 +17,7 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     match fact:
         case StepRow():
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
+            values |= _choice_scalars(state.choices)
         case Evaluated():
             values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
             values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
@@ -71,6 +73,12 @@ def _share_scalars(recent: Tally) -> dict[str, float]:
         "share/failed": recent.failed_share,
     }
     return {name: share for name, share in found.items() if share is not None}
+
+
+def _choice_scalars(choices: Choices) -> dict[str, float]:
+    """Returns the bias of a curriculum over the whole run."""
+    found = {"prompts/distance": choices.distance, "prompts/effective": choices.effective}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _uncommon(row: StepRow) -> dict[str, int]:

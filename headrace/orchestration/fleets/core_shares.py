@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import ON_GPUS, EngineConfig
 from headrace.native.cores import usable_cores
 
 
@@ -16,16 +16,16 @@ def members_of(config: EngineConfig) -> dict[str, EngineConfig]:
         return {url: dataclasses.replace(config, urls=(url,)) for url in config.urls}
     if config.replicas == 1:
         return {"": config}
-    shares = split(config.cores, config.replicas)
+    shares = zip(split(config.cores, config.replicas), split(config.gpus, config.replicas), strict=True)
     threads = max(1, (config.threads or usable_cores()) // config.replicas)
     return {
-        str(number): dataclasses.replace(config, replicas=1, cores=cores, threads=len(cores) or threads)
-        for number, cores in enumerate(shares, 1)
+        str(number): dataclasses.replace(config, replicas=1, cores=cores, gpus=gpus, threads=len(cores) or threads)
+        for number, (cores, gpus) in enumerate(shares, 1)
     }
 
 
 def split(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Neighbouring cores for each of `count` members; the first ones have one more where they cannot be shared evenly."""
+    """Neighbouring cores, or GPUs, for each of `count` members; the first ones have one more where they cannot be shared evenly."""
     least, more = divmod(len(cores), count)
     ends = [0]
     for number in range(count):
@@ -33,10 +33,23 @@ def split(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
     return [tuple(cores[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
+def share_problems(config: EngineConfig, device: str) -> Iterator[str]:
+    """Yields why replicas cannot share a machine whose engines run on `device` (`cpu` or `cuda`)."""
+    if config.replicas == 1:
+        return
+    if device == "cuda" and not config.is_server:
+        yield ON_GPUS
+    elif device == "cuda" and not config.gpus:
+        yield "engine.replicas would start all servers on the same GPUs; say which they may use: engine.gpus = [0, 1, ...], shared evenly"
+    elif device == "cpu" and config.kind == "vllm" and not config.cores:
+        yield "every vLLM server takes all cores unless it is given some; share them out: engine.cores = [0, 1, ...]"
+
+
 def in_words(members: dict[str, EngineConfig]) -> str:
     """The choice for the members on this machine."""
     parts = []
     for name, one in members.items():
+        gpus = f"GPU {', '.join(map(str, one.gpus))}, " if one.gpus else ""
         cores = f"cores {', '.join(map(str, one.cores))}" if one.cores else "no cores of its own"
-        parts.append(f"engine {name}: {cores}, {one.threads} thread{'s' if one.threads > 1 else ''}")
+        parts.append(f"engine {name}: {gpus}{cores}, {one.threads} thread{'s' if one.threads > 1 else ''}")
     return "; ".join(parts)

@@ -74,7 +74,7 @@ def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: 
             raise
         return joining.engine
 
-    fleet.door = PoolDoor(run_dir, fleet, join if settings.is_server else None, settings.urls)
+    fleet.door = PoolDoor(run_dir, fleet, join if settings.urls else None, settings.urls)
 
     async def launch() -> None:
         await asyncio.gather(*(one.launch() for one in starting.values()))

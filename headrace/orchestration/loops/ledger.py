@@ -2,23 +2,24 @@
 
     transition   journal     buffer                             fact
     ----------   -------     ------                             ----
-    drawn        `Drawn`     in flight                          `TicketDrawn`
+    drawn        `Drawn`     in flight                          `TicketDrawn`; `PromptChosen` if it was chosen
     ready        `Ready`     ready                              `GroupEnded` (ready)
     ended        `Gone`      the slot is free                   `GroupEnded` (dropped, failed)
     trained      `Stepped`   trained; dropped if skipped        `StepTrained`; `GroupEnded` (dropped) for each
     live         `Live`      the slots are free                 `WeightsLive`
 
 A run that is killed between two of these columns loses nothing: recovery reads the journal and applies its records to the buffer with the
-same `Buffer.count`.
+same `Buffer.count`, and to the curriculum with the same `Curriculum.count`.
 """
 
 from __future__ import annotations
 
+from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
-from headrace.observe.facts import GroupEnded, TicketDrawn, WeightsLive
+from headrace.observe.facts import GroupEnded, PromptChosen, TicketDrawn, WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
-from headrace.reports import TrainReport
+from headrace.reports import PromptChoice, TrainReport
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Delivery
 from headrace.types import Batch, Group, Prompt
@@ -26,13 +27,16 @@ from headrace.weights import WeightUpdate
 
 
 class Ledger:
-    def __init__(self, journal: Journal, buffer: Buffer, telemetry: Telemetry) -> None:
-        self._journal, self._buffer = journal, buffer
+    def __init__(self, journal: Journal, buffer: Buffer, curriculum: Curriculum, telemetry: Telemetry) -> None:
+        self._journal, self._buffer, self._curriculum = journal, buffer, curriculum
         self._record, self._clock = telemetry.record, telemetry.clock
 
-    def drawn(self, ticket: int, prompt: Prompt) -> None:
+    def drawn(self, ticket: int, prompt: Prompt, choice: PromptChoice | None = None) -> None:
+        """`choice`: how the prompt was chosen, if it was."""
         self._enter(DrawnRecord(self._clock(), ticket, prompt))
         self._record(TicketDrawn(self._clock(), ticket, prompt.id))
+        if choice:
+            self._record(PromptChosen(self._clock(), ticket, choice))
 
     def ready(self, group: Group, rolled: Rolled) -> GroupEnded:
         self._enter(ReadyRecord(self._clock(), group))
@@ -43,7 +47,8 @@ class Ledger:
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
-        self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))
+        rewards = tuple(one.reward for one in rolled.scored)
+        self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, failures=reasons, rewards=rewards))
         return self._ended(rolled, outcome, reason)
 
     def trained(self, report: TrainReport, batch: Batch, drawn: float, waited: float) -> None:
@@ -68,6 +73,7 @@ class Ledger:
         if flush:
             self._journal.flush()
         self._buffer.count(record)
+        self._curriculum.count(record)
 
     def _ended(self, rolled: Rolled, outcome: Outcome, reason: str = "") -> GroupEnded:
         self._record(fact := rolled.ended(self._clock(), outcome, reason))

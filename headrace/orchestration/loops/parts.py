@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
+from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal
 from headrace.observe.numbers.state import RunState
 from headrace.observe.telemetry import Telemetry
@@ -18,7 +19,7 @@ from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.playing import EnvironmentKind
-from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.protocols import Engine, Scorer, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout_session import Decode
@@ -28,7 +29,7 @@ from headrace.rollouts.rollout_session import Decode
 class Parts:
     """Everything the pipeline joins."""
 
-    task: Task
+    curriculum: Curriculum
     engine: Engine
     interrupts: Interrupts
     """The engine with the chosen way of interrupting rollouts."""

@@ -42,8 +42,9 @@ class Rolling:
                 return
             if not parts.interrupts.admits:
                 continue
-            ticket, prompt = drawn, parts.task.draw()
-            parts.ledger.drawn(ticket, prompt)
+            ticket = drawn
+            prompt, choice = parts.curriculum.draw(ticket)
+            parts.ledger.drawn(ticket, prompt, choice)
             self._begin(loops, ticket, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:

@@ -18,7 +18,6 @@ from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
-from headrace.engine.config import ON_GPUS
 from headrace.engine.servers.installed import require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -26,6 +25,7 @@ from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
+from headrace.orchestration.fleets.core_shares import share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.store.run_directory import refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
@@ -178,7 +178,7 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None
-        if config.environment.function:
+        if config.environment.in_processes:
             episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
@@ -202,7 +202,12 @@ def _prompts(
         found.doubt(problem, certain=seen.too_long == seen.looked_at)
     said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
     first = encoder.written(prompts[0].tokens)
-    return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
+    return [
+        ("next", f"{config.curriculum.words} (curriculum.kind = {config.curriculum.kind})"),
+        ("lengths", f"{said} ({seen.looked_at} looked at)"),
+        ("the first", first),
+        ("", f"({prompts[0].id})"),
+    ]
 
 
 async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:
@@ -244,13 +249,13 @@ async def _reward(
                     else "none: the run learns only from its teachers"
                 )
                 return [("", alone)]
-            tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
+            extracts = {spec.extract for spec in config.reward.specs}
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
                 prompt,
                 answer=config.task.answer,
-                tags=tags,
+                extracts=extracts,
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,
@@ -294,8 +299,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
     found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
     problems = list(refusals(wanted, shape, plan, machine))
-    if config.engine.replicas > 1 and plan.engine_device == "cuda":
-        problems.append(ON_GPUS)
+    problems += share_problems(config.engine, plan.engine_device)
     for problem in problems:
         found.doubt(problem, certain=True)
     if not problems:

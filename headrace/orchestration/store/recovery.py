@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
@@ -35,7 +36,6 @@ from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.snapshots import ControllerState
-from headrace.protocols import Task
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, joined
@@ -197,17 +197,17 @@ def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
 
 
 def recover(
-    saved: SavedRun, task: Task, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan
+    saved: SavedRun, curriculum: Curriculum, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan
 ) -> tuple[list[JournalStep], bool]:
-    """Brings task, buffer and interrupts to the moment of the kill. Returns the steps that the trainer must repeat, and `outlived`: whether
+    """Brings curriculum, buffer and interrupts to the moment of the kill. Returns the steps that the trainer must repeat, and `outlived`: whether
     the passes since the checkpoint cannot be used. That is so if they contain tickets whose records a loss of power removed from the
     journal; these tickets are drawn and sampled again, under the same names.
 
     Raises ConfigError if the task now draws other prompts."""
     if saved.state:
-        task.restore(saved.state.task)
+        curriculum.restore(saved.state.task, saved.state.curriculum)
         buffer.restore(saved.state.buffer)
-    steps = list(_apply(saved.records, task, buffer))
+    steps = list(_apply(saved.records, curriculum, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
     in_flight = buffer.in_flight
 
@@ -222,11 +222,11 @@ def recover(
     return steps, begun is None
 
 
-def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator[JournalStep]:
+def _apply(records: Iterable[AnyRecord], curriculum: Curriculum, buffer: Buffer) -> Iterator[JournalStep]:
     for record in records:
         match record:
             case DrawnRecord():
-                found = task.draw()
+                found, _ = curriculum.draw(record.ticket)
                 if found.tokens != record.prompt.tokens:
                     raise ConfigError(
                         f"the task draws the prompt {found.id} instead of {record.prompt.id}, which it drew before the run was killed: its "
@@ -243,6 +243,7 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
                     steps=record.steps,
                 )
         buffer.count(record)
+        curriculum.count(record)
 
 
 Asked = Callable[[str], Request | None]

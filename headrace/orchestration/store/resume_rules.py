@@ -69,7 +69,17 @@ def same_training(old: RunConfig, new: RunConfig) -> bool:
         tree = dataclasses.asdict(config)
         kept = {
             name: tree[name]
-            for name in ("task", "environment", "reward", "teachers", "rollout", "algo", "train", "staleness")
+            for name in (
+                "task",
+                "curriculum",
+                "environment",
+                "reward",
+                "teachers",
+                "rollout",
+                "algo",
+                "train",
+                "staleness",
+            )
         }
         if _is_default(config.reward):
             kept["reward"]["functions"] = ()

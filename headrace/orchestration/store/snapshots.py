@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.curriculum.source import Curriculum, CurriculumState
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.errors import CheckpointError
 from headrace.observe.facts import CheckpointSaved
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.protocols import Task, Trainer
+from headrace.protocols import Trainer
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.partial import Interrupts
@@ -29,6 +30,7 @@ class ControllerState(Struct, frozen=True):
     seconds: float
     """Age of the run, in seconds."""
     task: dict[str, Any]
+    """The cursor of the task."""
     buffer: BufferState
     begun: dict[str, Completion]
     """The sampled part of each request of a group in flight, with versions, log-probs, masks and routes."""
@@ -38,11 +40,13 @@ class ControllerState(Struct, frozen=True):
     """Number of the first forward pass whose tokens are not in `begun`."""
     scored_by: str = ""
     """The mark of the settings under which the rows of finished groups were made."""
+    curriculum: CurriculumState | None = None
+    """None if prompts are drawn in the order of the task."""
 
 
 class _Parts(Protocol):
     @property
-    def task(self) -> Task: ...
+    def curriculum(self) -> Curriculum: ...
     @property
     def buffer(self) -> Buffer: ...
     @property
@@ -108,7 +112,7 @@ class Snapshots:
         buffer = parts.buffer.state()
         so_far = parts.interrupts.so_far()
         begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
-        task, position = dict(parts.task.state()), parts.journal.position
+        task, position = dict(parts.curriculum.task.state()), parts.journal.position
         return ControllerState(
             step=step,
             seconds=seconds,
@@ -118,6 +122,7 @@ class Snapshots:
             journal=position,
             passes=self._passes.number,
             scored_by=self._scored_by,
+            curriculum=parts.curriculum.state(),
         )
 
     def _in_flight(self, name: str, buffer: BufferState) -> bool:

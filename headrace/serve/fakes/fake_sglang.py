@@ -25,7 +25,6 @@ from starlette.routing import Route
 
 from headrace.errors import HeadraceError
 from headrace.reports import EngineStats
-from headrace.serve.errors import Refused, answer_error
 from headrace.serve.fakes.sglang_bodies import (
     SglangAbort,
     SglangContinue,
@@ -38,9 +37,10 @@ from headrace.serve.fakes.sglang_bodies import (
 )
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.guard import Guard
-from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving, Stream
 from headrace.types import Request, Sampling
+from headrace.web.errors import Refused, answer_error
+from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
 
 VERSION = "0.5.19"

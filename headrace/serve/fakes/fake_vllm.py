@@ -23,12 +23,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import HeadraceError
-from headrace.serve.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadAdapter
-from headrace.serve.errors import Refused, answer_error, response_of
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
+from headrace.web.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadAdapter
+from headrace.web.errors import Refused, answer_error, response_of
+from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
 
 VERSION = "0.32.0"

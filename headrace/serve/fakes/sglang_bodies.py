@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.serve.bodies import Body, Token
+from headrace.web.bodies import Body, Token
 
 Limit = Annotated[int, Meta(ge=0)]
 

@@ -18,13 +18,13 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.serve.bodies import Generate
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sampling import of_generate
-from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Request, RoutingTrace, Stop
+from headrace.web.bodies import Generate
+from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 
 REASONS: dict[Stop, str] = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
 

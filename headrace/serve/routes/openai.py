@@ -17,14 +17,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.formats import CallFormat
-from headrace.serve.bodies import Chat, Completions
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText
 from headrace.serve.routes.generate import REASONS, choice, tops, usage_of
-from headrace.serve.sampling import of_chat, of_completions, offered_tools, stops
-from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
+from headrace.serve.sampling import of_chat, of_completions
 from headrace.serve.serving import Serving
 from headrace.types import Request
+from headrace.web.bodies import Chat, Completions
+from headrace.web.sending import GONE, Events, json_response, read_body, while_there
+from headrace.web.unserved import offered_tools, stops
 
 STARTED = int(time.time())
 

@@ -15,7 +15,6 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
 from headrace.serve.config import TrainLimits
-from headrace.serve.errors import Refused
 from headrace.serve.serving import Serving
 from headrace.serve.training import samplers
 from headrace.serve.training.futures import FutureAnswer, Futures, Promise
@@ -39,6 +38,7 @@ from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.serve.training.store import Store
 from headrace.trainer.shared.calls import AdamStep
+from headrace.web.errors import Refused
 
 UNEMBED = "this server adapts attention and MLP layers, not the output layer: train_unembed, which is on by default, has no effect here"
 

@@ -18,8 +18,8 @@ import msgspec
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
-from headrace.serve.errors import Refused
 from headrace.serve.training.messages.protobuf import PROTOBUF
+from headrace.web.errors import Refused
 
 Category = Literal["user", "server", "unknown"]
 """The side whose fault a failure is, in the words of the API."""

@@ -13,14 +13,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.serve.errors import Refused
-from headrace.serve.sending import json_response, read_body, read_bytes
 from headrace.serve.training.door import Door
 from headrace.serve.training.futures import Promise
 from headrace.serve.training.messages import json_bodies as bodies
 from headrace.serve.training.messages.protobuf import PROTOBUF, read_message
 from headrace.serve.training.operations import report_of
 from headrace.serve.training.store import KINDS, CheckpointFacts
+from headrace.web.errors import Refused
+from headrace.web.sending import json_response, read_body, read_bytes
 
 FLAGS = {
     "pjwt_auth_enabled": False,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace.serve.errors import Refused
 from headrace.serve.following import Piece, to_their_ends
 from headrace.serve.serving import Serving, Stream
 from headrace.serve.training.futures import FutureAnswer, Promise
@@ -17,6 +16,7 @@ from headrace.serve.training.messages.json_bodies import Params, SampleBody
 from headrace.serve.training.messages.protobuf import MESSAGES, STOPPED, TOO_LONG
 from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.types import Request, Sampling
+from headrace.web.errors import Refused
 
 UNSERVED = {
     "target_prompt_logprobs": (None,),

@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.serve.errors import Refused
 from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.models import Model
 from headrace.serve.training.samplers import Sampler
+from headrace.web.errors import Refused
 
 
 @dataclass(kw_only=True)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.durable.atomic_files import sync_to_disk
-from headrace.serve.errors import Refused
 from headrace.serve.training.messages.json_bodies import LoraBody
 from headrace.types import Struct
+from headrace.web.errors import Refused
 from headrace.weight_sync.files import RECORD, UpdateRecord
 from headrace.weights import WeightUpdate
 

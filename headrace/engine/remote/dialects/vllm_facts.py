@@ -1,13 +1,9 @@
-"""Facts about a vLLM server: its settings, which it reports in full, its statistics, and who can reach it."""
+"""Facts about a vLLM server: its settings, which it reports in full, and its statistics."""
 
 from __future__ import annotations
 
-import ipaddress
-from urllib.parse import urlsplit
-
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
-from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
 from headrace.reports import Capabilities, EngineStats
 
@@ -75,25 +71,4 @@ def statistics(text: str) -> EngineStats:
         asked_tokens=count("prefix_cache_queries"),
         cached_tokens=count("prefix_cache_hits"),
         preemptions=count("num_preemptions"),
-    )
-
-
-async def open_routes(url: str, stranger: Connection, seconds: float) -> str:
-    """A warning about a server that other machines reach and may change; empty for one that they cannot. `stranger`: a connection to it
-    without a token."""
-    host = urlsplit(url).hostname or ""
-    try:
-        here = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        here = host == "localhost"
-    if here:
-        return ""
-    try:
-        await stranger.get("/weight_info", seconds)
-    except (ConfigError, Unreachable):
-        return ""
-    return (
-        f"the vLLM server at {url} is reached over a network, and its control routes (/pause, /collective_rpc, /update_weight_version) answer "
-        "without a token, which --api-key does not change: whoever reaches them can replace its weights. Let only this machine reach "
-        "them, by a firewall, a tunnel or a proxy that asks for a token"
     )

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.algo.tinker import LOSSES, NamedLoss
-from headrace.serve.errors import Refused
 from headrace.serve.training.messages.protobuf import FLOAT32, INT32, INT64
 from headrace.trainer.shared.calls import Example, TrainingPass
+from headrace.web.errors import Refused
 
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 

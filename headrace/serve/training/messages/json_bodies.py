@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.serve.bodies import Body, Count, Few, Seed, Token
+from headrace.web.bodies import Body, Count, Few, Seed, Token
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """The name of a checkpoint, which becomes that of a directory."""

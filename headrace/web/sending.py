@@ -13,8 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.serve.config import ServerLimits
-from headrace.serve.errors import Refused, error_body, refusal_of
+from headrace.web.errors import Refused, error_body, refusal_of
+from headrace.web.limits import ServerLimits
 
 T = TypeVar("T")
 

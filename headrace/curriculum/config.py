@@ -1,0 +1,77 @@
+"""Settings of the choice of prompts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+_OF_CHOICE: dict[str, Any] = {"candidates": 16, "remembered": 50_000}
+_OF_POOLS: dict[str, Any] = {"rest": 512, "wait": 256}
+_OF_CONTRAST: dict[str, Any] = {"half_life": 256}
+_FOREIGN: dict[str, dict[str, Any]] = {
+    "uniform": _OF_CHOICE | _OF_POOLS | _OF_CONTRAST,
+    "pools": _OF_CONTRAST,
+    "contrast": _OF_POOLS,
+}
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class CurriculumConfig:
+    """The choice of the prompt that is drawn next. Prompts are the same if their tokens are, so the choice helps tasks whose prompts come back: rows over
+    several epochs, or a family with few problems."""
+
+    kind: Literal["uniform", "pools", "contrast"] = "uniform"
+    """uniform: in the order of the task. pools: in that order too, but a prompt whose last group had no contrast rests: solved ones come
+    back for a check, hopeless ones wait, each time for twice as long. contrast: of some candidates, the one whose group will most
+    probably have contrast, by what its earlier groups showed."""
+    candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
+    """Unless kind is uniform: the number of prompts of the task that a draw looks at, at most. No known prompt is drawn more than this many
+    times as often as the task yields it."""
+    half_life: int = Field(default=_OF_CONTRAST["half_life"], gt=0)
+    """contrast: the number of draws of the run after which an observed group counts half, because the policy has changed."""
+    rest: int = Field(default=_OF_POOLS["rest"], gt=0)
+    """pools: the number of draws of the run for which a prompt rests after its first solved group."""
+    wait: int = Field(default=_OF_POOLS["wait"], gt=0)
+    """pools: the same after its first hopeless or failed group."""
+    remembered: int = Field(default=_OF_CHOICE["remembered"], gt=0)
+    """Unless kind is uniform: the number of prompts that are remembered. Beyond it, the one that was not drawn for longest is forgotten."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> CurriculumConfig:
+        for setting, unset in _FOREIGN[self.kind].items():
+            if getattr(self, setting) != unset:
+                raise ValueError(
+                    f'curriculum.{setting} means nothing to curriculum.kind = "{self.kind}"; remove it, or change curriculum.kind'
+                )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        return self.kind != "uniform"
+
+    @property
+    def words(self) -> str:
+        """Says which prompt is drawn next."""
+        if self.kind == "uniform":
+            return "in the order of the task"
+        if self.kind == "pools":
+            return (
+                f"in the order of the task; after a group without contrast a prompt rests for {self.rest} draws if it was solved, and for "
+                f"{self.wait} if not, each time for twice as long; a draw looks at {self.candidates} prompts at most"
+            )
+        return (
+            f"the one of {self.candidates} candidates whose group will most probably have contrast; what a group showed counts half after "
+            f"{self.half_life} draws"
+        )
+
+
+def curriculum_problems(config: CurriculumConfig, algorithm: str, needs_contrast: bool) -> list[str]:
+    """`needs_contrast`: whether the algorithm drops groups whose rewards are all equal."""
+    if config.chooses and not needs_contrast:
+        return [
+            f'curriculum.kind = "{config.kind}" chooses prompts whose groups have contrast, but algo.name = {algorithm} learns from groups '
+            'without it as well; set curriculum.kind = "uniform", or use an algorithm that compares rollouts, such as grpo'
+        ]
+    return []

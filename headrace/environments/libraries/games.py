@@ -1,0 +1,170 @@
+"""Games of `textarena` for one player: the game's words are the messages, the model's turns are the moves.
+
+The interface is that of textarena 0.7 (https://github.com/LeonGuertler/TextArena): `make(id)`, `reset(num_players, seed)`,
+`get_observation()`, `step(action)`, `close()`. Its wrappers that write the whole history into one text are passed by: a conversation
+holds the history already, so that each message has only what is new. Those that format moves stay.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from headrace.environments.libraries.options import near, not_installed
+from headrace.environments.workers.loading import LibrarySettings
+from headrace.environments.workers.talk import BlockingAgent
+from headrace.errors import ConfigError
+
+KIND = "textarena"
+UNFINISHED = "unfinished"
+"""The option that is the reward of a game that was cut off; all others are arguments of the game."""
+TRIED_MOVES = 8
+"""Invalid moves that are tried at the start. Most games end with the second."""
+SILENT = "It is your turn."
+"""The message after a move to which a game said nothing."""
+
+_dice = threading.Lock()
+"""Games draw from the random numbers of the whole process, so that one at a time may run (`OwnDice`)."""
+
+
+class OwnDice:
+    """The random numbers of one game: those that it draws from Python's and NumPy's global generators follow from its seed alone,
+    whatever other games of the process draw in between."""
+
+    def __init__(self, seed: int) -> None:
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = np.random.RandomState(seed % (1 << 32)).get_state()
+
+    @contextmanager
+    def rolled(self) -> Iterator[None]:
+        """Keeps other games waiting meanwhile. A move takes far less than a millisecond in most games."""
+        with _dice:
+            python, numpy = random.getstate(), np.random.get_state()
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+                random.setstate(python)
+                np.random.set_state(numpy)
+
+
+class Game:
+    """One game of one player."""
+
+    def __init__(self, make: Callable[[], Any], seed: int) -> None:
+        self._dice = OwnDice(seed)
+        with self._dice.rolled():
+            self._game = make()
+            self._game.reset(num_players=1, seed=seed)
+        self.inner = _inner(self._game)
+
+    def said(self) -> str:
+        """Returns what the game has said since the last call. The model's own moves are left out, which it has as its turns."""
+        player, messages = self.inner.get_observation()
+        return "\n".join(str(text) for speaker, text, _ in messages if speaker != player) or SILENT
+
+    def over(self, move: str) -> bool:
+        """Makes a move, and returns whether the game is over. What is no move of the game is the game's affair."""
+        with self._dice.rolled():
+            over, _ = self._game.step(move)
+        return bool(over)
+
+    def result(self) -> float:
+        """Returns the player's reward. Raises ValueError if the game has none."""
+        rewards, _ = self._game.close()
+        reward = rewards.get(0) if isinstance(rewards, dict) else None
+        if not isinstance(reward, (int, float)):
+            raise ValueError(f"the game has ended with {reward!r:.60} for a reward, which is not a number")
+        return float(reward)
+
+
+def open_textarena(settings: LibrarySettings) -> Callable[..., Any]:
+    """Returns the function that plays a rollout with the game `settings.name`. Its first position follows from the column `seed`.
+
+    Raises ConfigError if textarena is not installed, has no such game, or the game cannot be started or is not for one player."""
+    make, unfinished = _made_by(settings)
+
+    def textarena(agent: BlockingAgent, seed: int | None = None, **columns: Any) -> dict[str, float]:
+        """Returns the result of the game."""
+        if seed is None:
+            raise ValueError(f'environment.kind = "{KIND}" needs prompts with a column seed: set task.kind = "seeds"')
+        game, over = Game(make, seed), False
+        while not over:
+            reply = agent.chat(game.said())
+            if reply.stop == "limit":
+                break
+            over = game.over(reply.text)
+        if over:
+            return {KIND: game.result()}
+        if unfinished is None:
+            raise RuntimeError(
+                "the game was cut off at environment.max_turns or environment.max_tokens before it had a result: raise them, or set the "
+                f"reward of such games, environment.options.{UNFINISHED}"
+            )
+        return {KIND: unfinished}
+
+    return textarena
+
+
+def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], float | None]:
+    """Returns what makes a game, and the reward of one that was cut off."""
+    try:
+        import textarena
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError:
+        raise not_installed(KIND, "textarena", "textarena") from None
+    if settings.name not in ENV_REGISTRY:
+        what = (
+            f"environment.name = {settings.name} is no game of textarena"
+            if settings.name
+            else "environment.name is missing"
+        )
+        raise ConfigError(f"{what}{near(settings.name, ENV_REGISTRY)}")
+    options = dict(settings.options)
+    unfinished = options.pop(UNFINISHED, None)
+    if unfinished is not None and (not isinstance(unfinished, (int, float)) or isinstance(unfinished, bool)):
+        raise ConfigError(f"environment.options.{UNFINISHED} = {unfinished!r} is not a number")
+
+    def make() -> Any:
+        return textarena.make(settings.name, **options)
+
+    try:
+        _try(make)
+    except Exception as error:  # the games check with assert, and each has its own errors
+        words = next((line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))), "")
+        raise ConfigError(
+            f"environment.name = {settings.name}: one player cannot play this game here: {type(error).__name__}: {words}; name another game, "
+            "or give it what it asks for"
+        ) from None
+    return make, None if unfinished is None else float(unfinished)
+
+
+def _try(make: Callable[[], Any]) -> None:
+    """Plays a game with moves that are none. Raises what the game raises, and ValueError if it is for several players or its result
+    is not a number: some games of textarena 0.7.4 confuse reward and reason of an invalid move."""
+    from textarena import SinglePlayerState
+
+    game = Game(make, 0)
+    if not isinstance(game.inner.state, SinglePlayerState):
+        raise ValueError("it is for several players")
+    for _ in range(TRIED_MOVES):
+        game.said()
+        if game.over("no move"):
+            game.result()
+            return
+
+
+def _inner(game: Any) -> Any:
+    """Returns the game without its wrappers, which pass unknown attributes on to it."""
+    from textarena import Wrapper
+
+    while isinstance(game, Wrapper):
+        game = game.env
+    return game

@@ -1,0 +1,135 @@
+"""Text environments with the methods of `skyrl-gym`: `init(prompt)`, `step(action)` and, if there is one, `close()`.
+
+The interface is that of skyrl-gym 0.4, `skyrl_gym.envs.base_text_env.BaseTextEnv` (https://github.com/NovaSky-AI/SkyRL): an
+environment is constructed with `env_config` and `extras` (the other columns of its row). `init` returns the first messages and a dict
+of its own; `step` returns `{"observations": messages, "reward": number, "done": bool, ...}`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.environments.libraries.options import near, not_installed
+from headrace.environments.workers.loading import LibrarySettings
+from headrace.environments.workers.talk import BlockingAgent, messages_of
+from headrace.errors import ConfigError
+from headrace.settings.user_code import load_function, one_line
+
+KIND = "gym"
+METHODS = ("init", "step")
+
+
+class EnvConfig(dict[str, Any]):
+    """`environment.options`, which environments read as attributes or as items."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError:
+            raise AttributeError(f"environment.options has no {name}; set environment.options.{name}") from None
+        return EnvConfig(value) if isinstance(value, dict) else value
+
+
+def open_gym(settings: LibrarySettings) -> Callable[..., Any]:
+    """Returns the function that plays a rollout with the environment `settings.name`: an id that is registered with skyrl-gym,
+    `path/to/file.py:Class`, or `package.module:Class`. Raises ConfigError if there is none."""
+    made = _creator(settings.name)
+    takes = _accepted(made)
+
+    def gym(agent: BlockingAgent, prompt: Any, **columns: Any) -> dict[str, float]:
+        """Each step's reward is the reward of the turn that caused it."""
+        extras = {"max_turns": settings.max_turns, "seed": agent.seed, **columns}
+        offered = {"env_config": EnvConfig(settings.options), "extras": extras}
+        env = made(**{name: value for name, value in offered.items() if takes is None or name in takes})
+        try:
+            observations, done = _begun(env.init(messages_of(prompt))), False
+            while not done:
+                reply = agent.chat(observations)
+                if reply.stop == "limit":
+                    break
+                observations, reward, done = _stepped(env.step(reply.text))
+                agent.reward(KIND, reward)
+        finally:
+            if callable(close := getattr(env, "close", None)):
+                close()
+        return {}
+
+    return gym
+
+
+def _creator(name: str) -> Callable[..., Any]:
+    """Returns the class, or the function that makes an environment."""
+    if not name:
+        raise ConfigError(
+            f'environment.name is missing: environment.kind = "{KIND}" needs an id of skyrl-gym, path/to/file.py:Class, or '
+            "package.module:Class"
+        )
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        return _registered(name)
+    if place.endswith(".py"):
+        made = load_function(name, "environment.name")
+    else:
+        try:
+            module = importlib.import_module(place)
+        except Exception as error:  # what a module raises while it is imported is its own affair
+            raise ConfigError(f"environment.name = {name}: importing {place} failed: {one_line(error)}") from None
+        made = getattr(module, attribute, None) or _missing(name, place, attribute, vars(module))
+    lacks = [one for one in METHODS if inspect.isclass(made) and not callable(getattr(made, one, None))]
+    if lacks or not callable(made):
+        what = f"has no method {lacks[0]}" if lacks else "cannot be called"
+        raise ConfigError(
+            f"environment.name = {name} {what}; it is a class with the methods init(prompt) and step(action), or a function that makes "
+            "such an environment"
+        )
+    return made
+
+
+def _missing(name: str, place: str, attribute: str, there: Mapping[str, Any]) -> Any:
+    classes = [one for one, value in there.items() if inspect.isclass(value)]
+    raise ConfigError(f"environment.name = {name}: {place} defines no {attribute}{near(attribute, classes)}")
+
+
+def _registered(name: str) -> Callable[..., Any]:
+    try:
+        import skyrl_gym
+    except ImportError:
+        raise not_installed(KIND, "gym", "skyrl-gym") from None
+    if name not in skyrl_gym.registry:
+        raise ConfigError(
+            f"environment.name = {name} is no environment of skyrl-gym{near(name, skyrl_gym.registry)}; name one that is not "
+            "registered by path/to/file.py:Class or package.module:Class"
+        )
+
+    def made(env_config: EnvConfig, extras: dict[str, Any]) -> Any:
+        return skyrl_gym.make(name, env_config=env_config, extras=extras)
+
+    return made
+
+
+def _accepted(made: Callable[..., Any]) -> set[str] | None:
+    """Returns the names of the arguments; None if it takes any."""
+    parameters = inspect.signature(made).parameters.values()
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else {one.name for one in parameters}
+
+
+def _begun(result: Any) -> list[dict[str, Any]]:
+    """Returns the first messages. Raises ValueError if `init` did not return them."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"init returned {result!r:.80}; it returns the first messages and a dict")
+    return messages_of(result[0])
+
+
+def _stepped(result: Any) -> tuple[list[dict[str, Any]], float, bool]:
+    """Returns the messages, the reward, and whether the episode is over. Raises ValueError if `step` did not return them."""
+    if not isinstance(result, Mapping) or not {"observations", "reward", "done"} <= result.keys():
+        raise ValueError(f"step returned {result!r:.80}; it returns a dict with observations, reward and done")
+    done = bool(result["done"])
+    if not done and not result["observations"]:
+        raise ValueError(
+            "step returned no observations, though the episode is not done: nothing would precede the next turn"
+        )
+    return [] if done else messages_of(result["observations"]), float(result["reward"]), done

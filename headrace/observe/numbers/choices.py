@@ -1,0 +1,72 @@
+"""The bias of a curriculum: which prompts were drawn, and which were offered by the task.
+
+Every draw looks at candidates in the order of the task. Uniform drawing would take one of them at random, so the pools of all candidates
+are those of uniform draws, and the difference is the bias of the choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from headrace.observe.facts import GroupEnded, PromptChosen
+from headrace.observe.numbers.shares import NO_CONTRAST
+
+POOLS = ("new", "mixed", "solved", "hopeless", "failed")
+
+
+class Choices:
+    """The counts over the whole run; all zero for a run without a curriculum."""
+
+    def __init__(self) -> None:
+        self.draws = self.known = self.most = 0
+        """Draws; different prompts; how often the commonest one was drawn."""
+        self.drawn: Counter[str] = Counter()
+        """Draws by the pool of the prompt."""
+        self.offered: Counter[str] = Counter()
+        """Candidates by their pool."""
+        self.flat: Counter[str] = Counter()
+        """Groups without contrast, by the pool of the prompt when it was drawn."""
+        self._twins = 0
+        """Ordered pairs of draws of one prompt."""
+        self._means = [0.0, 0.0, 0.0]
+        """Draws for which both are known; sum of the mean reward of the prompt's last group; the same over the candidates."""
+        self._pending: dict[int, str] = {}
+        """The pool by ticket, until its group has ended."""
+
+    def choose(self, fact: PromptChosen) -> None:
+        one = fact.choice
+        self.draws += 1
+        self.known, self.most = one.known, max(self.most, one.drawn)
+        self.drawn[one.pool] += 1
+        self.offered.update(one.looked)
+        self._twins += 2 * (one.drawn - 1)
+        if math.isfinite(one.mean) and math.isfinite(one.offered):
+            self._means = [a + b for a, b in zip(self._means, (1.0, one.mean, one.offered), strict=True)]
+        self._pending[fact.ticket] = one.pool
+
+    def end(self, fact: GroupEnded) -> None:
+        pool = self._pending.pop(fact.ticket, None)
+        if pool and fact.reason == NO_CONTRAST:
+            self.flat[pool] += 1
+
+    @property
+    def distance(self) -> float | None:
+        """Total variation distance between the pools of drawn and of offered prompts: 0 if the choice is uniform, at most 1."""
+        if not self.draws:
+            return None
+        offered = self.offered.total()
+        return sum(abs(self.drawn[pool] / self.draws - self.offered[pool] / offered) for pool in POOLS) / 2
+
+    @property
+    def effective(self) -> float | None:
+        """The number of equally likely prompts that would be drawn as unevenly: the inverse of the probability that two draws are of one
+        prompt, estimated without bias by D (D - 1) / sum of n (n - 1) over prompts drawn n times (Simpson 1949, Measurement of Diversity).
+        None if no prompt was drawn twice."""
+        return self.draws * (self.draws - 1) / self._twins if self._twins else None
+
+    @property
+    def rewards(self) -> tuple[float, float] | None:
+        """Mean reward of the last group of the drawn prompts, and of the offered ones."""
+        count, drawn, offered = self._means
+        return (drawn / count, offered / count) if count else None

@@ -1,0 +1,54 @@
+"""Binds a port, and makes the server that answers on it inside of an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from headrace.errors import ConfigError
+
+GRACE = 5
+"""Seconds that answers in progress get when the server is asked to end."""
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Binds the port before anything else is done: a port that is taken is reported at once, and early clients wait."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be had: {error}; choose another port (0: any that is free)"
+        ) from None
+    return sock
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the event loop's owner: uvicorn's handlers would end the process before the engine's is closed."""
+        yield
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE,
+        backlog=BACKLOG,
+    )
+    return _Server(settings)

@@ -1,0 +1,60 @@
+"""Fields of requests that no server here serves. Those that would influence sampling are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.chat.messages import Tool
+from headrace.web.bodies import Chat, Drawing
+from headrace.web.errors import Refused
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+}
+"""Fields that are not served, and the values with which they ask for nothing."""
+
+REMEDIES = {
+    "tool_choice": "leave it out or choose auto or none: nothing here forces a model to call",
+    "parallel_tool_calls": "leave it out, and take the first call of an answer",
+    "functions": "give them as tools",
+    "function_call": "give tools and tool_choice",
+    "echo": "/inference/v1/generate scores a prompt: max_tokens = 0 and prompt_logprobs",
+}
+
+
+def refuse_unserved(body: Drawing) -> None:
+    for name, values in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value not in values:
+            remedy = f"; {REMEDIES[name]}" if name in REMEDIES else "; leave it out"
+            raise Refused(400, f"{name} is not served{remedy}", "unsupported_parameter")
+
+
+def stops(body: Drawing) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def offered_tools(body: Chat) -> list[Tool]:
+    """Returns the tools that the model is shown."""
+    for tool in body.tools or ():
+        if tool.function.strict:
+            raise Refused(
+                400,
+                f"strict is not served (tool {tool.function.name}); leave it out: arguments are what the model writes",
+            )
+    return [] if body.tool_choice == "none" else body.tools or []
