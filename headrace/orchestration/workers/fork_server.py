@@ -53,32 +53,26 @@ def serve(requests: socket.socket, unfit: str = "") -> tuple[ForkRequest, list[i
         data, files, *_ = socket.recv_fds(requests, MOST_BYTES, MOST_FILES)
         if not data:
             return None
-        reply, *given = files
-        if not _abandoned(reply):
-            request = msgspec.msgpack.decode(data, type=ForkRequest)
-            answer = ForkReply(refused=unfit) if unfit else _forked()
-            if answer is None:
+        if not _abandoned(files[0]):
+            refused = unfit or _fork()
+            if refused is None:
                 requests.close()
-                os.close(reply)
-                return request, given
-            try:
-                os.write(reply, msgspec.msgpack.encode(answer))
-            except BrokenPipeError:  # the controller has given the worker up meanwhile
-                if answer.pid:
-                    os.kill(answer.pid, signal.SIGKILL)
+                return msgspec.msgpack.decode(data, type=ForkRequest), files
+            if refused:
+                with suppress(BrokenPipeError):  # the controller has given the worker up meanwhile
+                    os.write(files[0], msgspec.msgpack.encode(ForkReply(refused=refused)))
         for file in files:
             os.close(file)
 
 
-def _forked() -> ForkReply | None:
-    """Returns None in the worker."""
+def _fork() -> str | None:
+    """Returns None in the worker. In the server, returns why there is none, or an empty string."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        pid = fork_for_parent()
+        return "" if fork_for_parent() else None
     except OSError as error:
-        return ForkReply(refused=f"this system does not fork for another process: {error}")
-    return ForkReply(pid) if pid else None
+        return f"this system does not fork for another process: {error}"
 
 
 def _unfit(*known: int) -> str:
@@ -106,8 +100,15 @@ def _abandoned(reply: int) -> bool:
 
 
 def become(request: ForkRequest, files: list[int]) -> None:
-    """Makes this copy of the server the worker that was asked for."""
-    place, *given = files
+    """Makes this copy of the server the worker that was asked for.
+
+    It answers the controller itself: if the server is killed right now, the controller still knows whether it has this worker."""
+    reply, place, *given = files
+    try:
+        os.write(reply, msgspec.msgpack.encode(ForkReply(os.getpid())))
+    except BrokenPipeError:  # the controller has given the worker up meanwhile
+        os._exit(0)
+    os.close(reply)
     os.setsid()  # Ctrl-C in the terminal reaches the controller only
     os.fchdir(place)
     os.close(place)

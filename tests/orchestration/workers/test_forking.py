@@ -97,14 +97,17 @@ def test_the_death_of_a_forked_engine_is_noticed_and_it_is_replaced(tiny_llama: 
 
 
 BECOME = """
-import json, os, sys
+import json, msgspec, os, sys
 from headrace.orchestration.workers.fork_server import become
-from headrace.orchestration.workers.launch.preloaded import ForkRequest
+from headrace.orchestration.workers.launch.preloaded import ForkReply, ForkRequest
 place, log, data = os.open(sys.argv[1], os.O_RDONLY), os.open("log", os.O_WRONLY | os.O_CREAT), os.open("data", os.O_RDONLY)
 os.environ |= {"HEADRACE_STACKS": "the server's", "HEADRACE_CORES": "5"}
 core = min(os.sched_getaffinity(0))
 words = ["-m", "headrace.orchestration.workers.worker", "trainer"]
-become(ForkRequest(words, {"HEADRACE_CORES": "3"}, [core], [data, 1, 2]), [place, data, log, os.dup(log)])
+answer, reply = os.pipe()
+become(ForkRequest(words, {"HEADRACE_CORES": "3"}, [core], [data, 1, 2]), [reply, place, data, log, os.dup(log)])
+assert os.read(answer, 99) == msgspec.msgpack.encode(ForkReply(os.getpid()))
+os.close(answer)
 print(json.dumps({
     "where": os.getcwd(), "found": sys.path[0], "argv": sys.argv[1:], "session": os.getsid(0) == os.getpid(),
     "cores": [len(os.sched_getaffinity(0)), os.environ.get("HEADRACE_CORES"), os.environ.get("HEADRACE_STACKS")],

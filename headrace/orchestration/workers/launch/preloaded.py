@@ -1,8 +1,9 @@
 """The process that has the workers' libraries loaded and forks workers: the controller's half. Its program is `workers/fork_server.py`.
 
     controller                                  fork server
-    ForkServer     ── ForkRequest, files ──▶    imports the libraries once, and then for each request:
-                   ◀── ForkReply ──────────     clones itself; the child is the controller's (`clone.py`)
+    ForkServer     ── ForkRequest, files ──▶    imports the libraries once, and then clones itself for each request
+                                                                 │
+                   ◀── ForkReply ───────────────────────────  worker: the controller's child (`clone.py`)
 
 A server belongs to the thread that started it: Linux counts that thread as the parent of its workers (`observe/health/orphans.py`). It
 stays when a run ends, so that the next run of the process starts at once, and ends with its thread. Nothing depends on it once a
@@ -120,7 +121,7 @@ class ForkServer:
         try:
             code = patience.wait(self._process, GRACE)
         except subprocess.TimeoutExpired:
-            return "the process that forks workers closed its connection and hung"
+            return "its fork ended before it was a worker"
         self._printed.seek(0)
         printed = self._printed.read().decode(errors="replace").strip().splitlines()
         return f"the process that forks workers {said_of_exit(code)}{f' ({printed[-1]})' if printed else ''}"
