@@ -24,13 +24,13 @@ class EnvironmentConfig:
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
     prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
-    skyrl-gym's have. textarena: a game for one player."""
+    skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
-    game."""
+    game. openenv: the URL of the server."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game."""
+    `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
