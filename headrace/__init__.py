@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.observe.facts import Evaluated
     from headrace.observe.numbers.progress import Evaluation, Step
     from headrace.orchestration.runs.result import RunResult
+    from headrace.sandbox.tool import run_python
     from headrace.scoring.python_rewards import Rewards
     from headrace.scoring.trl import trl_reward
 
@@ -36,6 +37,7 @@ __all__ = [
     "evaluate",
     "export",
     "load_config",
+    "run_python",
     "train",
     "trl_reward",
 ]
@@ -47,6 +49,7 @@ _HOMES = {
     "Step": "headrace.observe.numbers.progress",
     "StopTraining": "headrace.errors",
     "load_config": "headrace.config",
+    "run_python": "headrace.sandbox.tool",
     "trl_reward": "headrace.scoring.trl",
 }
 

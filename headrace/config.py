@@ -28,7 +28,8 @@ from headrace.observe.config import ObserveConfig, check_installed
 from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.config import RewardConfig
+from headrace.sandbox.config import SandboxConfig
+from headrace.scoring.config import RewardConfig, sandbox_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -51,6 +52,7 @@ class RunConfig:
     """Seeds everything random. Each random stream has a name, so that the streams are independent."""
     out: str = "runs"
     """The folder of all runs, relative to the working directory."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """May be empty if a function is passed to `headrace.train`, or if the policy learns from teachers alone."""
     teachers: tuple[TeacherConfig, ...] = ()
@@ -145,6 +147,7 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *chat_problems(
             config.environment,
             chat=config.task.chat,

@@ -43,6 +43,7 @@ def examine(full: bool = False, pythons: Sequence[str] = ()) -> int:
         "Engines": list(engine_findings(places(pythons))),
         "Machine": rest,
         "Models": models,
+        "Sandbox": list(sandbox_findings()),
         "What would run where": list(_placement(torch)),
     }
     return print_findings(sections)
@@ -200,6 +201,24 @@ def _cache_dir() -> Path:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB"
+
+
+# --- sandbox ---------------------------------------------------------------------------------------------------------
+
+
+def sandbox_findings() -> Iterator[DoctorFinding]:
+    """The kinds of isolation of code that a model writes, each found out by trial."""
+    from headrace.sandbox.isolation import examine_isolation
+    from headrace.sandbox.sandbox import SandboxLost
+
+    try:
+        found = examine_isolation()
+    except SandboxLost as error:
+        yield DoctorFinding("all", "note", "no code can be run", str(error))
+        return
+    for one in found:
+        remedy = "" if one.there else f'refused for code that a model writes, unless sandbox.allow has "{one.kind}"'
+        yield DoctorFinding(one.kind, "ok" if one.there else "note", one.how, remedy)
 
 
 # --- models and placement --------------------------------------------------------------------------------------------

@@ -15,10 +15,14 @@ that it needs."""
 LIBRARIES = {
     "reasoning_gym": "headrace.environments.libraries.attempts:open_reasoning_gym",
     "gym": "headrace.environments.libraries.gym:open_gym",
+    "openenv": "headrace.environments.libraries.openenv:open_openenv",
     "textarena": "headrace.environments.libraries.games:open_textarena",
 }
 """Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
 (`workers/loading.py`), because what they import may crash or hang."""
+
+PROCESS = "process"
+"""The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
 
 
 def environment_kind(name: str) -> EnvironmentKind:

@@ -18,7 +18,7 @@ async def try_environment(
     """Plays one rollout. The text of each reply is the row's own answer, or a fixed sentence. `answer`: the column of the right answer.
 
     Raises ConfigError with the traceback if the rollout fails."""
-    text, _ = stand_in(prompt, answer=answer, tags=False)
+    text, _ = stand_in(prompt, answer=answer)
 
     async def ask(asked: TurnAsked) -> Completion:
         tokens = encode(text, True)

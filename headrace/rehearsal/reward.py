@@ -6,12 +6,13 @@ sentence. A reward function must be able to judge any text that a model writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError
 from headrace.protocols import Scorer, Task
 from headrace.rehearsal.prompt_lengths import first_prompts
+from headrace.scoring.extract import written
 from headrace.scoring.job import is_async
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 
@@ -31,11 +32,12 @@ class RewardTrial(NamedTuple):
     rewards: dict[str, float]
 
 
-def stand_in(prompt: Prompt, *, answer: str, tags: bool) -> tuple[str, bool]:
-    """Returns the text that stands for a completion, and whether it is the row's own answer."""
+def stand_in(prompt: Prompt, *, answer: str, extracts: Collection[str] = ()) -> tuple[str, bool]:
+    """Returns the text that stands for a completion, and whether it is the row's own answer. `extracts`: kinds of `scoring.extract` that
+    must find it."""
     right = prompt.columns.get(answer)
     is_answer = isinstance(right, str | int | float) and not isinstance(right, bool) and str(right) != ""
-    return (f"<answer>{right}</answer>" if is_answer and tags else str(right) if is_answer else SENTENCE), is_answer
+    return (written(str(right), extracts) if is_answer else SENTENCE), is_answer
 
 
 async def try_reward(
@@ -43,17 +45,17 @@ async def try_reward(
     prompt: Prompt,
     *,
     answer: str,
-    tags: bool,
+    extracts: Collection[str],
     group_size: int,
     encode: Encode,
     episode: Episode | None = None,
 ) -> RewardTrial:
-    """Scores one group whose completions are all the same text. `answer`: the column of the right answer; `tags`: whether to write it as
-    <answer>...</answer>, which is what the built-in functions look for; `episode`: the rollout, if an environment has played one.
+    """Scores one group whose completions are all the same text. `answer`: the column of the right answer; `extracts`: the kinds of
+    extraction that must find it; `episode`: the rollout, if an environment has played one.
 
     Raises ConfigError with the traceback if a function does not return a number.
     """
-    text, is_answer = stand_in(prompt, answer=answer, tags=tags)
+    text, is_answer = stand_in(prompt, answer=answer, extracts=extracts)
     if episode:
         text, is_answer = episode.last.text, False
     else:
@@ -76,7 +78,7 @@ async def try_in_loop(
     run's loop and not in the rehearsal's; all other functions were called there."""
     if any(map(is_async, rewards)):
         await try_reward(
-            scorer, first_prompts(task, 0)[0], answer=answer, tags=False, group_size=group_size, encode=encode
+            scorer, first_prompts(task, 0)[0], answer=answer, extracts=(), group_size=group_size, encode=encode
         )
 
 

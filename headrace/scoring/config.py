@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-BUILTIN = ("reasoning_gym",)
+BUILTIN = ("reasoning_gym", "unit_tests", "unit_tests_all")
+IN_SANDBOX = ("unit_tests", "unit_tests_all")
+"""The built-in rewards that run completions as programs."""
 HANDED = "python:"
 """Prefix of the name of a function that was passed to `headrace.train` and is in no file."""
 PUNISHMENT = "soft_overlong_punishment"
 """The name of the punishment among the rewards."""
-Extract = Literal["", "last_number", "answer_tag"]
+Extract = Literal["", "last_number", "answer_tag", "code_block"]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -42,13 +44,14 @@ def _checked_function(function: str) -> str:
 @dataclass(frozen=True, config=_STRICT)
 class RewardSpec:
     function: str
-    """`reasoning_gym` (the task's own verifier), or `path/to/file.py:name`. `headrace.train` writes `python:name` for a
-    function that it was passed."""
+    """`reasoning_gym` (the task's own verifier); `unit_tests` (the share of the row's tests that the completion, a program,
+    passes) or `unit_tests_all` (1 if it passes them all; docs/sandbox.md); or `path/to/file.py:name`. `headrace.train`
+    writes `python:name` for a function that it was passed."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """The function's weight in the sum; negative for a penalty."""
     extract: Extract = ""
-    """The part of a completion that the function receives: all of it, the last number, or the text between <answer> and
-    </answer>."""
+    """The part of a completion that the function receives: all of it, the last number, the text between <answer> and
+    </answer>, or the last block of code between lines of three backticks."""
 
     _function = field_validator("function")(_checked_function)
 
@@ -124,4 +127,14 @@ class RewardConfig:
         weights = {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
         return weights | (
             {PUNISHMENT: self.soft_overlong_punishment.weight} if self.soft_overlong_punishment.cache else {}
+        )
+
+
+def sandbox_problems(config: RewardConfig, *, group: int, seconds: float) -> Iterator[str]:
+    """Returns a sentence if slow programs could use up the time of a group's call. `seconds`: the most that one program may take."""
+    used = [spec.function for spec in config.specs if spec.function in IN_SANDBOX]
+    if used and config.timeout < (longest := group * seconds):
+        yield (
+            f"reward.timeout = {config.timeout:g} is less than rollout.group_size = {group} programs that each take sandbox.seconds = "
+            f"{seconds:g} under {used[0]}, so endless loops would cost the whole group; set reward.timeout to {2 * longest:g}"
         )

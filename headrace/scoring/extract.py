@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from headrace.types import Completion
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"^```[^\n`]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def last_number(text: str) -> str:
@@ -24,13 +25,30 @@ def answer_tag(text: str) -> str:
     return found[-1].strip() if found else ""
 
 
-_EXTRACTORS: dict[str, Callable[[str], str]] = {"last_number": last_number, "answer_tag": answer_tag}
+def code_block(text: str) -> str:
+    """Returns the last block between lines of three backticks, also one that has no end."""
+    found = _FENCED.findall(text)
+    return found[-1] if found else ""
+
+
+def written(answer: str, kinds: Collection[str]) -> str:
+    """Returns an answer as a completion in which each of these kinds finds it."""
+    if "answer_tag" in kinds:
+        answer = f"<answer>{answer}</answer>"
+    return f"```python\n{answer}\n```" if "code_block" in kinds else answer
+
+
+_EXTRACTORS: dict[str, Callable[[str], str]] = {
+    "last_number": last_number,
+    "answer_tag": answer_tag,
+    "code_block": code_block,
+}
 
 
 @dataclass(frozen=True)
 class Extractor:
     kind: str = ""
-    """`last_number` or `answer_tag`; empty for the whole text."""
+    """`last_number`, `answer_tag` or `code_block`; empty for the whole text."""
     of_truncated: bool = False
     """Whether to look for an answer in completions that were cut off: the last number of an unfinished sentence is not its answer."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.sandbox.use import use_settings
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
 from headrace.scoring.job import ScoringJob, Values, is_async, transcript_of
@@ -48,12 +50,18 @@ class FunctionScorer:
     """Runs the functions of the config in processes, or `callables`, which replace them, in threads or on the running loop."""
 
     def __init__(
-        self, config: RewardConfig, callables: Sequence[Callable[..., Any]] = (), log: Path | None = None
+        self,
+        config: RewardConfig,
+        callables: Sequence[Callable[..., Any]] = (),
+        log: Path | None = None,
+        sandbox: SandboxSettings = DEFAULT,
     ) -> None:
-        """Loads the functions once. Raises ConfigError if one cannot be loaded. `log` receives what they print."""
+        """Loads the functions once. Raises ConfigError if one cannot be loaded. `log` receives what they print; `sandbox` is used by those
+        that run code."""
         self.threads = ThreadPool(config.workers, config.timeout)
         self._pools: list[PrivatePool | SharedProcess] = []
         if callables:
+            use_settings(sandbox)
             self._judges = self._judges_in_threads(config, callables)
         elif config.from_python:
             names = ", ".join(spec.name for spec in config.from_python)
@@ -62,7 +70,7 @@ class FunctionScorer:
                 "from Python, or name functions in a file in reward.functions"
             )
         elif config.specs:
-            self._judges = self._judges_in_processes(config, log)
+            self._judges = self._judges_in_processes(config, log, sandbox.as_text())
         else:
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"), or pass reward= '
@@ -112,18 +120,18 @@ class FunctionScorer:
     def _in_thread(self, function: Callable[..., Any]) -> Callable[[ScoringJob], Awaitable[Values]]:
         return partial(self.threads.call_async if is_async(function) else self.threads.call, function)
 
-    def _judges_in_processes(self, config: RewardConfig, log: Path | None) -> list[_Judge]:
-        loaded = check_functions([spec.function for spec in config.specs])
+    def _judges_in_processes(self, config: RewardConfig, log: Path | None, sandbox: str) -> list[_Judge]:
+        loaded = check_functions([spec.function for spec in config.specs], sandbox)
         kinds = dict(zip((spec.function for spec in config.specs), (one.is_async for one in loaded), strict=True))
         plain = [function for function, is_async in kinds.items() if not is_async]
         later = [function for function, is_async in kinds.items() if is_async]
         calls: dict[str, Callable[[ScoringJob], Awaitable[Values]]] = {}
         if plain:
-            pool = PrivatePool(plain, config.workers, config.timeout, log)
+            pool = PrivatePool([sandbox, *plain], config.workers, config.timeout, log)
             self._pools.append(pool)
             calls |= {function: partial(pool.call, place) for place, function in enumerate(plain)}
         if later:
-            shared = SharedProcess(later, config.timeout, log)
+            shared = SharedProcess([sandbox, *later], config.timeout, log)
             self._pools.append(shared)
             calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
         return [

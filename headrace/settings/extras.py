@@ -23,6 +23,9 @@ EXTRAS = {
     "tasks": Extra("reasoning_gym", "reasoning-gym>=0.1.23,<0.2", "procedural tasks, the demo's among them"),
     "gym": Extra("skyrl_gym", "skyrl-gym>=0.4,<0.5", "environments of skyrl-gym (environment.kind = gym)"),
     "textarena": Extra("textarena", "textarena>=0.7.4,<0.8", "games (environment.kind = textarena)"),
+    "openenv": Extra(
+        "websockets", "websockets>=15,<18", "environments of openenv servers (environment.kind = openenv)"
+    ),
     "parquet": Extra("pyarrow", "pyarrow>=17", "prompts from Parquet files"),
     "datasets": Extra("datasets", "datasets>=4,<6", "prompts from a saved datasets directory"),
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),

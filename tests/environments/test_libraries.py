@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import textarena
 import tool_chats
@@ -271,26 +272,38 @@ def test_a_game_that_is_cut_off_has_no_result_unless_one_is_set() -> None:
     assert play(WrittenAgent(wrong), prompt="p", seed=6) == {"textarena": -0.5}
 
 
+class Dice(textarena.Env):
+    """A game that says what it draws."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed)
+        self.state.reset(player_prompt_function=lambda player_id, game_state: f"{random.random()}")
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        rolled = f"{random.random()} {np.random.random()}"
+        self.state.add_observation(rolled, textarena.ObservationType.GAME_MESSAGE)
+        return self.state.step()  # type: ignore[no-any-return]
+
+
 def test_games_that_run_at_once_draw_their_own_random_numbers() -> None:
     """Two games in turns, with other draws in between, and the first alone: it says the same."""
 
-    def moves(game: Game, between: Callable[[], object]) -> list[str]:
+    def played(game: Game, between: Callable[[], object]) -> list[str]:
         said = [game.said()]
-        for move in ("[red]", "[blue]", "[green]", "[red]", "[yellow]"):
+        for _ in range(3):
             between()
-            assert not game.over(move)
+            assert not game.over("roll")
             said.append(game.said())
         return said
 
-    def bandit(seed: int) -> Game:
-        return Game(lambda: textarena.make("Bandit-v0"), seed)
-
-    alone, other = moves(bandit(4), lambda: None), bandit(5)
-    random.seed(1)
-    state = random.getstate()
-    together = moves(bandit(4), lambda: other.over("[red]"))
-    assert together == alone and random.getstate() == state, "nor do they change what the process draws"
-    assert moves(bandit(5), random.random) != alone
+    alone, other = played(Game(Dice, 4), lambda: None), Game(Dice, 5)
+    again = played(Game(Dice, 5), lambda: None)
+    python, numpy = zip(*(one.split() for one in alone[1:] + again[1:]), strict=True)
+    assert len(set(python)) == len(set(numpy)) == 6, "they do draw, and each its own"
+    state = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    assert played(Game(Dice, 4), lambda: other.over("roll")) == alone
+    after = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    assert after == state, "nor do they change what the process draws"
 
 
 @pytest.mark.parametrize(
@@ -350,7 +363,7 @@ def test_prompts_without_a_question_need_an_environment_that_asks() -> None:
         ({"kind": "gym", "function": "a.py:f"}, "are both set; keep one of them"),
         ({"function": "a.py:f", "name": "gsm8k"}, "environment.name belongs to an environment of another library"),
         ({"options": {"a": 1}}, "environment.options belongs to environment.function, or to an environment"),
-        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, textarena"),
+        ({"kind": "gim"}, "is not one of the environments: single_turn, reasoning_gym, gym, openenv, textarena"),
     ],
 )
 def test_settings_that_have_no_meaning_are_refused(environment: dict[str, Any], words: str) -> None:

@@ -264,6 +264,14 @@ TASKS = [
     rows("too few", "none is left to train on after task.held_out = 4", {"prompt": "a"}, {"prompt": "b"}, given=("eval.prompts=1",)),
 ]  # fmt: skip
 
+ENVIRONMENTS = [
+    sets("no such environment", 'environment.kind = "chess" is not one of the environments', "environment.kind=chess"),
+    sets("no such game", "is no game of textarena; did you mean GuessTheNumber-v0", "environment.kind=textarena", "environment.name=GuesTheNumber-v0"),
+    sets("no such class", "environment.name: there is no file", "environment.kind=gym", "environment.name=absent.py:Game"),
+    sets("no such server", "no session could be opened there", "environment.kind=openenv", "environment.name=http://127.0.0.1:9"),
+    sets("rows for a game", 'needs prompts with a column seed: set task.kind = "seeds"', "environment.kind=textarena", "environment.name=TowerOfHanoi-v0"),
+]  # fmt: skip
+
 REWARD = [
     reward("absent.py:exact", "there is no file"),
     reward("rewards.py:exakt", "rewards.py defines no exakt; did you mean exact?"),
@@ -302,7 +310,7 @@ GPU = [
     sets("a GPU to train on", 'train.device = "cuda", but torch finds no GPU', "train.device=cuda"),
 ]
 
-TABLE = [*COMMANDS, *SPELLING, *ELSEWHERE, *PAIRS, *MODELS, *TASKS, *REWARD, *MACHINE]
+TABLE = [*COMMANDS, *SPELLING, *ELSEWHERE, *PAIRS, *MODELS, *TASKS, *ENVIRONMENTS, *REWARD, *MACHINE]
 
 
 @pytest.fixture

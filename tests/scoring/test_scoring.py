@@ -629,10 +629,11 @@ def starts(completions):
 """)
     code = f"""
 import asyncio, pathlib
+from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.scoring.workers.processes import WorkerProcess
 from headrace.scoring.job import ScoringJob
 async def main():
-    worker = WorkerProcess(["{file}:starts"], None)
+    worker = WorkerProcess([DEFAULT.as_text(), "{file}:starts"], None)
     await worker.start()
     print(worker.pid, flush=True)
     await worker.ask(0, ScoringJob("p", ("c",), ((1,),), {{}}), 600)

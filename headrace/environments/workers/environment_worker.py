@@ -25,6 +25,8 @@ from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
 from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
+from headrace.sandbox.sandbox_limits import SandboxSettings
+from headrace.sandbox.use import check_if_imported, use_settings
 
 BEAT = 1.0
 """Seconds between two beats."""
@@ -41,8 +43,10 @@ def main(arguments: list[str]) -> None:
     sender = FrameSender(reports)
     if settings["memory"]:
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
+    use_settings(SandboxSettings.from_text(settings["sandbox"]))
     try:
         function = load_player(spec, settings["library"])
+        check_if_imported("the environment")
     except ConfigError as error:
         sender.send(pack(FunctionLoaded(str(error))))
         return

@@ -30,6 +30,7 @@ from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
 
 SILENT = 30.0
@@ -55,6 +56,8 @@ class FunctionSettings(Struct, frozen=True, kw_only=True):
     tool_characters: int
     memory: int
     """Bytes of memory; 0 sets no limit."""
+    sandbox: str = DEFAULT.as_text()
+    """The settings of the sandbox (`SandboxSettings`)."""
 
     def arguments(self, check: bool = False) -> list[str]:
         rest = {
@@ -62,6 +65,7 @@ class FunctionSettings(Struct, frozen=True, kw_only=True):
             "characters": self.tool_characters,
             "memory": self.memory,
             "check": check,
+            "sandbox": self.sandbox,
             "library": msgspec.to_builtins(self.library),
         }
         return [self.spec, json.dumps(rest)]
@@ -81,7 +85,7 @@ class RolloutListener(Protocol):
     async def chat(self, asked: ChatAsked) -> ChatReply:
         """Raises what ends the rollout."""
 
-    def rewarded(self, name: str, value: float) -> None: ...
+    def rewarded(self, given: Rewarded) -> None: ...
 
 
 class Lost(Exception):
@@ -149,7 +153,7 @@ class EnvironmentProcess(UserProcess):
                     case ChatAsked():
                         self._send(await self._answered(frame, listener))
                     case Rewarded():
-                        listener.rewarded(frame.name, frame.value)
+                        listener.rewarded(frame)
                     case RolloutDone():
                         over = True
                         self.left += frame.leaves

@@ -224,7 +224,8 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
             await kind.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     first = encoder.written(played.episode.turns[0].context)
-    return played.episode, [*episode_lines(played, first), *(("it printed", line) for line in printed[:3])]
+    remarks = [("", remark) for remark in kind.remarks()]
+    return played.episode, [*episode_lines(played, first), *remarks, *(("it printed", line) for line in printed[:3])]
 
 
 async def _reward(
@@ -249,13 +250,13 @@ async def _reward(
                     else "none: the run learns only from its teachers"
                 )
                 return [("", alone)]
-            tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
+            extracts = {spec.extract for spec in config.reward.specs}
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
                 prompt,
                 answer=config.task.answer,
-                tags=tags,
+                extracts=extracts,
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,

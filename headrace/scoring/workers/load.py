@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,18 @@ from headrace.scoring.builtin import load_reasoning_gym
 from headrace.scoring.job import signature_problem
 from headrace.settings.user_code import load_function
 
-BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {"reasoning_gym": load_reasoning_gym}
+
+def _unit_tests(*, whole: bool) -> Callable[..., Any]:
+    from headrace.scoring.unit_tests import load_unit_tests  # its import says that code is run (`sandbox/use.py`)
+
+    return load_unit_tests(whole=whole)
+
+
+BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {
+    "reasoning_gym": load_reasoning_gym,
+    "unit_tests": partial(_unit_tests, whole=False),
+    "unit_tests_all": partial(_unit_tests, whole=True),
+}
 
 
 def load_functions(specs: list[str]) -> list[Callable[..., Any]]:

@@ -22,11 +22,11 @@ GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
 
 
-def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
-    """Loads the functions once in a separate process. Raises ConfigError if one cannot be loaded."""
+def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, ...]:
+    """Loads the functions once in a separate process. `sandbox`: the settings of code that they run. Raises ConfigError if one cannot be loaded."""
     named = ", ".join(specs)
     try:
-        code, out, err = run_once(_MODULE, ["--check", *specs])
+        code, out, err = run_once(_MODULE, ["--check", sandbox, *specs])
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
@@ -43,8 +43,9 @@ def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
 class WorkerProcess(UserProcess):
     """One worker process, and the calls that it has not answered yet."""
 
-    def __init__(self, specs: Sequence[str], log: Path | None) -> None:
-        super().__init__("scorer", _MODULE, specs, log)
+    def __init__(self, arguments: Sequence[str], log: Path | None) -> None:
+        """`arguments`: the settings of the sandbox, and the functions."""
+        super().__init__("scorer", _MODULE, arguments, log)
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
         self._receiving: asyncio.Task[None] | None = None
@@ -122,8 +123,8 @@ class PrivatePool:
     """`width` processes for functions that are not async, with one call at a time in each. A call that exceeds its timeout has its
     process killed, and the next call starts another one."""
 
-    def __init__(self, specs: Sequence[str], width: int, timeout: float, log: Path | None) -> None:
-        self._specs, self._timeout, self._log = specs, timeout, log
+    def __init__(self, arguments: Sequence[str], width: int, timeout: float, log: Path | None) -> None:
+        self._arguments, self._timeout, self._log = arguments, timeout, log
         self._slots = asyncio.Semaphore(width)
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -155,7 +156,7 @@ class PrivatePool:
             if worker.alive:
                 return worker
             self._all.discard(worker)
-        worker = WorkerProcess(self._specs, self._log)
+        worker = WorkerProcess(self._arguments, self._log)
         self._all.add(worker)
         return worker
 
@@ -176,8 +177,8 @@ class PrivatePool:
 class SharedProcess:
     """One process for async functions, with any number of calls at once. It cancels calls that exceed their timeout."""
 
-    def __init__(self, specs: Sequence[str], timeout: float, log: Path | None) -> None:
-        self._specs, self._timeout, self._log = specs, timeout, log
+    def __init__(self, arguments: Sequence[str], timeout: float, log: Path | None) -> None:
+        self._arguments, self._timeout, self._log = arguments, timeout, log
         self._starting = asyncio.Lock()
         self._worker: WorkerProcess | None = None
 
@@ -202,7 +203,7 @@ class SharedProcess:
             if self._worker is None or not self._worker.alive:
                 if self._worker is not None:
                     await self._worker.close()
-                self._worker = WorkerProcess(self._specs, self._log)
+                self._worker = WorkerProcess(self._arguments, self._log)
                 await self._worker.start()
             return self._worker
 

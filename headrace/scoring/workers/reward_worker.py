@@ -1,4 +1,4 @@
-"""A process that runs reward functions: `python -m headrace.scoring.workers.reward_worker [--check] FUNCTION...`, driven by `processes.py`.
+"""A process that runs reward functions: `python -m headrace.scoring.workers.reward_worker [--check] SANDBOX FUNCTION...`, driven by `processes.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -19,6 +19,8 @@ from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
+from headrace.sandbox.sandbox_limits import SandboxSettings
+from headrace.sandbox.use import check_if_imported, use_settings
 from headrace.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.workers.load import load_functions
@@ -36,9 +38,11 @@ def main(arguments: list[str]) -> None:
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     if not check:
         obey_until_end(partial(read_call, calls), inbox.put)
-    specs = arguments[1:] if check else arguments
+    sandbox, *specs = arguments[1:] if check else arguments
+    use_settings(SandboxSettings.from_text(sandbox))
     try:
         functions = load_functions(specs)
+        check_if_imported(f"the reward {', '.join(specs)}")
     except ConfigError as error:
         answers.send(pack(Ready(error=str(error))))
         return

@@ -1,0 +1,144 @@
+"""Waits for the processes of one call, reads what they print, ends those that exceed a limit, and says how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+from typing import Any, NamedTuple
+
+from headrace.observe.health.patience import Patience
+from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED
+from headrace.sandbox.private_directory import PrivateDirectory
+from headrace.sandbox.sandbox_limits import SandboxLimits
+
+_LOOK = 0.05
+"""Seconds between two looks at the private directory and at the deadline."""
+
+
+class CallEnd(NamedTuple):
+    """The end of a call."""
+
+    broken: tuple[str, str]
+    """The limit for which it was ended, and the detail."""
+    status: int
+    """The code's, as `os.waitstatus_to_exitcode` returns it."""
+    cpu_seconds: float
+    """All processes of the call."""
+    code_cpu_seconds: float
+    printed: list[bytes]
+    """Standard output, standard error and, for a test, the verdict."""
+
+
+def pipes(count: int) -> tuple[list[int], list[int]]:
+    """Returns the reading ends, which do not block, and the writing ends."""
+    made = [os.pipe() for _ in range(count)]
+    for reading, _ in made:
+        os.set_blocking(reading, False)
+    return [one for one, _ in made], [one for _, one in made]
+
+
+def attend(
+    first: int, code: int, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
+) -> CallEnd:
+    """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
+    same. `orders`: at its end nobody waits for the call, and this process ends."""
+    patience = Patience(code, limits.seconds)
+    printed = {one: bytearray() for one in reading}
+    watch = select.poll()
+    for one in reading:
+        watch.register(one, select.POLLIN)
+    watch.register(orders, 0)  # reports the end only
+    handle = os.pidfd_open(first) if hasattr(os, "pidfd_open") else -1
+    if handle >= 0:
+        watch.register(handle, select.POLLIN)
+    step = _LOOK if handle >= 0 else 0.005
+    broken = ("", "")
+    while not broken[0] and not _has_ended(first):
+        for found, event in watch.poll(1000 * max(min(patience.left, step), 0.001)):
+            if found == orders and event & select.POLLHUP:
+                os._exit(0)  # the others end with this process
+            if found in printed and not _read(found, printed[found], limits.output):
+                watch.unregister(found)
+        broken = _broken(patience, printed, limits, private)
+    if handle >= 0:
+        os.close(handle)
+    ends = {pid: _killed(pid) for pid in {first, code}}
+    for one in reading:
+        _read(one, printed[one], limits.output)
+        os.close(one)
+    broken = broken if broken[0] else _broken(None, printed, limits, private)
+    status, cpu = ends[code]
+    return CallEnd(
+        broken, status, sum(used for _, used in ends.values()), cpu, [bytes(one) for one in printed.values()]
+    )
+
+
+def _broken(
+    patience: Patience | None, printed: dict[int, bytearray], limits: SandboxLimits, private: PrivateDirectory
+) -> tuple[str, str]:
+    if any(len(one) > limits.output for one in printed.values()):
+        return "output", f"it printed more than {limits.output:,} bytes"
+    if patience and patience.left < 0:
+        return "time", f"it took more than {limits.seconds:g} s"
+    if much := private.overfull():
+        return "disk", f"it wrote {much}"
+    return "", ""
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _read(descriptor: int, into: bytearray, most: int) -> bool:
+    """Reads what is there, up to one byte more than `most`. Returns whether more may come."""
+    while len(into) <= most:
+        try:
+            part = os.read(descriptor, min(most + 1 - len(into), 1 << 16))
+        except BlockingIOError:
+            return True
+        if not part:
+            return False
+        into += part
+    return False
+
+
+def _killed(pid: int) -> tuple[int, float]:
+    """Returns how the process ended, killed or before, and the seconds of CPU time that it used."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    _, status, usage = os.wait4(pid, 0)
+    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+
+
+def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
+    """Returns the fields of `sandbox.SandboxResult`."""
+    out, err, *verdict = [one[: limits.output].decode(errors="replace") for one in ended.printed]
+    reason, detail = ended.broken
+    if not out.startswith(CONFINED.decode()):
+        reason, detail = "unconfined", err.strip()[-500:]
+    out = out[len(CONFINED) :]
+    if not reason and verdict:
+        reason, detail = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
+    if reason == "ended" or (not reason and not verdict):
+        reason, detail = _how(ended, limits, err, detail)
+    return {"reason": reason, "detail": detail, "out": out, "err": err, "cpu_seconds": ended.cpu_seconds}
+
+
+def _how(ended: CallEnd, limits: SandboxLimits, err: str, detail: str) -> tuple[str, str]:
+    """Returns why the code ended. `detail`: what the test says of it, if there is one, and the code should not have ended."""
+    last = (err.strip().splitlines() or [""])[-1][:500]
+    if ended.status < 0:
+        if ended.code_cpu_seconds > 0.8 * limits.cpu_seconds:
+            return "cpu", f"it took more than {limits.cpu_seconds} s of CPU time"
+        return "died", detail or f"it was killed by {signal.Signals(-ended.status).name}"
+    match ended.status:
+        case 0 if not detail:
+            return "", ""
+        case code if code == RAISED:
+            return "raised", last or "it raised, and nothing could be printed"
+        case code if code == MEMORY:
+            return "memory", f"it used more than {limits.memory >> 20:,} MiB of memory"
+    return "exit", f"it ended with exit code {ended.status}{' before it answered' if detail else ''}"

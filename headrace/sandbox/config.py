@@ -1,0 +1,49 @@
+"""Settings of the sandbox."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from headrace.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
+
+Isolation = Literal["network", "filesystem", "processes", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class SandboxConfig:
+    """Code that the model writes: the rewards `unit_tests` and `unit_tests_all`, and the tool `headrace.run_python`
+    (docs/sandbox.md). The limits are those of one call."""
+
+    allow: tuple[Isolation, ...] = ()
+    """Kinds of isolation that may be missing on this machine. A run whose code would not be isolated so is refused
+    otherwise; `headrace doctor` shows what there is."""
+    cpu_seconds: int = Field(default=2, gt=0)
+    """Seconds of CPU time."""
+    seconds: float = Field(default=3.0, gt=0)
+    """Seconds, not counting time spent waiting for a core."""
+    memory_mib: int = Field(default=512, gt=0)
+    """MiB of memory beyond those of the interpreter."""
+    disk_mib: int = Field(default=16, gt=0)
+    """MiB of all files in the private directory."""
+    files: int = Field(default=64, gt=0)
+    """Files and directories in the private directory."""
+    output_kib: int = Field(default=64, gt=0)
+    """KiB of standard output, and as many of standard error."""
+    parallel: int = Field(default=1, gt=0)
+    """Calls that run at once in each worker process of rewards (reward.workers) and of environments
+    (environment.workers). Others wait."""
+
+    @property
+    def settings(self) -> SandboxSettings:
+        limits = SandboxLimits(
+            cpu_seconds=self.cpu_seconds,
+            seconds=self.seconds,
+            memory=self.memory_mib << 20,
+            disk=self.disk_mib << 20,
+            files=self.files,
+            output=self.output_kib << 10,
+        )
+        return SandboxSettings(limits, self.parallel, self.allow)

@@ -1,0 +1,73 @@
+"""Takes from a new process, before it runs code, all descriptors and rights that it does not need. Nothing here can be undone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.sandbox.kernel import landlock, seccomp
+from headrace.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
+from headrace.sandbox.sandbox_limits import SandboxLimits
+
+CHANNEL = 3
+"""The descriptor that is left beside the three standard ones."""
+_OPEN_FILES = 64
+
+
+def take_descriptors(given: Sequence[int]) -> None:
+    """Closes all but these, which become 0, 1, 2 and so on."""
+    for place, one in enumerate([os.dup2(one, 64 + place) for place, one in enumerate(given)]):
+        os.dup2(one, place)
+    os.closerange(CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def confine(private: str, limits: SandboxLimits, parent: int) -> None:
+    """Confines this process to `private` and to its limits. `parent`: its end ends this process too.
+
+    What the machine lacks is left out here: `isolation.py` finds it out by trial, and a run is refused."""
+    linux = sys.platform == "linux"
+    if linux:
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+    os.chdir(private)
+    os.environ.update(HOME=private, TMPDIR=private)
+    _limit(limits)
+    if not linux:
+        return
+    drop_capabilities()
+    if landlock.version():
+        landlock.restrict(private)
+    if seccomp.known():
+        seccomp.install()
+
+
+def _limit(limits: SandboxLimits) -> None:
+    space = _address_space() + limits.memory
+    wanted = {
+        # The hard limit is the same: it sends SIGKILL, while the soft one's SIGXCPU could be caught.
+        resource.RLIMIT_CPU: limits.cpu_seconds,
+        resource.RLIMIT_AS: space,
+        resource.RLIMIT_FSIZE: limits.disk,
+        resource.RLIMIT_NOFILE: _OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    if not seccomp.known():  # counts all processes of the user, so that this one can make none; root is exempt
+        wanted[resource.RLIMIT_NPROC] = 0
+    for kind, value in wanted.items():
+        try:
+            resource.setrlimit(kind, (value, value))
+        except (OSError, ValueError):  # a system that does not know it; the trial finds out
+            continue
+
+
+def _address_space() -> int:
+    """Bytes that this process has mapped already; 0 if the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0

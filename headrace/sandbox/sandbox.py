@@ -1,0 +1,137 @@
+"""Runs code in processes that are confined: from the worker processes of rewards and environments, or from a program of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.sandbox.inside import json_frames
+from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.types import Struct
+
+
+class SandboxLost(Exception):
+    """A call that has no result, and not for anything that the code did."""
+
+
+class SandboxResult(Struct, frozen=True):
+    """The result of one call."""
+
+    reason: str
+    """Empty if the program ran to its end, or the test passed. Else `failed` (a test), `raised`, `exit`, `died`, or the limit that was
+    exceeded: `cpu`, `time`, `memory`, `output`, `disk`. `unsupported` is a mistake of the test and not of the code."""
+    detail: str
+    out: str
+    """Standard output."""
+    err: str
+    """Standard error."""
+    cpu_seconds: float
+
+
+class Sandbox:
+    """Makes calls, `parallel` at once; others wait. Its methods block, and may be called from any thread."""
+
+    def __init__(self, limits: SandboxLimits, parallel: int = 1, *, in_memory: bool = True) -> None:
+        """`in_memory`: whether private directories are in memory where the kernel allows it; otherwise they are on the disk."""
+        self._limits, self._in_memory = limits, in_memory
+        self._slots = threading.BoundedSemaphore(parallel)
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self.facts: dict[str, Any] = {}
+        """The means of the process that made the last call: `in_memory`, `landlock`, `seccomp`."""
+
+    def run(self, code: str, stdin: str = "") -> SandboxResult:
+        """Runs a program. The value of a last line that is an expression is printed, as in the interpreter. Raises SandboxLost."""
+        return self._call({"program": code, "stdin": stdin})
+
+    def test(self, code: str, test: str, entry_point: str = "") -> SandboxResult:
+        """Runs a test of the functions that the code defines: Python with assert statements, in which the names of the code stand for
+        functions and classes in another process. `entry_point`: the one that has the name of a function of Python. Raises
+        SandboxLost."""
+        return self._call({"test": code, "entry_point": entry_point}, test)
+
+    def close(self) -> None:
+        """Ends the processes that are idle."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+    def _call(self, *frames: Any) -> SandboxResult:
+        with self._slots, self._process() as process:
+            report = process.ask(frames)
+        if report["reason"] == "unconfined":
+            raise SandboxLost(f"the code could not be confined, and was not run: {report['detail']}")
+        return SandboxResult(**report)
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[_Process]:
+        """Lends a process. One that fails is ended."""
+        try:
+            process = self._idle.get_nowait()
+        except queue.Empty:
+            process = _Process(self._limits, self._in_memory)
+            self.facts = process.facts
+        try:
+            yield process
+        except BaseException:
+            process.end()
+            raise
+        self._idle.put(process)
+
+
+class _Process:
+    """A process that makes one call at a time (`zygote.py`)."""
+
+    def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
+        self._directory = tempfile.mkdtemp(prefix="headrace-sandbox-")
+        where = [self._directory, "memory" if in_memory else "disk"]
+        command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), *where]
+        pipe = subprocess.PIPE
+        # It stays in our process group, so that it is killed with us; else it reads the end of its input.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment(), bufsize=0)
+        self.facts = self._receive()
+
+    def ask(self, frames: tuple[Any, ...]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            for frame in frames:
+                json_frames.send(self._process.stdin.fileno(), frame)
+        except (OSError, ValueError) as error:
+            raise SandboxLost(f"the call could not be sent: {error}") from None
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            report: dict[str, Any] = json_frames.receive(self._process.stdout.fileno())
+        except (OSError, EOFError, ValueError):
+            self.end()
+            raise SandboxLost(f"the process that makes calls ended with exit code {self._process.returncode}") from None
+        return report
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the user's environment: it may hold tokens."""
+    package = str(Path(__file__).resolve().parents[2])
+    return {
+        "PATH": os.defpath,
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": package,
+        "PYTHONHASHSEED": "0",  # the same code gives the same result when a run is replayed
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

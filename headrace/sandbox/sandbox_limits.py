@@ -1,0 +1,43 @@
+"""The limits of one call, as they travel to the processes that keep them."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+
+class SandboxLimits(NamedTuple):
+    """The values of `SandboxConfig`, without pydantic: a process that runs code imports as little as it can."""
+
+    cpu_seconds: int
+    seconds: float
+    memory: int
+    """Bytes of address space beyond those of the interpreter."""
+    disk: int
+    """Bytes of all files."""
+    files: int
+    output: int
+    """Bytes of standard output, and as many of standard error."""
+
+
+class SandboxSettings(NamedTuple):
+    """The settings of a worker process, as they stand on its command line."""
+
+    limits: SandboxLimits
+    parallel: int = 1
+    allow: tuple[str, ...] = ()
+    """Kinds of isolation that may be missing."""
+
+    def as_text(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> SandboxSettings:
+        limits, parallel, allow = json.loads(text)
+        return cls(SandboxLimits(*limits), parallel, tuple(allow))
+
+
+DEFAULT = SandboxSettings(
+    SandboxLimits(cpu_seconds=2, seconds=3.0, memory=512 << 20, disk=16 << 20, files=64, output=64 << 10)
+)
+"""The settings outside of a run: those of a `[sandbox]` that sets nothing."""

@@ -1,0 +1,135 @@
+"""The process that makes calls: `python -P -m headrace.sandbox.zygote LIMITS DIRECTORY memory|disk`, driven by `sandbox.py`.
+
+It has imported what code usually needs, and forks for each call, which takes milliseconds where an interpreter of its own takes tens of
+them. It never reads a test: the process of the code is forked first, and the process of the test then reads the next frame itself. So
+no test lies in memory that code inherits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from headrace.sandbox.attending import attend, pipes, report_of
+from headrace.sandbox.inside.confine import confine, take_descriptors
+from headrace.sandbox.inside.json_frames import receive, send
+from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
+from headrace.sandbox.inside.tester import run_test
+from headrace.sandbox.kernel import landlock, seccomp
+from headrace.sandbox.kernel.namespaces import enter
+from headrace.sandbox.private_directory import PrivateDirectory
+from headrace.sandbox.sandbox_limits import SandboxLimits
+
+USUAL = (
+    "asyncio", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",
+    "heapq", "itertools", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing",
+)  # fmt: skip
+"""Modules that are imported before the first call."""
+_ORDERS, _REPORTS = 0, 1
+
+
+class Zygote:
+    def __init__(self, limits: SandboxLimits, directory: str, *, in_memory: bool) -> None:
+        """`in_memory`: whether the private directory may be one in memory."""
+        self._limits, self._directory = limits, directory
+        self.in_memory = in_memory and enter(directory)
+        self._private = PrivateDirectory(os.path.join(directory, "private"), limits, in_memory=self.in_memory)
+
+    def program(self, code: str, stdin: str) -> dict[str, Any]:
+        """Runs a program with this standard input."""
+        with self._private.fresh(), tempfile.TemporaryFile(dir=self._directory) as given:
+            given.write(stdin.encode(errors="surrogatepass"))
+            given.seek(0)
+            reading, writing = pipes(2)
+            child = self._fork(lambda: lambda: run_program(code), (given.fileno(), *writing, writing[0]))
+            _close(writing)
+            ended = attend(child, child, reading, limits=self._limits, private=self._private, orders=_ORDERS)
+        return report_of(ended, self._limits)
+
+    def test(self, code: str, entry_point: str) -> dict[str, Any]:
+        """Runs one test, which is the next frame."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        ours, theirs = socket.socketpair()
+        with self._private.fresh():
+            reading, writing = pipes(3)
+            out, err, verdict = writing
+            solution = self._fork(lambda: lambda: serve_calls(code), (nothing, out, err, theirs.fileno()))
+            theirs.close()
+            tester = self._fork(lambda: _tester(entry_point), (verdict, nothing, nothing, ours.fileno()))
+            ours.close()
+            _close([*writing, nothing])
+            ended = attend(tester, solution, reading, limits=self._limits, private=self._private, orders=_ORDERS)
+        return report_of(ended, self._limits)
+
+    def _fork(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int]) -> int:
+        """Returns the number of a process that prepares, gives up all but these descriptors, is confined, and works."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._child(prepare, descriptors, parent)
+        return pid
+
+    def _child(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int], parent: int) -> NoReturn:
+        code = RAISED
+        try:
+            work = prepare()
+            take_descriptors(descriptors)
+            confine(self._private.path, self._limits, parent)
+            os.write(1, CONFINED)
+            code = work()
+        except MemoryError:
+            code = MEMORY
+        except BaseException:
+            with contextlib.suppress(BaseException):  # the code may have closed standard error
+                traceback.print_exc()
+        finally:
+            end(code)
+
+
+def _tester(entry_point: str) -> Callable[[], int]:
+    """Reads the test while the frames can still be read. The verdict is written to descriptor 0, which no test prints to."""
+    test = receive(_ORDERS)
+
+    def work() -> int:
+        verdict = run_test(test, entry_point)
+        os.write(0, json.dumps(verdict).encode())
+        return 0
+
+    return work
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for one in descriptors:
+        os.close(one)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1], in_memory=arguments[2] == "memory")
+    for name in USUAL:
+        importlib.import_module(name)
+    sys.path[:] = [path for path in sys.path if path != os.environ.get("PYTHONPATH")]  # ours, not the code's
+    gc.freeze()  # a collection in a child copies no page of what is shared
+    send(_REPORTS, {"in_memory": zygote.in_memory, "landlock": landlock.version(), "seccomp": seccomp.known()})
+    while True:
+        try:
+            order = receive(_ORDERS)
+        except EOFError:
+            os._exit(0)
+        match order:
+            case {"program": code, "stdin": stdin}:
+                send(_REPORTS, zygote.program(code, stdin))
+            case {"test": code, "entry_point": entry_point}:
+                send(_REPORTS, zygote.test(code, entry_point))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
