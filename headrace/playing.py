@@ -20,23 +20,30 @@ class Agent(Protocol):
         context: Sequence[int],
         *,
         fresh: bool = False,
+        after: Completion | None = None,
+        most: int = 0,
+        role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
     ) -> Completion:
         """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
         a tool's result before a later turn). They are never in the loss.
 
-        `fresh`: the context is all that precedes the turn, and the turn begins a path of its own. `messages` and `read` (which returns
-        the completion as a message) are kept with the turn for reward functions and people.
+        `fresh`: the context is all that precedes the turn, and the turn begins a path of its own. `after`: the turn extends the turn with
+        this completion, which `turn` has returned, so that several turns may extend one and be sampled at the same time; None: it
+        extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `role`: the agent whose
+        turn it is, if the rollout has several. `messages` and `read` (which returns the completion as a message) are kept with the turn for
+        reward functions and people.
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
-    def cut_off(self, context: Sequence[int], *, fresh: bool = False) -> str:
+    def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
         """Returns the limit (`turns` or `tokens`) that a turn after this context would exceed; empty if it may be asked for. Once it has
         returned a limit the episode counts as cut off, and no more turns can be had."""
 
-    def reward(self, name: str, value: float) -> None:
-        """Gives the turn that was sampled last a reward, which is added to those that `play` returns."""
+    def reward(self, name: str, value: float, of: Completion | None = None) -> None:
+        """Gives a turn a reward, which is added to those that `play` returns. `of`: its completion, which `turn` has returned; None: that
+        of the turn that was sampled last."""
 
     def again(self) -> None:
         """Forgets the turns: the environment was lost and begins again. A turn with the context of a recorded one is not sampled again."""
@@ -95,3 +102,5 @@ class EnvironmentKind:
     resumes: Resumes
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Ends what they share, such as processes."""
+    remarks: Callable[[], Sequence[str]] = tuple
+    """Sentences on requests of its agents that were answered in another way than they were asked for. The rehearsal prints them."""

@@ -231,6 +231,7 @@ class Turn(Struct, frozen=True):
     parents: tuple[int, ...] = ()
     """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
     agent: str = ""
+    """The role that the policy plays in it, if the episode has several; empty for the only one, or the first."""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
     """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""

@@ -70,7 +70,7 @@ ROOMS = {
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
-    "environments": ("workers", "libraries"),
+    "environments": ("workers", "libraries", "gateway", "agents"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),
@@ -97,6 +97,7 @@ CONCRETE = {
     "FakeTask": "tasks",
     "SingleTurn": "environments",
     "FunctionEnvironment": "environments",
+    "AgentEnvironment": "environments",
     "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")

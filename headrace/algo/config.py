@@ -70,9 +70,10 @@ class AlgoConfig:
     length_penalty: float = Field(default=0.0, ge=0)
     """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
     proportion."""
-    credit: Literal["rollout", "turn"] = "rollout"
+    credit: Literal["rollout", "turn", "agent"] = "rollout"
     """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
-    those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts."""
+    those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
+    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -205,7 +206,7 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         return
     if recipe.advantage not in PER_TURN:
         yield (
-            f'algo.credit = "turn" compares turns of one index, which algo.advantage = {recipe.advantage} does not; use one of '
+            f'algo.credit = "{config.credit}" compares {config.credit}s, and algo.advantage = {recipe.advantage} whole rollouts; use one of '
             f"{', '.join(PER_TURN)}"
         )
     if recipe.loss.weighs_rollouts:

@@ -2,6 +2,7 @@
 
 Read `config.py`, `kinds.py` (the kinds of environments), `single_turn.py` (one completion of the prompt, which is most
 of post-training), `function.py` (a function of the user) with `conversation.py` (chat to tokens and back), `workers/` (the processes
-that run it) and `libraries/` (environments of other libraries, which run there too). `fake.py` is an environment of two turns without a
+that run it) and `libraries/` (environments of other libraries, which run there too), `agents/` (a
+command of the user, a process per rollout) with `gateway/` (its turns over HTTP). `fake.py` is an environment of two turns without a
 tokenizer. The port is `playing.Environment`; `rollouts/episodes.py` plays an episode.
 """

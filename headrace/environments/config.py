@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, LIBRARIES, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, LIBRARIES, PROCESS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
 
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
+_OF_COMMANDS = ("command", "directory", "processes")
+_OF_ALL = ("max_turns", "max_tokens", "seconds", "tools")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -24,7 +27,8 @@ class EnvironmentConfig:
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
     prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
-    skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server."""
+    skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
+    `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
     game. openenv: the URL of the server."""
@@ -34,14 +38,21 @@ class EnvironmentConfig:
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
+    command: tuple[str, ...] = ()
+    """process: the command that plays a rollout, as a list of words or as one text. It reads the prompt and the columns
+    of the row as JSON from its input, and the last line that it prints is its reward."""
+    directory: str = ""
+    """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
+    processes: int = Field(default=64, gt=0)
+    """process: the most processes at once. Further rollouts wait."""
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
     """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. One with no
     room for another turn of rollout.max_tokens is cut off."""
     seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the function itself may take between its turns, tools included. After that the rollout has failed
-    (`environment_timeout`). 0 sets no limit."""
+    """Seconds that the function or the process itself may take between its turns, tools included. After that the rollout
+    has failed (`environment_timeout`). 0 sets no limit."""
     tool_seconds: float = Field(default=120.0, ge=0)
     """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
     tool_characters: int = Field(default=8000, gt=0)
@@ -62,9 +73,19 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES)):
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS)):
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _in_words(cls, command: object) -> object:
+        if not isinstance(command, str):
+            return tuple(command) if isinstance(command, list) else command
+        try:
+            return tuple(shlex.split(command))
+        except ValueError as error:
+            raise ValueError(f"environment.command cannot be split into words: {error}; write it as a list") from None
 
     @field_validator("function")
     @classmethod
@@ -82,8 +103,18 @@ class EnvironmentConfig:
             raise ValueError(
                 f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
             )
+        if self.kind == PROCESS and not self.command:
+            raise ValueError(
+                'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
+            )
         changed = [one for one in _changed(self) if one not in ("kind", "function")]
-        if self.function:
+        commands = [one for one in changed if one in _OF_COMMANDS]
+        if commands and self.kind != PROCESS:
+            foreign, owner = commands, 'environment.kind = "process"'
+        elif self.kind == PROCESS:
+            own = (*_OF_COMMANDS, *_OF_ALL)
+            foreign, owner = [one for one in changed if one not in own], "another kind of environment"
+        elif self.function:
             foreign, owner = [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
         elif self.kind in LIBRARIES:
             foreign, owner = [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
@@ -103,9 +134,14 @@ class EnvironmentConfig:
 
     @property
     def in_processes(self) -> bool:
-        """Whether code in processes beside generation plays the rollouts: a function of the user, or an environment of another
-        library."""
-        return bool(self.function) or self.kind in LIBRARIES
+        """Whether code in processes beside generation plays the rollouts: a function or a command of the user, or an environment of
+        another library."""
+        return bool(self.function) or self.kind in LIBRARIES or self.is_command
+
+    @property
+    def is_command(self) -> bool:
+        """Whether a command of the user plays them, as a process for each rollout."""
+        return self.kind == PROCESS
 
     @property
     def turns(self) -> int:

@@ -10,6 +10,7 @@ the model would be asked in use, and the turn is counted as forked (a turn witho
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -61,9 +62,10 @@ class _Past(NamedTuple):
 class Conversation:
     """The messages of one rollout, and the tokens that stand for them."""
 
-    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace) -> None:
-        """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described."""
-        self._agent, self._encoder, self._system, self._place = agent, encoder, system, tools
+    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace, role: str = "") -> None:
+        """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described. `role`: the
+        agent that replies, if the rollout has several."""
+        self._agent, self._encoder, self._system, self._place, self._role = agent, encoder, system, tools, role
         self._past: list[_Past] = []
         self._as_calls = False
         """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
@@ -73,10 +75,22 @@ class Conversation:
         """The end of the last reply's turn."""
         self._tools: Sequence[Message] = ()
         self._calls = 0
-        self._over = False
+        self.limit_said = False
+        """Whether a reply has said that the rollout is at a limit. Whoever asks again has failed, or it would ask for ever."""
+        self.last: Completion | None = None
+        """The completion of the last reply."""
+        self.prompt_tokens = 0
+        """Tokens before it."""
 
-    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None) -> ChatReply:
-        """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before.
+    def branch(self) -> Conversation:
+        """Returns a conversation that continues after the last reply, as this one still can."""
+        other = copy.copy(self)
+        other._past = list(self._past)
+        return other
+
+    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None, most: int = 0) -> ChatReply:
+        """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before. `most`: the most tokens of the
+        answer; 0: rollout.max_tokens.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
         self._tools = self._tools if tools is None else tools
@@ -86,8 +100,8 @@ class Conversation:
         text, glue = self._rendered(given)
         fresh = glue is None
         context = self._encoder.encode_completion(text if glue is None else glue, False)
-        if (limit := self._agent.cut_off(context, fresh=fresh)) and not self._over:
-            self._over = True  # said once: whoever asks again has failed, or it would ask for ever
+        if (limit := self._agent.cut_off(context, fresh=fresh, after=self.last)) and not self.limit_said:
+            self.limit_said = True
             return ChatReply(over=limit)
         replies: list[ChatReply] = []
 
@@ -95,7 +109,13 @@ class Conversation:
             replies.append(self._read(done, format))
             return _as_message(replies[-1])
 
-        done = await self._agent.turn(context, fresh=fresh and bool(self._past), messages=added, read=read)
+        done = await self._agent.turn(
+            context, fresh=fresh, after=self.last, most=most, role=self._role, messages=added, read=read
+        )
+        self.prompt_tokens = len(context) + (
+            0 if fresh else self.prompt_tokens + len(self.last.tokens) if self.last else 0
+        )
+        self.last = done
         self._keep(given, text, done, replies[-1])
         return replies[-1]
 

@@ -11,7 +11,7 @@ from headrace.environments.config import EnvironmentConfig
 from headrace.environments.conversation import Conversation, TurnEncoder
 from headrace.environments.kinds import LIBRARIES
 from headrace.environments.workers.environment_pool import Pool, check_function
-from headrace.environments.workers.episode_frames import ChatAsked, ChatReply
+from headrace.environments.workers.episode_frames import ChatAsked, ChatReply, Rewarded
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
@@ -77,8 +77,7 @@ class FunctionEnvironment:
             self._lives, self._given = self._lives + 1, False
             if self._lives > 1:
                 agent.again()
-            talk = Conversation(agent, self._encoder, system=self._system, tools=self._config.tools)
-            return _Listener(agent, talk, self._was_given)
+            return _Listener(agent, self._talk, self._was_given)
 
         columns = dict(self._prompt.columns)
         asked = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
@@ -90,6 +89,9 @@ class FunctionEnvironment:
         rewards: Mapping[str, Any] = ended.rewards or {}
         return rewards
 
+    def _talk(self, agent: Agent, role: str) -> Conversation:
+        return Conversation(agent, self._encoder, system=self._system, tools=self._config.tools, role=role)
+
     def _was_given(self) -> None:
         self._given = True
 
@@ -97,15 +99,23 @@ class FunctionEnvironment:
 class _Listener:
     """Answers what the function asks for."""
 
-    def __init__(self, agent: Agent, talk: Conversation, given: Callable[[], None]) -> None:
-        self._agent, self._talk, self._given = agent, talk, given
+    def __init__(self, agent: Agent, talk: Callable[[Agent, str], Conversation], given: Callable[[], None]) -> None:
+        """`talk`: makes the conversation of a role."""
+        self._agent, self._make, self._given = agent, talk, given
+        self._talks: dict[str, Conversation] = {}
 
     async def chat(self, asked: ChatAsked) -> ChatReply:
+        if asked.role not in self._talks:
+            self._talks[asked.role] = self._make(self._agent, asked.role)
         try:
-            return await self._talk.say(asked.messages, asked.tools)
+            return await self._talks[asked.role].say(asked.messages, asked.tools)
         except ConfigError as error:  # the template refuses: raised into the function, whose line the person sees
             return ChatReply(refused=str(error))
 
-    def rewarded(self, name: str, value: float) -> None:
+    def rewarded(self, given: Rewarded) -> None:
         self._given()
-        self._agent.reward(name, value)
+        name = f"{given.role}.{given.name}" if given.role else given.name
+        talk = self._talks.get(given.role)
+        if talk is None or talk.last is None:
+            raise RolloutFailed("environment_reward", f"gave the reward {name} to a turn before there was one")
+        self._agent.reward(name, given.value, talk.last)

@@ -21,6 +21,9 @@ LIBRARIES = {
 """Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
 (`workers/loading.py`), because what they import may crash or hang."""
 
+PROCESS = "process"
+"""The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
+
 
 def environment_kind(name: str) -> EnvironmentKind:
     module, _, value = ENVIRONMENTS[name].partition(":")

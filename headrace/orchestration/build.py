@@ -46,6 +46,7 @@ from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
 from headrace.types import Prompt
@@ -291,19 +292,22 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
 
 def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
     """`log` receives what the code of the environment prints. Raises ConfigError if it cannot be loaded."""
-    from headrace.environments.function import open_function
+    environment, system = config.environment, config.task.system
+    if not environment.in_processes:
+        return environment_kind(environment.kind)
+    alone = not config.reward.specs and not config.teachers
+    if not environment.is_command:
+        from headrace.environments.function import open_function
 
-    if config.environment.in_processes:
-        alone = not config.reward.specs and not config.teachers
-        return open_function(
-            config.environment,
-            encoder,
-            system=config.task.system,
-            log=log,
-            alone=alone,
-            sandbox=config.sandbox.settings,
-        )
-    return environment_kind(config.environment.kind)
+        sandbox = config.sandbox.settings
+        return open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
+    if not is_installed(EXTRAS["serve"].module):
+        raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
+    from headrace.environments.agents.agent_environment import open_agents
+
+    rollout = config.rollout
+    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return open_agents(environment, encoder, system=system, sampling=sampling, stop=rollout.stop, alone=alone, log=log)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:

@@ -47,7 +47,7 @@ class LoopPlan:
 
     def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
         """The request for a turn. It is the same at every time and in every process."""
-        return self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context)
+        return asked.limited(self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context))
 
     def recorded(self, key: RolloutKey) -> Request:
         """The request of a recorded turn, without the context tokens, which are not needed to read its records."""

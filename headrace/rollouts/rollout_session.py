@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,15 @@ class TurnAsked:
     """The place of the turn in its rollout, from 0."""
     context: tuple[int, ...]
     """All tokens before it."""
+    most: int = 0
+    """The most tokens of its completion, if fewer than rollout.max_tokens; 0: as many."""
+
+    def limited(self, request: Request) -> Request:
+        """Returns the request with at most `most` tokens."""
+        if not 0 < self.most < request.sampling.max_tokens:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=self.most)
+        return msgspec.structs.replace(request, sampling=sampling)
 
 
 Ask = Callable[[TurnAsked], Awaitable[Completion]]
@@ -65,17 +75,21 @@ class RolloutSession:
         self._longest = min(limits.tokens or room.context, room.context) - room.turn
         """The most tokens that a turn may come after."""
         self._clock: asyncio.Timeout | None = None
-        self._asking = False
+        self._left: float | None = None
+        """Seconds that the environment had left when the engine began to sample."""
+        self._sampling = 0
+        """Turns that are being sampled."""
         self._failure: Failure | None = None
         self._broken: BaseException | None = None
         """The error that ended the engine. It ends the run, even if the environment catches it."""
         self._begin()
 
     def _begin(self) -> None:
-        self._turns: list[Turn] = []
-        self._rewards: list[dict[str, float]] = []
-        self._path: tuple[int, ...] = ()
-        """All tokens so far of the path that the next turn extends."""
+        self._asked = 0
+        """Turns that were asked for, those that were cancelled included."""
+        self._turns: dict[int, Turn] = {}
+        """The turns that were sampled, by their number in the order of asking. A turn has a larger number than its parent."""
+        self._rewards: dict[int, dict[str, float]] = {}
         self._cut = ""
 
     async def play(self, make: Callable[[Prompt, int], Environment], prompt: Prompt, seed: int) -> Played | Failure:
@@ -95,45 +109,44 @@ class RolloutSession:
         context: Sequence[int],
         *,
         fresh: bool = False,
+        after: Completion | None = None,
+        most: int = 0,
+        role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
     ) -> Completion:
-        if self._asking:
+        if self._sampling and after is None and not fresh:
             raise RuntimeError("an environment asks for one turn at a time: await the one before")
-        number = len(self._turns)
+        number = self._asked
         if self._cut:
             raise self._over("environment_turns", f"asked for a turn after it was cut off at its limit of {self._cut}")
         if number >= self._limits.turns:
             raise self._over("environment_turns", f"asked for more turns than its limit of {self._limits.turns}")
-        path = self._path_to(context, fresh)
-        self._asking = True
-        try:
-            done = await self._sampled(TurnAsked(self._rollout, number, path))
-        finally:
-            self._asking = False
+        self._asked += 1
+        parent = self._parent(fresh, after)
+        done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most))
         reply = read(done) if read else {}
-        parents = (number - 1,) if number and not fresh else ()
-        self._turns.append(
-            Turn(tuple(context), done, parents=parents, messages=tuple(map(dict, messages)), reply=reply)
+        parents = () if parent is None else (parent,)
+        self._turns[number] = Turn(
+            tuple(context), done, parents=parents, agent=role, messages=tuple(map(dict, messages)), reply=reply
         )
-        self._rewards.append({})
-        self._path = (*path, *done.tokens)
+        self._rewards[number] = {}
         return done
 
-    def cut_off(self, context: Sequence[int], *, fresh: bool = False) -> str:
-        if len(self._turns) >= self._limits.turns:
+    def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
+        if self._asked >= self._limits.turns:
             self._cut = "turns"
-        elif len(self._path_to(context, fresh)) > self._longest:
+        elif len(self._path_to(context, self._parent(fresh, after))) > self._longest:
             self._cut = "tokens"
         return self._cut
 
-    def reward(self, name: str, value: float) -> None:
+    def reward(self, name: str, value: float, of: Completion | None = None) -> None:
         if not self._turns:
             self._fail("environment_reward", f"gave the reward {name} to a turn before there was one")
         elif not _is_number(value):
             self._fail("environment_reward", f"the reward {name} of a turn is {value!r:.60}, not a finite number")
         else:
-            given = self._rewards[-1]
+            given = self._rewards[max(self._turns) if of is None else self._number(of)]
             given[name] = given.get(name, 0.0) + float(value)
 
     def again(self) -> None:
@@ -141,14 +154,26 @@ class RolloutSession:
         if self._clock and self._clock.when() is not None:
             self._clock.reschedule(asyncio.get_running_loop().time() + self._limits.seconds)
 
-    def _path_to(self, context: Sequence[int], fresh: bool) -> tuple[int, ...]:
-        return (*self._path, *context) if self._path and not fresh else tuple(context)
+    def _parent(self, fresh: bool, after: Completion | None) -> int | None:
+        """The number of the turn that the next one extends; None if it begins a path."""
+        if fresh or not self._turns:
+            return None
+        return max(self._turns) if after is None else self._number(after)
+
+    def _number(self, completion: Completion) -> int:
+        return next(number for number, turn in self._turns.items() if turn.completion is completion)
+
+    def _path_to(self, context: Sequence[int], parent: int | None) -> tuple[int, ...]:
+        """Returns all tokens up to a turn after `parent`."""
+        pieces = [tuple(context)]
+        while parent is not None:
+            turn = self._turns[parent]
+            pieces += [turn.completion.tokens, turn.context]
+            parent = turn.parents[0] if turn.parents else None
+        return tuple(chain.from_iterable(reversed(pieces)))
 
     async def _sampled(self, asked: TurnAsked) -> Completion:
-        loop, clock = asyncio.get_running_loop(), self._clock
-        assert clock is not None
-        left = None if (until := clock.when()) is None else until - loop.time()
-        clock.reschedule(None)  # the engine's time is not the environment's
+        self._stop_clock()
         try:
             done = await self._ask(asked)
         except ValueError as error:
@@ -157,11 +182,25 @@ class RolloutSession:
             self._broken = error
             raise
         finally:
-            if left is not None:
-                clock.reschedule(loop.time() + left)
+            self._start_clock()
         if done.stop == "error":
             raise self._over("engine_error", done.error)
         return msgspec.structs.replace(done, text=self._decode(done.tokens))
+
+    def _stop_clock(self) -> None:
+        """The engine's time is not the environment's."""
+        assert self._clock is not None
+        self._sampling += 1
+        if self._sampling == 1:
+            until = self._clock.when()
+            self._left = None if until is None else until - asyncio.get_running_loop().time()
+            self._clock.reschedule(None)
+
+    def _start_clock(self) -> None:
+        assert self._clock is not None
+        self._sampling -= 1
+        if not self._sampling and self._left is not None:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
 
     def _over(self, reason: str, detail: str) -> RolloutOver:
         self._fail(reason, detail)
@@ -190,9 +229,17 @@ class RolloutSession:
             return Failure(
                 "environment_reward", f"the reward {wrong[0]} is {rewards[wrong[0]]!r:.60}, not a finite number"
             )
-        given = tuple(self._rewards) if any(self._rewards) else ()
+        given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
         named = {str(name): float(value) for name, value in rewards.items()}
-        return Played(Episode(tuple(self._turns), self._cut), named, given)
+        return Played(Episode(self._in_order(), self._cut), named, given)
+
+    def _in_order(self) -> tuple[Turn, ...]:
+        """The turns by number, without gaps: one that was cancelled has a number and no turn."""
+        place = {number: index for index, number in enumerate(sorted(self._turns))}
+        return tuple(
+            msgspec.structs.replace(turn, parents=tuple(place[parent] for parent in turn.parents))
+            for _, turn in sorted(self._turns.items())
+        )
 
 
 def _is_number(value: object) -> bool:

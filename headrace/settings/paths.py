@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,7 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
     if isinstance(place := tree.get("environment"), dict):
-        named = {k: _function_path(place[k], base) for k in ("function", "name") if isinstance(place.get(k), str)}
-        changed["environment"] = {**place, **named}
+        changed["environment"] = _environment_paths(place, base)
     if isinstance(adapters := tree.get("adapters"), list):
         changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
     return {**tree, **changed}
@@ -48,6 +49,28 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
     return resolved
+
+
+def _environment_paths(place: Tree, base: Path) -> Tree:
+    """Resolves the function, the class (`name`), the directory, and the words of a command that name a file."""
+    resolved = dict(place)
+    resolved |= {k: _function_path(place[k], base) for k in ("function", "name") if isinstance(place.get(k), str)}
+    if _names_file(place.get("directory")):
+        resolved["directory"] = _absolute(place["directory"], base)
+    command = place.get("command")
+    if isinstance(command, str):
+        with contextlib.suppress(ValueError):  # an open quotation mark, which the config refuses
+            command = shlex.split(command)
+    if isinstance(command, list | tuple):
+        resolved["command"] = [_word(word, base, first=not place) for place, word in enumerate(command)]
+    return resolved
+
+
+def _word(word: Any, base: Path, first: bool) -> Any:
+    """Resolves a word that names a file beside the config. A program is searched for, as in a shell, unless it has a slash."""
+    if not isinstance(word, str) or (first and "/" not in word):
+        return word
+    return _absolute(word, base) if word and not word.startswith("-") and (base / word).is_file() else word
 
 
 def _teacher_paths(teacher: Any, base: Path) -> Any:

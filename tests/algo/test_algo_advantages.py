@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.algo.advantage.credit import (
+    agent_advantages,
+    agent_returns,
     gae,
     kl_penalty,
     process_advantages,
@@ -206,6 +209,46 @@ def test_each_turn_gets_the_return_from_it_on_and_its_tokens_that_advantage():
     assert plain[0].advantages == (0.625,) * 5 and plain[0].mask == rows[0].mask == (True, True, False, True, True)
 
 
+def game(moves: str, **rewards: float) -> Scored:
+    """A game of white (w) and black (b), each of which has a path of its own. `rewards`: what each got, at its last move."""
+    done = Completion((10, 20), (-1.0, -2.0), (VersionSpan(0, 0, 0),), "stop")
+    turns: list[Turn] = []
+    for move in moves:
+        last = next((i for i in reversed(range(len(turns))) if turns[i].agent == move), None)
+        turns.append(Turn((7,), done, () if last is None else (last,), agent=move))
+    lasts = {name: max(i for i, move in enumerate(moves) if move == name) for name in rewards}
+    given = tuple({name: rewards[name] for name, i in lasts.items() if i == place} for place in range(len(moves)))
+    return Scored(Episode(tuple(turns)), sum(rewards.values()), dict(rewards), turn_rewards=given)
+
+
+def test_each_agent_is_compared_with_its_like_in_the_other_rollouts() -> None:
+    """Three games, of which white wins two: the sums of each game are equal, so that whole rollouts have nothing to compare."""
+    games = [game("wbwb", w=1.0, b=-1.0), game("wb", w=-1.0, b=1.0), game("wbw", w=1.0, b=-1.0)]
+    assert agent_returns(games[0], [0.5, 0.25, 0.0, 0.125]) == {"w": 0.5, "b": -1.375}
+    prompt = Prompt("p", "?", (7,))
+    rows = algorithm_of(AlgoConfig("dr_grpo", credit="agent"), 8).rows(prompt, games)
+    white, black = 1 / 3, -1 / 3
+    found = [(len(row.tokens), sorted({round(a, 9) for a in row.advantages})) for row in rows]
+    assert found == [
+        (5, [round(1 - white, 9)]),
+        (5, [round(-1 - black, 9)]),
+        (2, [round(-1 - white, 9)]),
+        (2, [round(1 - black, 9)]),
+        (2, [round(-1 - black, 9)]),
+        (5, [round(1 - white, 9)]),
+    ]
+    whole = algorithm_of(AlgoConfig("dr_grpo"), 8)
+    assert whole.barren(whole.rows(prompt, games)) == "no_contrast"
+
+
+def test_what_a_rollout_gets_at_its_end_is_shared_by_its_agents() -> None:
+    one = msgspec.structs.replace(game("wb", w=1.0), reward=1.5, rewards={"w": 1.0, "polite": 0.5})
+    assert agent_returns(one, [0.0, 0.0]) == {"w": 1.5, "b": 0.5}
+    alone = agent_advantages([{"w": 1.0, "judge": 3.0}, {"w": 0.0}], lambda column: centred(GroupRewards(column)))
+    assert alone == [{"w": 0.5, "judge": 0.0}, {"w": -0.5}]
+
+
+@pytest.mark.parametrize("credit", ["turn", "agent"])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -214,9 +257,11 @@ def test_each_turn_gets_the_return_from_it_on_and_its_tokens_that_advantage():
         ({"length_penalty": 0.5}, "algo.length_penalty"),
     ],
 )
-def test_credit_of_turns_is_refused_where_it_means_nothing(settings: dict[str, object], words: str) -> None:
+def test_credit_of_turns_is_refused_where_it_means_nothing(
+    credit: str, settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        AlgoConfig("grpo", credit="turn", **settings)  # type: ignore[arg-type]
+        AlgoConfig("grpo", credit=credit, **settings)  # type: ignore[arg-type]
 
 
 def test_process_rewards_reach_the_tokens_of_their_segment_and_before():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import tool_chats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantage.training_rows import rows_of
 from headrace.environments.conversation import Conversation, with_tools
@@ -20,9 +19,9 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.playing import Limits
 from headrace.rollouts.episodes import Played
-from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
+from headrace.rollouts.rollout_session import RolloutSession
 from headrace.simulate import virtual_time
-from headrace.types import Completion, Failure, Prompt, Scored, VersionSpan
+from headrace.types import Failure, Prompt, Scored
 
 TOOL = {
     "type": "function",
@@ -55,51 +54,6 @@ ALTERNATES = (
     .replace("{% if tools %}{{ tools[0].function.name }}{% endif %}", "")
 )
 """Mistral's manner: no result of a tool without a message that has the call."""
-ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
-MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]
-"""Tokens of several characters: the tokenizer prefers them, and a model need not."""
-
-
-def encoder_of(directory: Path, template: str) -> ChatEncoder:
-    tool_chats.save_tokenizer(directory, template)
-    encoder = ChatEncoder(directory)
-    encoder._tokenizer.add_tokens(MERGED)
-    return encoder
-
-
-def as_sampled(encoder: ChatEncoder, text: str, rng: random.Random) -> tuple[int, ...]:
-    """Tokens that spell the text, but not those that the tokenizer would choose."""
-    vocabulary, tokens = encoder.vocabulary(), []
-    while text:
-        words = [word for word in (*tool_chats.SPECIAL, *MERGED) if text.startswith(word)]
-        special = [word for word in words if word in tool_chats.SPECIAL]
-        word = special[0] if special else rng.choice([*words, text[0]])
-        tokens.append(vocabulary[word])
-        text = text[len(word) :]
-    return tuple(tokens)
-
-
-@dataclass
-class Model:
-    """An engine that says what is written down, in tokens of its own choice."""
-
-    encoder: ChatEncoder
-    says: Sequence[str]
-    seed: int = 0
-    asked: list[TurnAsked] = field(default_factory=list)
-    sampled: list[Completion] = field(default_factory=list)
-
-    async def __call__(self, asked: TurnAsked) -> Completion:
-        rng = random.Random(f"{self.seed}/{asked.turn}")
-        self.asked.append(asked)
-        tokens = as_sampled(self.encoder, self.says[asked.turn], rng)
-        stop: Any = "stop" if self.says[asked.turn].endswith(ENDS) else "length"
-        logprobs = tuple(-rng.random() for _ in tokens)
-        spans = (VersionSpan(0, asked.turn, 0), *([VersionSpan(1, asked.turn + 1, 0)] if len(tokens) > 1 else []))
-        self.sampled.append(Completion(tokens, logprobs, spans, stop))
-        return self.sampled[-1]
-
-
 Talk = Callable[[Conversation, int, ChatReply | None], Sequence[Mapping[str, Any]] | None]
 
 
@@ -139,27 +93,6 @@ def user(text: str) -> dict[str, str]:
 
 def result_of(reply: ChatReply, text: str = "12") -> dict[str, str]:
     return {"role": "tool", "content": text, "tool_call_id": reply.calls[0].id, "name": "add"}
-
-
-def check_rows(played: Played, model: Model) -> None:
-    """Every sampled token is trained once, with the numbers it was sampled with, behind the tokens it was sampled after."""
-    scored = Scored(played.episode, 1.0, {})
-    rows = [row for _, row in rows_of(Prompt("p", "?", (1,)), scored, 0.5)]
-    trained = [
-        (token, logprob, version)
-        for row in rows
-        for token, logprob, version, kept in zip(row.tokens, row.logprobs, row.versions, row.mask, strict=True)
-        if kept
-    ]
-    assert trained == [
-        pair for one in model.sampled for pair in zip(one.tokens, one.logprobs, one.versions(), strict=True)
-    ]
-    paths = [(*row.prompt, *row.tokens) for row in rows]
-    for asked, done in zip(model.asked, model.sampled, strict=True):
-        whole = (*asked.context, *done.tokens)
-        assert any(path[: len(whole)] == whole for path in paths), (
-            "a turn was sampled after other tokens than its row's"
-        )
 
 
 CALLS = {

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tool_chats
-from tool_chats import WrittenEngine
+from tool_chats import CALL, WrittenEngine, play_all, pool_of
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.workers import process as processes
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import Played, roll_out
 from headrace.types import Failure, Prompt
 
@@ -152,8 +150,6 @@ async def endless(agent, prompt):
     while True:
         await agent.chat(prompt)
 '''
-CALL = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call><|im_end|>'
-PROMPT = Prompt("p", "6 and 6?", (1,))
 
 
 @pytest.fixture(scope="module")
@@ -169,40 +165,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
 
 
 TWELVE = WrittenEngine("12<|im_end|>")
-
-
-def play_all(
-    env: Path,
-    encoder: ChatEncoder,
-    rollouts: Sequence[tuple[dict[str, Any], WrittenEngine]],
-    *,
-    function: str = "play",
-    pids: list[int] | None = None,
-    **config: Any,
-) -> list[Played | Failure]:
-    """Rollouts of prompts with these columns, at once in one process (and more, where one is alone). `pids` gets the processes at the end."""
-    settings = EnvironmentConfig(**{"function": f"{env}:{function}", "workers": 1, **config})
-
-    async def main() -> list[Played | Failure]:
-        kind = open_function(settings, encoder, system="", log=None)
-        try:
-            each = await asyncio.gather(
-                *(
-                    roll_out(kind, Prompt(f"p{i}", "6 and 6?", (1,), given), [i], ask=engine, decode=encoder.decode)
-                    for i, (given, engine) in enumerate(rollouts)
-                )
-            )
-            if pids is not None:
-                pids.extend(pool_of(kind).pids)
-            return [one for (one,) in each]
-        finally:
-            await kind.close()
-
-    return asyncio.run(main())
-
-
-def pool_of(kind: EnvironmentKind) -> Any:
-    return kind.close.__self__  # type: ignore[attr-defined]
 
 
 def reason(result: Played | Failure) -> str:

@@ -9,9 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.function import open_function
 from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
+from headrace.models.chat import ChatEncoder
+from headrace.playing import EnvironmentKind
+from headrace.rollouts.episodes import Played, roll_out
 from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, VersionSpan
+from headrace.types import Completion, Failure, Prompt, VersionSpan
 
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
 _CHATML_TOOLS = (
@@ -138,3 +143,41 @@ class WrittenAgent(BlockingAgent):
 
     def reward(self, name: str, value: float) -> None:
         self.rewards.append((name, value))
+
+
+CALL = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call><|im_end|>'
+PROMPT = Prompt("p", "6 and 6?", (1,))
+
+
+def play_all(
+    env: Path,
+    encoder: ChatEncoder,
+    rollouts: Sequence[tuple[dict[str, Any], WrittenEngine]],
+    *,
+    function: str = "play",
+    pids: list[int] | None = None,
+    **config: Any,
+) -> list[Played | Failure]:
+    """Rollouts of prompts with these columns, at once in one process (and more, where one is alone). `pids` gets the processes at the end."""
+    settings = EnvironmentConfig(**{"function": f"{env}:{function}", "workers": 1, **config})
+
+    async def main() -> list[Played | Failure]:
+        kind = open_function(settings, encoder, system="", log=None)
+        try:
+            each = await asyncio.gather(
+                *(
+                    roll_out(kind, Prompt(f"p{i}", "6 and 6?", (1,), given), [i], ask=engine, decode=encoder.decode)
+                    for i, (given, engine) in enumerate(rollouts)
+                )
+            )
+            if pids is not None:
+                pids.extend(pool_of(kind).pids)
+            return [one for (one,) in each]
+        finally:
+            await kind.close()
+
+    return asyncio.run(main())
+
+
+def pool_of(kind: EnvironmentKind) -> Any:
+    return kind.close.__self__  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headrace.algo.policy.tokens import MAX_LOG_RATIO
 from headrace.types import Scored
@@ -68,6 +68,32 @@ def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
     given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
     end = one.reward - sum(given) - penalty
     return [end + sum(given[number:]) for number in range(len(given))]
+
+
+def agent_advantages(
+    returns: Sequence[Mapping[str, float]], compare: Callable[[tuple[float, ...]], list[float]]
+) -> list[dict[str, float]]:
+    """Returns advantages per rollout and agent: each agent is compared with the agents of the same name in the other rollouts.
+
+    `compare`: an advantage function of numbers. An agent that had a turn in no other rollout is compared with nothing."""
+    advantages: list[dict[str, float]] = [{} for _ in returns]
+    for name in dict.fromkeys(name for one in returns for name in one):
+        there = [i for i, agents in enumerate(returns) if name in agents]
+        compared = compare(tuple(returns[i][name] for i in there))
+        for i, advantage in zip(there, compared, strict=True):
+            advantages[i][name] = advantage
+    return advantages
+
+
+def agent_returns(one: Scored, penalties: Sequence[float]) -> dict[str, float]:
+    """Returns each agent's return: the rewards of its own turns, and what the rollout got at its end, which all agents share.
+
+    `penalties`: one per turn, taken off the return of the turn's agent."""
+    given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
+    returns = {turn.agent: one.reward - sum(given) for turn in one.episode.turns}
+    for turn, value, penalty in zip(one.episode.turns, given, penalties, strict=True):
+        returns[turn.agent] += value - penalty
+    return returns
 
 
 def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: float = 1.0) -> list[float]:

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.credit import kl_penalty, return_to_go, turn_advantages, turn_returns, whiten
+from headrace.algo.advantage.credit import (
+    agent_advantages,
+    agent_returns,
+    kl_penalty,
+    return_to_go,
+    turn_advantages,
+    turn_returns,
+    whiten,
+)
 from headrace.algo.advantage.training_rows import reference_of, rows_of
 from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
@@ -40,7 +48,7 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
-        if self._algo.credit == "turn":
+        if self._algo.credit != "rollout":
             return self._rows_of_turns(prompt, scored)
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
@@ -53,15 +61,22 @@ class Algorithm:
         return tuple(rows)
 
     def _rows_of_turns(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        advantages = turn_advantages(
-            [turn_returns(one, self._kl(one)) for one in scored],
-            lambda column: self._advantage.function(GroupRewards(column)),
-        )
         return tuple(
             row
-            for one, of_turns in zip(scored, advantages, strict=True)
+            for one, of_turns in zip(scored, self._turn_advantages(scored), strict=True)
             for _, row in rows_of(prompt, one, of_turns, self._algo.overlong)
         )
+
+    def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
+        """An advantage for every turn of every rollout."""
+        compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
+        if self._algo.credit == "turn":
+            return turn_advantages([turn_returns(one, self._kl(one)) for one in scored], compare)
+        of_agents = agent_advantages([agent_returns(one, self._kl_of_turns(one)) for one in scored], compare)
+        return [
+            [advantages[turn.agent] for turn in one.episode.turns]
+            for one, advantages in zip(scored, of_agents, strict=True)
+        ]
 
     def barren(self, rows: Sequence[Row]) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
@@ -96,13 +111,16 @@ class Algorithm:
         return GroupRewards(rewards, lengths, named, self._weights)
 
     def _kl(self, one: Scored) -> float:
-        """coef · Σ_t of the rollout's divergence from the reference; zero if the divergence is spread over its tokens
-        instead."""
+        """coef · Σ_t of the rollout's divergence from the reference."""
+        return sum(self._kl_of_turns(one))
+
+    def _kl_of_turns(self, one: Scored) -> list[float]:
+        """The same for each turn; zeros if the divergence is not part of the reward, or is spread over tokens instead."""
         if not self._kl_in_reward or self._spreads:
-            return 0.0
+            return [0.0] * len(one.episode.turns)
         _needs_references(one)
         turns = zip(one.episode.turns, one.references, strict=True)
-        return sum(sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns)
+        return [sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns]
 
     def _penalties(self, sampled: Sequence[float], reference: Sequence[float]) -> list[float]:
         coef = self._recipe.kl.coef

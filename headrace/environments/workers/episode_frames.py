@@ -74,12 +74,15 @@ class ChatAsked(Struct, frozen=True, tag="chat"):
     id: int
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    role: str = ""
+    """The agent of the rollout that is to answer."""
 
 
 class Rewarded(Struct, frozen=True, tag="rewarded"):
     id: int
     name: str
     value: float
+    role: str = ""
 
 
 class RolloutDone(Struct, frozen=True, kw_only=True, tag="ended"):

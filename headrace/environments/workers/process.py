@@ -85,7 +85,7 @@ class RolloutListener(Protocol):
     async def chat(self, asked: ChatAsked) -> ChatReply:
         """Raises what ends the rollout."""
 
-    def rewarded(self, name: str, value: float) -> None: ...
+    def rewarded(self, given: Rewarded) -> None: ...
 
 
 class Lost(Exception):
@@ -153,7 +153,7 @@ class EnvironmentProcess(UserProcess):
                     case ChatAsked():
                         self._send(await self._answered(frame, listener))
                     case Rewarded():
-                        listener.rewarded(frame.name, frame.value)
+                        listener.rewarded(frame)
                     case RolloutDone():
                         over = True
                         self.left += frame.leaves

@@ -58,10 +58,29 @@ class AsyncAgent:
         ask: Callable[[ChatAsked], Awaitable[ChatReply]],
         tell: Callable[[Rewarded], None],
         box: Toolbox,
+        name: str = "",
     ) -> None:
         self.seed = seed
         """A number for everything random, the same when the rollout is played again."""
+        self.name = name
+        """Its role; empty for the agent that the function is called with."""
         self._id, self._ask, self._tell, self._box = id, ask, tell, box
+        self._roles: dict[str, AsyncAgent] = {}
+
+    def role(self, name: str) -> AsyncAgent:
+        """Returns another agent of this rollout, which is the same policy with a conversation, tools and rewards of its own: another player
+        of a game, a critic. The same name gives the same agent. One of them is asked at a time.
+
+        Raises ValueError for a name that is empty, or for the role of a role."""
+        if self.name or not name:
+            raise ValueError(
+                f"role was given {name!r}; name a role, and ask the agent that the function was called with for it"
+            )
+        if name not in self._roles:
+            self._roles[name] = AsyncAgent(
+                self._id, self.seed, ask=self._ask, tell=self._tell, box=self._box.another(), name=name
+            )
+        return self._roles[name]
 
     async def chat(
         self,
@@ -73,7 +92,7 @@ class AsyncAgent:
 
         Raises ValueError for messages that are none, and for what the chat template refuses."""
         schemas = None if tools is None else await self._box.offer(tools)
-        reply = await self._ask(ChatAsked(self._id, messages_of(messages), schemas))
+        reply = await self._ask(ChatAsked(self._id, messages_of(messages), schemas, self.name))
         if reply.refused:
             raise ValueError(reply.refused)
         calls = tuple(
@@ -88,8 +107,8 @@ class AsyncAgent:
         return list(await asyncio.gather(*(self._answer(one) for one in reply.tool_calls)))
 
     def reward(self, name: str, value: float) -> None:
-        """Gives the last turn a reward of its own."""
-        self._tell(Rewarded(self._id, str(name), float(value)))
+        """Gives this agent's last turn a reward of its own. That of a role is recorded as `role.name`."""
+        self._tell(Rewarded(self._id, str(name), float(value), self.name))
 
     async def _answer(self, call: CalledTool) -> Message:
         content, problem = ("", "malformed") if call.problem else await self._box.use(call.name, call.arguments)
@@ -103,8 +122,11 @@ class BlockingAgent:
     """The agent of a plain function, which runs in a thread of its own: the same methods, which return when they are done."""
 
     def __init__(self, agent: AsyncAgent, wait: Callable[[Awaitable[Any]], Any]) -> None:
-        self.seed = agent.seed
+        self.seed, self.name = agent.seed, agent.name
         self._agent, self._wait = agent, wait
+
+    def role(self, name: str) -> BlockingAgent:
+        return BlockingAgent(self._agent.role(name), self._wait)
 
     def chat(
         self,

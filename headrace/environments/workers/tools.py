@@ -22,8 +22,18 @@ class Toolbox:
         """`seconds`: of one call, after which the model reads that it took too long. `characters`: of a result; more are cut off."""
         self._seconds, self._characters = seconds, characters
         self._tools: dict[str, Callable[..., Any]] = {}
-        self.left = 0
-        """Threads that were given up."""
+        self._left = 0
+        self._others: list[Toolbox] = []
+
+    def another(self) -> Toolbox:
+        """Returns a box for another agent of the rollout, without tools yet."""
+        self._others.append(Toolbox(self._seconds, self._characters))
+        return self._others[-1]
+
+    @property
+    def left(self) -> int:
+        """Threads that were given up, in all boxes of the rollout."""
+        return self._left + sum(other.left for other in self._others)
 
     async def offer(self, tools: Sequence[Callable[..., Any]]) -> list[Schema]:
         """Replaces the tools. Returns their schemas. Raises ValueError for a function that has no schema."""
@@ -65,12 +75,12 @@ class Toolbox:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             if not answer.done():
-                self.left += 1
+                self._left += 1
                 answer.add_done_callback(self._came_back)
             raise
 
     def _came_back(self, answer: asyncio.Future[Any]) -> None:
-        self.left -= 1
+        self._left -= 1
         answer.exception()
 
 

@@ -166,9 +166,10 @@ def _story(one: Scored) -> Iterator[str]:
     """Yields lines about the turns of a chat. Single completions have none."""
     turns = one.episode.turns
     for number, turn in enumerate(turns if len(turns) > 1 or one.turn_rewards else ()):
-        begins = (
-            ", on a path of its own: the chat template rewrites earlier messages" if number and not turn.parents else ""
-        )
+        begun = turn.agent in {one.agent for one in turns[:number]}
+        forked = begun and not turn.parents
+        begins = f" of {turn.agent}" if turn.agent else ""
+        begins += ", on a path of its own: the chat template rewrites earlier messages" if forked else ""
         for message in turn.messages if number else ():
             who = f"{message.get('name', '')} returned" if message.get("role") == "tool" else message.get("role")
             yield f"{who}: {clip(str(message.get('content')), 200)}"

@@ -179,9 +179,7 @@ def _talk(state: RunState) -> str:
     forked, calls = total.talk["forked"], total.talk["calls"]
     words = f"{total.talk['turns'] / max(total.scored, 1):.1f} turns a rollout"
     if forked:
-        words += (
-            f", {percent(forked / total.talk['turns'])} on a path of their own (the chat template rewrites history)"
-        )
+        words += f", {percent(forked / total.talk['turns'])} on a path of their own (the agent or the chat template rewrites history)"
     wrong = {name.removeprefix("calls: "): count for name, count in total.talk.items() if ": " in name and count}
     if calls:
         words += f"; {plural(calls, 'tool call')}{f' ({counted(wrong)})' if wrong else ''}"

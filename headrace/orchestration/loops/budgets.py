@@ -49,6 +49,7 @@ _FAILED = {
     "environment_timeout": "Make the environment faster, or raise its limit",
     "environment_turns": "Mend the environment, or raise its limit of turns",
     "environment_reward": "Mend the rewards that the environment returns",
+    "agent_exit": "Mend the agent; its output is in logs/environment.log",
     "teacher_refused": "Narrow the route of a [[teachers]] table, or remove such rows from the task",
 }
 _FIX = "Fix the reward function, or the rows that it cannot read"

@@ -95,13 +95,14 @@ class Evaluator:
         """Makes a request. Its seed does not depend on the step, so that before and after differ only by the weights."""
         turn = (asked.turn,) if asked.turn else ()
         name = "/".join(map(str, (number, index, asked.rollout, *turn)))
-        return self._rollout.evaluation(
+        request = self._rollout.evaluation(
             f"eval:{self._adapter}:{name}",  # adapters share an engine, so the name must be unique
             asked.context,
             seed_of("held-out", index, asked.rollout, *turn),
             self._config.temperature,
             self._adapter,
         )
+        return asked.limited(request)
 
 
 def _mean(values: Sequence[float]) -> float:

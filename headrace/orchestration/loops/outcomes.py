@@ -61,7 +61,8 @@ def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
     if not any(turn.messages for turn in turns):
         return {}
     problems = Counter(f"calls: {message['problem']}" for message in results if "problem" in message)
-    forked = sum(not turn.parents for turn in turns) - len(episodes)
+    begun = sum(len({turn.agent for turn in episode.turns}) for episode in episodes)
+    forked = sum(not turn.parents for turn in turns) - begun
     return {"turns": len(turns), "forked": forked, "calls": len(results), **problems}
 
 

@@ -224,7 +224,8 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
             await kind.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     first = encoder.written(played.episode.turns[0].context)
-    return played.episode, [*episode_lines(played, first), *(("it printed", line) for line in printed[:3])]
+    remarks = [("", remark) for remark in kind.remarks()]
+    return played.episode, [*episode_lines(played, first), *remarks, *(("it printed", line) for line in printed[:3])]
 
 
 async def _reward(

@@ -1,0 +1,177 @@
+"""One agent: a process of the user's command with a session, a directory and an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.environments.agents import agent_reaper
+from headrace.observe.health.patience import within
+from headrace.observe.health.user_process import ending
+
+GRACE = 5.0
+"""Seconds that an agent which is ended early has after SIGTERM, before it is killed."""
+KEPT = 16 << 10
+"""Bytes at the end of its output that are kept; the rest is dropped."""
+
+
+def agent_variables(url: str, key: str) -> dict[str, str]:
+    """The environment of an agent: ours, with the address of its rollout."""
+    local = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
+    own = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "NO_PROXY": local,  # a proxy of the user's must not be asked for an address on this machine
+        "no_proxy": local,
+    }
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **own}
+
+
+class Reaper:
+    """The process that ends the agents if this one is killed. It is started with the first agent."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def started(self, group: int, directory: str) -> None:
+        """`directory`: removed with the agent; empty for one that is the user's."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", agent_reaper.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        self._say(f"+{group} {directory}\n")
+
+    def ended(self, group: int) -> None:
+        self._say(f"-{group}\n")
+
+    def _say(self, line: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody has killed it
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+
+class _Output(asyncio.SubprocessProtocol):
+    """Keeps the end of what a process writes. (`Process.wait` of asyncio's streams waits for whoever else holds a pipe open, too.)"""
+
+    def __init__(self) -> None:
+        self._kept = {1: b"", 2: b""}
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        """Set when the process has ended; and when nobody can write to its output any more."""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._kept[fd] = (self._kept[fd] + data)[-KEPT:]
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def text(self, fd: int) -> str:
+        return self._kept[fd].decode(errors="replace")
+
+
+class AgentProcess:
+    def __init__(self, transport: asyncio.SubprocessTransport, output: _Output, directory: str, reaper: Reaper) -> None:
+        """`directory`: the one that was made for it; empty if it runs in a directory of the user."""
+        self._transport, self._output, self._directory, self._reaper = transport, output, directory, reaper
+        self.pid = transport.get_pid()
+        reaper.started(self.pid, directory)
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], variables: Mapping[str, str], *, given: bytes, directory: str, reaper: Reaper
+    ) -> AgentProcess:
+        """`given`: its standard input. `directory`: where it runs; empty: in one that is made for it and removed at its end. Raises
+        OSError."""
+        own = "" if directory else await asyncio.to_thread(tempfile.mkdtemp, prefix="headrace-agent-")
+        try:
+            transport, output = await asyncio.get_running_loop().subprocess_exec(
+                _Output, *command, cwd=directory or own, env=dict(variables), start_new_session=True
+            )
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+            raise
+        self = cls(transport, output, own, reaper)
+        pipe = transport.get_pipe_transport(0)
+        assert isinstance(pipe, asyncio.WriteTransport)
+        pipe.write(given)  # it may read nothing: that is no error
+        pipe.close()
+        return self
+
+    async def wait(self) -> int:
+        """Returns its exit code when it has ended and its output was read."""
+        await self._output.exited.wait()
+        self._signal(signal.SIGKILL)  # what it started may hold its output open
+        with contextlib.suppress(TimeoutError):  # so may a process that has left the session
+            async with asyncio.timeout(GRACE):
+                await self._output.closed.wait()
+        code = self._transport.get_returncode()
+        assert code is not None
+        return code
+
+    @property
+    def output(self) -> str:
+        """The end of its standard output."""
+        return self._output.text(1)
+
+    @property
+    def errors(self) -> str:
+        """The end of its standard error."""
+        return self._output.text(2)
+
+    @property
+    def traceback(self) -> str:
+        """The last traceback of Python in its standard error; empty if there is none."""
+        _, found, rest = self.errors.rpartition("Traceback (most recent call last):\n")
+        return rest.strip() if found else ""
+
+    def how(self, code: int) -> str:
+        """How it ended, in words, with its last line."""
+        lines = self.errors.strip().splitlines() or self.output.strip().splitlines()
+        return f"{ending(code)}{f'; it said: {lines[-1].strip()[:300]}' if lines else ''}"
+
+    async def end(self, log: Path | None) -> None:
+        """Ends it, if it has not ended, and all that it started. Its standard error goes to the log."""
+        if not self._output.exited.is_set():
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await within(self.pid, GRACE, self._output.exited.wait())
+        self._signal(signal.SIGKILL)
+        await self.wait()
+        self._transport.close()
+        self._reaper.ended(self.pid)
+        if log and self.errors:
+            await asyncio.to_thread(_append, log, f"--- agent {self.pid}\n{self.errors}")
+        if self._directory:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signum)
+
+
+def _append(log: Path, text: str) -> None:
+    with log.open("a", errors="replace") as file:
+        file.write(text if text.endswith("\n") else f"{text}\n")

@@ -1,0 +1,90 @@
+"""The conversations of one rollout as a tree: a client sends the whole history with every request, and the tree finds the reply that it
+continues.
+
+A request whose messages begin with those of an earlier turn and its reply extends that turn's sampled tokens (C5); only the messages
+behind them are rendered. So several requests may continue one reply, at the same time too. A request that continues none, because
+the client has edited the history or talks about something else, begins a path of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from headrace.chat.messages import Message as ChatMessage
+from headrace.chat.messages import for_template
+from headrace.environments.conversation import Conversation
+from headrace.environments.workers.episode_frames import ChatReply
+from headrace.types import Completion
+
+LIMIT_REPLIES = 8
+"""Requests at a limit that are answered with an empty reply, because a client may have several in progress. The next one has failed."""
+
+
+class TreeReply(NamedTuple):
+    """The answer to one request."""
+
+    reply: ChatReply
+    completion: Completion | None
+    """None if nothing was sampled, because the rollout is at a limit."""
+    prompt_tokens: int
+
+
+class ChatTree:
+    def __init__(self, begin: Callable[[], Conversation]) -> None:
+        """`begin`: makes an empty conversation."""
+        self._begin = begin
+        self._after: dict[bytes, Conversation] = {}
+        """The conversation after each reply, by a digest of the messages up to that reply."""
+        self._limit_replies = 0
+
+    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], most: int) -> TreeReply:
+        """Samples the answer to the last message. `tools`: their schemas; `most`: the most tokens of the answer, 0 for rollout.max_tokens.
+
+        Raises ConfigError for messages that the chat template refuses, and what `Agent.turn` raises."""
+        given = for_template(messages)
+        digests = _digests(given)
+        known = next((place for place in range(len(given) - 1, 0, -1) if digests[place] in self._after), 0)
+        talk = self._after[digests[known]].branch() if known else self._begin()
+        talk.limit_said = self._limit_replies >= LIMIT_REPLIES
+        reply = await talk.say(given[known:], list(tools), most)
+        if reply.over:
+            self._limit_replies += 1
+            return TreeReply(reply, None, talk.prompt_tokens)
+        self._after[_digest(digests[-1], reply_as_sent(reply))] = talk
+        return TreeReply(reply, talk.last, talk.prompt_tokens)
+
+
+def reply_as_sent(reply: ChatReply) -> dict[str, Any]:
+    """The reply as a message that the client gets, and sends back with the next request."""
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+        for one in reply.calls
+        if not one.problem
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Returns the digest of the first n messages for each n from 0 on."""
+    digests = [b""]
+    for message in messages:
+        digests.append(_digest(digests[-1], message))
+    return digests
+
+
+def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
+    """Digests what a message says. Clients write calls with other white space, and leave out empty fields."""
+    calls = [
+        (one["id"], one["function"]["name"], _plain(one["function"]["arguments"]))
+        for one in message.get("tool_calls", ())
+    ]
+    said = (message["role"], message.get("content") or "", calls, message.get("tool_call_id"))
+    return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _plain(arguments: Any) -> Any:
+    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments

@@ -1,0 +1,139 @@
+"""A whole run whose rollouts are played by a command of the user, which knows nothing but the URL of its rollout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import of, tiny_config
+
+import headrace
+from headrace.durable.journal import count_steps, read_steps
+from headrace.observe.facts import Evaluated, GroupEnded
+
+AGENT = """
+import json, os, sys, time
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+HERE = Path(__file__).parent
+given = json.load(sys.stdin)
+mode = sys.argv[1]
+number = int(given["columns"]["answer"]) if not given["prompt"].startswith("None") else 0
+
+def chat(messages, **more):
+    body = json.dumps({"model": "gpt", "messages": messages, **more}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+talk = [{"role": "user", "content": given["prompt"]}]
+if mode == "slow":
+    with (HERE / "log").open("a") as log:
+        log.write(f"{os.getpid()} {given['seed']} {os.getcwd()}\\n")
+talk.append(chat(talk))
+if mode == "slow":
+    time.sleep(0.4)
+talk.append({"role": "user", "content": "more?"})
+talk.append(chat(talk))
+text = talk[-1]["content"]
+if mode == "half" and given["seed"] % 2:
+    raise RuntimeError("half of them fail")
+print("some words of the agent")
+print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len(text)}))
+"""
+
+
+def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -> dict[str, Any]:
+    (directory / "agent.py").write_text(AGENT)
+    environment = {"kind": "process", "command": [sys.executable, str(directory / "agent.py"), mode]}
+    return tiny_config(
+        directory,
+        model,
+        **{
+            "reward": {"function": ""},
+            "environment": environment,
+            "engine": {"context_length": 128},
+            "train": {"steps": 2},
+            **tables,
+        },
+    )
+
+
+def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
+    result = headrace.train(config_of(tmp_path, tiny_llama, eval={"prompts": 2, "samples": 1}))
+    assert result.reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    steps = list(read_steps(directory))
+    assert len(steps) == 2
+    for group in (group for step in steps for group in step.groups):
+        for row, one in zip(group.rows, group.scored, strict=True):
+            first, second = one.episode.turns
+            assert row.prompt == group.prompt.tokens == first.context, "the template, as the task applies it"
+            said, more = first.completion, second.completion
+            assert row.tokens == said.tokens + second.context + more.tokens
+            assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
+            assert one.rewards.keys() == {"e", "length"}
+            assert one.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
+    assert all(not fact.failures for fact in of(directory, GroupEnded))
+    assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
+
+
+def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_llama, "half", watch={"failed_pause": 1.0})
+    assert headrace.train(config).reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    ended = of(directory, GroupEnded)
+    failed = [fact for fact in ended if fact.failures]
+    assert failed and {name for fact in failed for name in fact.failures} == {"agent_exit"}
+    assert {name for fact in failed for name in fact.kinds} == {"RuntimeError"}
+    assert "ended with exit code 1; it said: RuntimeError: half of them fail" in failed[0].detail
+    assert "half of them fail" in (directory / "logs" / "environment.log").read_text()
+
+
+CHILD = """
+import json, sys, headrace
+headrace.train(json.loads(sys.argv[1]))
+"""
+
+
+def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
+    directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 400
+    try:
+        while not steps_of(directory) and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert child.poll() is None, "it ended before it was killed"
+    finally:
+        child.kill()
+        child.wait()
+    first = [line.split() for line in log.read_text().splitlines()]
+    while (left := [one for one in first if alive(one[0]) or Path(one[2]).exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "agents and their directories end with the run"
+    assert headrace.train(resume=directory).reason == "finished"
+    again = [line.split()[1] for line in log.read_text().splitlines()[len(first) :]]
+    assert {seed for _, seed, _ in first} & set(again), "no episode was under way: kill it at another moment"
+    steps = list(read_steps(directory))
+    assert len(steps) == 4 and not any(fact.failures for fact in of(directory, GroupEnded))
+    assert not any(fact.lost_tokens for fact in of(directory, GroupEnded)), "the agent asked for the same turns"
+    for one in (one for step in steps for group in step.groups for one in group.scored):
+        assert one.episode.turns[1].parents == (0,)
+
+
+def steps_of(directory: Path) -> int:
+    return count_steps(directory) if (directory / "journal.jsonl").is_file() else 0
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,331 @@
+"""The gateway, driven by the official `openai` client: one rollout's turns over HTTP, and what becomes of them (C5)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import tool_chats
+from written_turns import Model, check_rows, encoder_of
+
+from headrace.environments.conversation import Conversation
+from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, ChatTree
+from headrace.environments.gateway.gateway import Gateway
+from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.playing import Limits
+from headrace.rollouts.rollout_session import Played, RolloutSession, TurnAsked
+from headrace.types import Completion, Failure, Prompt
+from headrace.web.limits import ServerLimits
+
+LONGEST = 120
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}},
+    },
+}
+CALL = 'I add. <tool_call>{"name": "add",  "arguments": {"a":1}}</tool_call><|im_end|>'
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+class Asks:
+    """The client of an agent, and what it has at hand."""
+
+    def __init__(self, url: str, rollout: GatewayRollout, gateway: Gateway) -> None:
+        self.url, self.rollout, self.gateway = url, rollout, gateway
+        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=rollout.secret, max_retries=0)
+
+    async def chat(self, *messages: Any, **more: Any) -> Any:
+        return await self.client.chat.completions.create(model="gpt-5", messages=list(messages), **more)
+
+    async def said(self, *messages: Any, **more: Any) -> Any:
+        """The message of the reply, as clients put it into the next request."""
+        return (await self.chat(*messages, **more)).choices[0].message
+
+
+Case = Callable[[Asks], Awaitable[None]]
+
+
+def played(
+    model: Any,
+    case: Case,
+    *,
+    limits: Limits | None = None,
+    stop: Sequence[str] = (),
+    server: ServerLimits | None = None,
+) -> Played | Failure:
+    """Plays one rollout whose agent is `case`."""
+    encoder = model.encoder
+    found: list[Played | Failure] = []
+
+    async def main() -> None:
+        gateway = Gateway(encoder.written, stop, SAMPLING, server or ServerLimits())
+
+        class Environment:
+            def __init__(self, prompt: Prompt, seed: int) -> None:
+                pass
+
+            async def play(self, agent: Any) -> Mapping[str, float]:
+                tree = ChatTree(partial(Conversation, agent, encoder, system="", tools="template"))
+                rollout = await gateway.open(tree)
+                asks = Asks(gateway.url(rollout), rollout, gateway)
+                try:
+                    await case(asks)
+                finally:
+                    await asks.client.close()
+                    await gateway.shut(rollout)
+                return {"won": 1.0}
+
+        session = RolloutSession(0, model, encoder.decode, limits=limits or Limits(turns=20))
+        try:
+            async with asyncio.timeout(LONGEST):
+                found.append(await session.play(Environment, Prompt("p", "?", (1,)), 0))
+        finally:
+            await gateway.close()
+
+    asyncio.run(main())
+    return found[0]
+
+
+def parents(found: Played | Failure) -> list[tuple[int, ...]]:
+    assert isinstance(found, Played), found
+    return [turn.parents for turn in found.episode.turns]
+
+
+def test_a_chat_with_a_tool_extends_the_sampled_tokens(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.HERMES), [CALL, "is 12<|im_end|>", "No.<|im_end|>"])
+
+    async def case(asks: Asks) -> None:
+        reply = await asks.chat(user("1 and 11?"), tools=[ADD])
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "I add."
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
+        assert reply.usage.prompt_tokens == len(model.asked[0].context)
+        assert reply.usage.completion_tokens == len(model.sampled[0].tokens) and reply.model == "gpt-5"
+        talk = [user("1 and 11?"), choice.message, {"role": "tool", "tool_call_id": call.id, "content": "12"}]
+        second = await asks.chat(*talk, tools=[ADD])
+        assert second.choices[0].message.content == "is 12" and second.choices[0].finish_reason == "stop"
+        assert second.usage.prompt_tokens == len(model.asked[1].context)
+        third = await asks.said(*talk, second.choices[0].message, user("sure?"), tools=[ADD])
+        assert third.content == "No."
+
+    found = played(model, case)
+    assert parents(found) == [(), (0,), (1,)]
+    assert model.asked[1].context[: len(model.asked[0].context) + len(model.sampled[0].tokens)] == (
+        *model.asked[0].context,
+        *model.sampled[0].tokens,
+    )
+    check_rows(found, model)
+
+
+def test_parallel_requests_and_two_that_continue_one_reply_are_a_tree(tmp_path: Path) -> None:
+    """And a request whose history was edited begins a path of its own."""
+    says = [f"reply {number}<|im_end|>" for number in range(6)]
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), says)
+
+    async def case(asks: Asks) -> None:
+        first = await asks.said(user("a"))
+        both = await asyncio.gather(*(asks.said(user("a"), first, user(word)) for word in ("b", "c")))
+        assert sorted(one.content for one in both) == ["reply 1", "reply 2"]
+        edited = {"role": "assistant", "content": "I never said that"}
+        await asks.said(user("a"), edited, user("b"))
+        await asks.said(user("a"), first, user("b"), both[0], user("d"))
+        await asks.said(user("a"))
+
+    found = played(model, case)
+    assert parents(found) == [(), (0,), (0,), (), (1,), ()] or parents(found) == [(), (0,), (0,), (), (2,), ()]
+    check_rows(found, model)
+    assert "I never said that" in model.encoder.written(model.asked[3].context)
+
+
+def test_a_stream_has_the_whole_reply(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.HERMES), [CALL])
+
+    async def case(asks: Asks) -> None:
+        options: Any = {"include_usage": True}
+        text, calls, reasons = "", [], []
+        async for chunk in await asks.chat(user("?"), tools=[ADD], stream=True, stream_options=options):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                calls += choice.delta.tool_calls or []
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+        assert (text, reasons) == ("I add.", ["tool_calls"]) and calls[0].function.arguments == '{"a":1}'
+        assert chunk.usage.completion_tokens == len(model.sampled[0].tokens)
+
+    assert parents(played(model, case)) == [()]
+
+
+def test_log_probs_are_the_samplers_and_models_are_listed(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"])
+
+    async def case(asks: Asks) -> None:
+        content = (await asks.chat(user("?"), logprobs=True)).choices[0].logprobs.content
+        done = model.sampled[0]
+        assert [one.logprob for one in content] == list(done.logprobs) and content[-1].token == "<|im_end|>"
+        assert [one.id async for one in await asks.client.models.list()] == ["policy"]
+
+    played(model, case)
+
+
+def test_a_request_may_ask_for_fewer_tokens(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so", "so<|im_end|>"])
+
+    async def case(asks: Asks) -> None:
+        assert (await asks.chat(user("?"), max_tokens=2)).choices[0].finish_reason == "length"
+        await asks.chat(user("?"), max_completion_tokens=5)
+
+    played(model, case)
+    assert [asked.most for asked in model.asked] == [2, 5]
+
+
+def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"] * 9)
+    said: list[str] = []
+
+    async def case(asks: Asks) -> None:
+        await asks.chat(user("?"), temperature=0.2, top_p=1, seed=7, stop=["END"])
+        said.extend(asks.gateway.remarks())
+        for more, words in (
+            ({"n": 2}, "send as many requests"),
+            ({"stop": ["Observation:"]}, "set rollout.stop = ['Observation:']"),
+            ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+            ({"response_format": {"type": "json_object"}}, "response_format is not served"),
+            ({"tools": [ADD]}, "does not show tools"),
+            ({"max_tokens": 0}, "asks for nothing"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words.replace("[", r"\[")):
+                await asks.chat(user("?"), **more)
+        with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not served"):
+            await asks.client.embeddings.create(model="a", input="b")
+
+    found = played(model, case, stop=["END"])
+    assert len(parents(found)) == 1
+    assert said == ["the agent asks for temperature = 0.2; all its turns are sampled with rollout.temperature = 1.0"]
+
+
+def test_a_stranger_gets_401_and_no_turn(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"] * 9)
+
+    async def case(asks: Asks) -> None:
+        body = {"messages": [user("?")]}
+        other = await asks.gateway.open(ChatTree(lambda: pytest.fail("the other rollout was asked")))
+        address = asks.url.removesuffix(asks.rollout.secret)
+        async with aiohttp.ClientSession() as session:
+
+            async def status(path: str, key: str, **more: Any) -> int:
+                headers = {"Authorization": f"Bearer {key}"} | ({"Content-Type": "application/json"} if more else {})
+                async with session.post(address + path, headers=headers, **(more or {"json": body})) as answer:
+                    return answer.status
+
+            path = f"{asks.rollout.secret}/v1/chat/completions"
+            assert await status("v1/chat/completions", asks.rollout.secret) == 401
+            assert await status(f"x{path}", asks.rollout.secret) == 401
+            assert await status(f"{asks.rollout.secret[:-1]}/v1/nothing", "none") == 401
+            assert await status(path, other.secret) == 401, "a key of another rollout"
+            assert await status(f"{other.secret}/v1/chat/completions", asks.rollout.secret) == 401
+            assert await status(path, "sk-of-my-own") == 200
+            assert await status(path, "k", data=b"x" * 3000) == 413
+            assert await status(path, "k", data=b"{") == 400
+            await asks.gateway.shut(other)
+            assert await status(f"{other.secret}/v1/chat/completions", other.secret) == 401, "it is over"
+
+    found = played(model, case, server=ServerLimits(body_bytes=2000))
+    assert parents(found) == [()]
+
+
+def test_at_a_limit_the_reply_is_empty_and_who_asks_on_has_failed(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["so<|im_end|>"] * 9)
+
+    async def stops(asks: Asks) -> None:
+        await asks.said(user("?"))
+        reply = (await asks.chat(user("!"))).choices[0]
+        assert (reply.message.content, reply.finish_reason) == ("", "length")
+
+    found = played(model, stops, limits=Limits(turns=1))
+    assert isinstance(found, Played) and found.episode.cut == "turns" and len(found.episode.turns) == 1
+
+    async def goes_on(asks: Asks) -> None:
+        for _ in range(1 + LIMIT_REPLIES):
+            await asks.said(user("?"))
+        with pytest.raises(openai.BadRequestError, match="the rollout is over"):
+            await asks.said(user("?"))
+        assert asks.rollout.over.is_set()
+
+    found = played(model, goes_on, limits=Limits(turns=1))
+    assert isinstance(found, Failure) and found.reason == "environment_turns"
+
+
+class Slow(Model):
+    """An engine that takes its time, until it is cancelled."""
+
+    cancelled = 0
+
+    async def __call__(self, asked: TurnAsked) -> Completion:
+        if asked.turn:
+            return await super().__call__(asked)
+        try:
+            await asyncio.sleep(LONGEST)
+        finally:
+            self.cancelled += 1
+        raise AssertionError
+
+
+def test_a_client_that_leaves_takes_its_turn_with_it(tmp_path: Path) -> None:
+    model = Slow(encoder_of(tmp_path, tool_chats.PLAIN), ["", "so<|im_end|>"])
+
+    async def case(asks: Asks) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            await asks.chat(user("?"), timeout=0.3)
+        while asks.rollout.asking:
+            await asyncio.sleep(0.01)
+        assert (await asks.said(user("?"))).content == "so"
+
+    found = played(model, case)
+    assert model.cancelled == 1 and parents(found) == [()], "the turn that was sampled"
+    check_rows(found, model)
+
+
+def test_a_rollout_that_ends_ends_its_requests(tmp_path: Path) -> None:
+    model = Slow(encoder_of(tmp_path, tool_chats.PLAIN), ["", "so<|im_end|>"])
+    left: list[asyncio.Task[Any]] = []
+
+    async def case(asks: Asks) -> None:
+        left.append(asyncio.create_task(asks.chat(user("?"))))
+        while not asks.rollout.asking:
+            await asyncio.sleep(0.01)
+        await asks.chat(user("?"))
+        await asks.gateway.shut(asks.rollout)
+        with pytest.raises(openai.BadRequestError, match="its agent has ended"):
+            await left[0]
+
+    assert isinstance(played(model, case), Played) and model.cancelled == 1
+
+
+def test_the_blocking_client_and_an_engine_that_is_lost(tmp_path: Path) -> None:
+    class Dies(Model):
+        async def __call__(self, asked: TurnAsked) -> Completion:
+            raise OSError("the engine is gone")
+
+    def talk(asks: Asks) -> None:
+        client = openai.OpenAI(base_url=f"{asks.url}/v1", api_key="own", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="the engine has failed"):
+            client.chat.completions.create(model="a", messages=[user("?")])
+
+    async def case(asks: Asks) -> None:
+        await asyncio.to_thread(talk, asks)
+
+    with pytest.raises(OSError, match="the engine is gone"):
+        played(Dies(encoder_of(tmp_path, tool_chats.PLAIN), []), case)

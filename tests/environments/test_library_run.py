@@ -1,0 +1,60 @@
+"""A whole run whose rollouts an environment of another library plays, on prompts that are seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny_run import of, tiny_config
+
+import headrace
+from headrace.durable.journal import read_steps
+from headrace.observe.facts import Evaluated, GroupEnded
+
+ENV = """
+import random
+
+class Letters:
+    def __init__(self, env_config, extras):
+        self.seed, self.turns = extras["seed"], env_config.turns
+
+    def init(self, prompt):
+        self.letter = random.Random(self.seed).choice("aeiou")
+        return [{"role": "user", "content": f"{self.letter} {self.seed}"}], {}
+
+    def step(self, action):
+        self.turns -= 1
+        share = action.count(self.letter) / max(len(action), 1)
+        return {"observations": [{"role": "user", "content": "more"}], "reward": share, "done": not self.turns}
+"""
+
+
+def test_a_run_trains_on_an_environment_of_a_library(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters.py").write_text(ENV)
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment={
+            "kind": "gym",
+            "name": f"{tmp_path / 'letters.py'}:Letters",
+            "options": {"turns": 2},
+            "workers": 1,
+        },
+        engine={"context_length": 128},
+        train={"steps": 1},
+        eval={"prompts": 2, "samples": 1},
+    )
+    config["task"] = {"kind": "seeds", "held_out": 4}
+    assert headrace.train(config).reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    (step,) = read_steps(directory)
+    firsts = [{one.episode.turns[0].messages[0]["content"] for one in group.scored} for group in step.groups]
+    seeds = [group.prompt.columns["seed"] for group in step.groups]
+    assert [len(one) for one in firsts] == [1] * 4, "the rollouts of a group begin alike"
+    assert [first.split()[1] for (first,) in firsts] == list(map(str, seeds)) and len(set(seeds)) == 4
+    for one in (one for group in step.groups for one in group.scored):
+        assert len(one.episode.turns) == 2 and [turn.keys() for turn in one.turn_rewards] == [{"gym"}, {"gym"}]
+        assert one.rewards["gym"] == sum(turn["gym"] for turn in one.turn_rewards) == one.reward
+        assert one.episode.turns[1].parents == (0,)
+    assert not any(fact.failures for fact in of(directory, GroupEnded))
+    assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
