@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-_OF_CHOICE: dict[str, Any] = {"candidates": 16, "remembered": 50_000}
+_OF_CHOICE: dict[str, Any] = {"candidates": 64, "remembered": 50_000}
 _OF_POOLS: dict[str, Any] = {"rest": 512, "wait": 256}
 _OF_CONTRAST: dict[str, Any] = {"half_life": 256}
 _FOREIGN: dict[str, dict[str, Any]] = {

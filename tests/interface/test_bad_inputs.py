@@ -201,6 +201,13 @@ ELSEWHERE = [
 
 PAIRS = [
     sets("the same completion always", "use 1.0 for training", "rollout.temperature=0"),
+    sets("a setting of another curriculum", 'means nothing to curriculum.kind = "uniform"', "curriculum.candidates=4"),
+    sets(
+        "a curriculum without contrast",
+        'set curriculum.kind = "uniform"',
+        "curriculum.kind=pools",
+        "algo.name=reinforce",
+    ),
     sets("nothing to compare", "use at least 2 (8 is usual)", "rollout.group_size=1"),
     sets("warm to the end", "lower train.warmup_steps", "train.steps=5", "train.warmup_steps=5"),
     sets("no room for a prompt", "leaves no room for a prompt", "rollout.max_tokens=128"),
