@@ -34,7 +34,7 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.workers.local import environment
+from headrace.orchestration.workers.launch.child import environment
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate
 

@@ -32,7 +32,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.core_shares import members_of
-from headrace.orchestration.workers.local import LocalLauncher
+from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job
 from headrace.rollout_key import RolloutKey

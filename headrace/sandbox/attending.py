@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -44,7 +43,7 @@ def attend(
     first: int, code: int, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
 ) -> CallEnd:
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
-    same. `orders`: at its end nobody waits for the call, and this process ends."""
+    same. `orders`: at its end nobody waits for the call; raises EOFError then, with the processes killed."""
     patience = Patience(code, limits.seconds)
     printed = {one: bytearray() for one in reading}
     watch = select.poll()
@@ -56,16 +55,19 @@ def attend(
         watch.register(handle, select.POLLIN)
     step = _LOOK if handle >= 0 else 0.005
     broken = ("", "")
-    while not broken[0] and not _has_ended(first):
+    ended: tuple[int, float] | None = None
+    while not broken[0] and not (ended := _end(first, os.WNOHANG)):
         for found, event in watch.poll(1000 * max(min(patience.left, step), 0.001)):
             if found == orders and event & select.POLLHUP:
-                os._exit(0)  # the others end with this process
+                for pid in {first, code}:
+                    os.kill(pid, signal.SIGKILL)
+                raise EOFError
             if found in printed and not _read(found, printed[found], limits.output):
                 watch.unregister(found)
         broken = _broken(patience, printed, limits, private)
     if handle >= 0:
         os.close(handle)
-    ends = {pid: _killed(pid) for pid in {first, code}}
+    ends = {pid: ended if pid == first and ended else _killed(pid) for pid in {first, code}}
     for one in reading:
         _read(one, printed[one], limits.output)
         os.close(one)
@@ -88,8 +90,10 @@ def _broken(
     return "", ""
 
 
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _end(pid: int, flags: int = 0) -> tuple[int, float] | None:
+    """Returns how the process ended, and the seconds of CPU time that it used; None if it runs. Not with `waitid`, which macOS lacks."""
+    found, status, usage = os.wait4(pid, flags)
+    return (os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime) if found else None
 
 
 def _read(descriptor: int, into: bytearray, most: int) -> bool:
@@ -106,11 +110,11 @@ def _read(descriptor: int, into: bytearray, most: int) -> bool:
 
 
 def _killed(pid: int) -> tuple[int, float]:
-    """Returns how the process ended, killed or before, and the seconds of CPU time that it used."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    _, status, usage = os.wait4(pid, 0)
-    return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+    """Returns how the process ended, by this signal or before it."""
+    os.kill(pid, signal.SIGKILL)  # it has not been waited for, so the number is still its own
+    end = _end(pid)
+    assert end
+    return end
 
 
 def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:

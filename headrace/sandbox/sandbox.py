@@ -19,6 +19,9 @@ from headrace.sandbox.inside import json_frames
 from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
 
+_GRACE = 30.0
+"""Seconds after which a process that makes calls is killed, if it has not ended by itself."""
+
 
 class SandboxLost(Exception):
     """A call that has no result, and not for anything that the code did."""
@@ -96,8 +99,10 @@ class _Process:
         where = [self._directory, "memory" if in_memory else "disk"]
         command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), *where]
         pipe = subprocess.PIPE
-        # It stays in our process group, so that it is killed with us; else it reads the end of its input.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment(), bufsize=0)
+        # Not in our process group, with which it would be killed: it reads the end of its input, ends the call and removes its directory.
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=_environment(), bufsize=0, start_new_session=True
+        )
         self.facts = self._receive()
 
     def ask(self, frames: tuple[Any, ...]) -> dict[str, Any]:
@@ -119,8 +124,14 @@ class _Process:
         return report
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()  # at its end the process ends
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

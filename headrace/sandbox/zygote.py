@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -116,19 +117,19 @@ def main(arguments: list[str]) -> NoReturn:
     zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1], in_memory=arguments[2] == "memory")
     for name in USUAL:
         importlib.import_module(name)
-    sys.path[:] = [path for path in sys.path if path != os.environ.get("PYTHONPATH")]  # ours, not the code's
+    ours = os.environ.pop("PYTHONPATH", "")
+    sys.path[:] = [path for path in sys.path if path != ours]
     gc.freeze()  # a collection in a child copies no page of what is shared
     send(_REPORTS, {"in_memory": zygote.in_memory, "landlock": landlock.version(), "seccomp": seccomp.known()})
-    while True:
-        try:
-            order = receive(_ORDERS)
-        except EOFError:
-            os._exit(0)
-        match order:
-            case {"program": code, "stdin": stdin}:
-                send(_REPORTS, zygote.program(code, stdin))
-            case {"test": code, "entry_point": entry_point}:
-                send(_REPORTS, zygote.test(code, entry_point))
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            match receive(_ORDERS):
+                case {"program": code, "stdin": stdin}:
+                    send(_REPORTS, zygote.program(code, stdin))
+                case {"test": code, "entry_point": entry_point}:
+                    send(_REPORTS, zygote.test(code, entry_point))
+    shutil.rmtree(arguments[1], ignore_errors=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

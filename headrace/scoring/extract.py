@@ -35,7 +35,7 @@ def written(answer: str, kinds: Collection[str]) -> str:
     """Returns an answer as a completion in which each of these kinds finds it."""
     if "answer_tag" in kinds:
         answer = f"<answer>{answer}</answer>"
-    return f"```python\n{answer}\n```" if "code_block" in kinds else answer
+    return f"```python\n{answer}\n```" if "code_block" in kinds and not code_block(answer) else answer
 
 
 _EXTRACTORS: dict[str, Callable[[str], str]] = {

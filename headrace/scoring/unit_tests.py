@@ -92,7 +92,7 @@ def _score(code: str, given: Any, setup: str, entry_point: str, *, whole: bool) 
             return Failure("tests_unsupported", f"test {number}: {result.detail}")
         passed += not result.reason
         if result.reason and not first:
-            first = f"; test {number}: {result.reason}: {result.detail}"
+            first = f"; test {number}: {result.reason}: {' '.join(result.detail.split())}"
         if result.reason and (whole or result.reason in SLOW):
             break
     print(f"unit_tests: {passed} of {len(tests)} passed{first}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.sandbox.isolation import examine_isolation
-from headrace.sandbox.sandbox import Sandbox
+from headrace.sandbox.sandbox import Sandbox, SandboxLost
 from headrace.sandbox.sandbox_limits import SandboxLimits
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=20.0, memory=256 << 20, disk=2 << 20, files=8, output=10_000)
@@ -173,6 +174,12 @@ def descendants(pid: int) -> list[int]:
     return [one for child in below.split() for one in (int(child), *descendants(int(child)))]
 
 
+def makers() -> set[int]:
+    """The processes of this one that make calls."""
+    below = descendants(os.getpid())
+    return {pid for pid in below if not zombie(pid) and "zygote" in Path(f"/proc/{pid}/cmdline").read_text()}
+
+
 def zombie(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -180,10 +187,23 @@ def zombie(pid: int) -> bool:
         return True
 
 
-def test_a_process_that_makes_calls_may_die(sandbox):
-    own = Sandbox(LIMITS)
+def test_a_process_that_makes_calls_may_die():
+    own, before = Sandbox(LIMITS), makers()
     assert own.run("1").out == "1\n"
-    assert own.run("2").out == "2\n"
-    own.close()
+    (pid,) = makers() - before
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxLost, match="ended with exit code -9|could not be sent"):
+        own.run("2")
     assert own.run("3").out == "3\n"
     own.close()
+    assert own.run("4").out == "4\n"
+    own.close()
+
+
+def test_directories_are_removed_with_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = Sandbox(LIMITS)
+    assert own.run("open('x', 'w').write('y')").reason == ""
+    assert len(list(tmp_path.iterdir())) == 1
+    own.close()
+    assert list(tmp_path.iterdir()) == []

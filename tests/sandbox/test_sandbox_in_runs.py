@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +15,16 @@ from headrace.environments.workers.process import FunctionSettings
 from headrace.errors import ConfigError
 from headrace.sandbox.config import SandboxConfig
 from headrace.sandbox.isolation import KINDS, IsolationFound, isolation_problem
+from headrace.sandbox.sandbox import Sandbox
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.sandbox.tool import run_python
 from headrace.scoring.config import RewardConfig
+from headrace.scoring.extract import code_block
 from headrace.scoring.functions import FunctionScorer
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def episode(text: str) -> Episode:
@@ -102,3 +108,14 @@ def test_only_kinds_that_there_are_can_be_allowed():
 def test_the_doctor_names_each_kind():
     found = {one.what: one.state for one in sandbox_findings()}
     assert found == dict.fromkeys([*KINDS, "cpu", "disk"], "ok")
+
+
+def test_every_problem_of_the_recipe_is_solved_by_its_answer_and_by_nothing_else():
+    rows = [json.loads(line) for line in (ROOT / "recipes" / "code.jsonl").read_text().splitlines()]
+    own = Sandbox(LIMITS)
+    for row in rows:
+        tests, code = "\n".join(row["tests"]), code_block(row["answer"])
+        assert own.test(code, tests).reason == "", row
+        assert own.test(code.partition("\n")[0] + "\n    return", tests).reason == "failed", row
+    assert len({row["prompt"] for row in rows}) == len(rows) == 64
+    own.close()

@@ -214,6 +214,7 @@ def test_code_blocks():
     assert code_block("```python\nx = 1") == "x = 1"
     assert code_block(written("z = 3", {"code_block", "answer_tag"})).strip() == "<answer>z = 3</answer>"
     assert code_block(written("z = 3", {"code_block"})) == "z = 3\n"
+    assert written("```\nz = 3\n```", {"code_block"}) == "```\nz = 3\n```"
 
 
 def test_programs_that_take_long_may_not_cost_the_group():

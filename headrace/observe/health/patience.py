@@ -13,9 +13,20 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Waitable(Protocol):
+    """A child process: `subprocess.Popen`, or one that was forked (`orchestration/workers/launch/forked_process.py`)."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 Waited = Callable[[int], float]
 
 
@@ -81,7 +92,7 @@ async def within(asked: int, seconds: float, answer: Awaitable[T], waited: Waite
         task.cancel()
 
 
-def wait(process: subprocess.Popen[Any], seconds: float) -> int:
+def wait(process: Waitable, seconds: float) -> int:
     """Returns the exit code. Raises subprocess.TimeoutExpired as `Popen.wait` does. Blocks."""
     patience = Patience(process.pid, seconds)
     while True:

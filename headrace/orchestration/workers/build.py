@@ -10,9 +10,12 @@ from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
-from headrace.orchestration.workers.local import LocalLauncher
+from headrace.orchestration.workers.launch.clone import can_fork_for_parent
+from headrace.orchestration.workers.launch.forking import ForkLauncher
+from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
+from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.files import Files
@@ -35,18 +38,22 @@ def open_files(directory: Path) -> Transport:
 
 
 def open_launcher(logs: Path) -> Launcher:
-    """The launcher that runs take: child processes of the controller."""
-    return LocalLauncher(logs)
+    """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
+    process can use one that its parent has opened."""
+    return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+
+
+KINDS = {
+    "trainer": "headrace.trainer.step.trainer",
+    "engine": "headrace.engine.native.core",
+    "shared trainer": "headrace.trainer.shared.shared_trainer",
+}
+"""The module with the libraries of each kind of worker."""
 
 
 def preload(kind: str) -> None:
-    """Imports the worker's libraries before its start message arrives, while the controller starts the other worker."""
-    modules = {
-        "trainer": "headrace.trainer.step.trainer",
-        "engine": "headrace.engine.native.core",
-        "shared trainer": "headrace.trainer.shared.shared_trainer",
-    }
-    importlib.import_module(modules[kind])
+    """Imports a worker's libraries before its start message arrives, while the controller starts the other worker."""
+    importlib.import_module(KINDS[kind])
 
 
 def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:

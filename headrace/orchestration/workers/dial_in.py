@@ -32,7 +32,7 @@ import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.local import ChildProcess
+from headrace.orchestration.workers.launch.child import ChildProcess
 from headrace.orchestration.workers.wire import BEATS, HEAD, WorkerEnd, length_of
 from headrace.protocols import Heard, Job
 from headrace.types import Struct

@@ -25,6 +25,7 @@ from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
+from headrace.orchestration.workers.launch.child import CORES
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
@@ -44,7 +45,7 @@ def main() -> None:
     kind, how, where = sys.argv[1:4]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which ends its workers
     answer_signals()
-    if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
+    if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
     end = _reach_controller(kind, how, where)
     inbox: queue.Queue[Frame] = queue.Queue()

@@ -62,8 +62,10 @@ def restrict(private: str) -> None:
 
 
 def _python() -> Iterator[str]:
-    """The interpreter, its library and its packages. Not the whole prefix, which may be a home or /usr."""
-    kept = [path for path in sys.path if os.path.isabs(path) and path.startswith((sys.prefix, sys.base_prefix))]
+    """The interpreter, its library and its packages. Not the whole prefix, which may be a home or /usr, and no other directory that a
+    package of the user has added to `sys.path`."""
+    packages = ("/site-packages", "/dist-packages")
+    kept = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)) or path.endswith(packages)]
     yield from dict.fromkeys([*kept, os.path.join(sys.base_prefix, "lib"), os.path.join(sys.prefix, "lib")])
 
 

@@ -16,7 +16,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
-from headrace.orchestration.workers.local import LocalLauncher
+from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Heard, Job

@@ -21,7 +21,8 @@ from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
+from headrace.orchestration.workers.build import open_launcher
+from headrace.orchestration.workers.launch.local import LocalWorker
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job, Launcher
 from headrace.simulate.makers import request
@@ -97,7 +98,7 @@ async def sampled(engine: Engine) -> int:
 
 def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
+        async with opened(long_llama, open_launcher(tmp_path), context_length=LONG + 100) as (engine, _):
             whole = await engine.generate(request("whole", PROMPT, 20, seed=1, top_logprobs=2, return_mask=True))
             assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
             assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
@@ -166,7 +167,7 @@ def test_the_fake_is_controlled_alike() -> None:
 
 def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
+        async with opened(long_llama, open_launcher(tmp_path), context_length=LONG + 100) as (engine, _):
             alone = await engine.generate(request("alone", PROMPT, LONG, seed=1))
             plain = asyncio.ensure_future(engine.generate(request("plain", PROMPT, LONG, seed=1, prompt_logprobs=True)))
             fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=LONG, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
@@ -196,7 +197,7 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_
 
 def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(tiny_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(tiny_llama, LocalLauncher(tmp_path), context_length=256) as (engine, publish):
+        async with opened(tiny_llama, open_launcher(tmp_path), context_length=256) as (engine, publish):
             outputs: list[StepOutput] = []
             engine.listen(lambda told: outputs.append(msgspec.msgpack.decode(told, type=StepOutput)))
             running = [
@@ -239,7 +240,7 @@ def test_a_worker_shows_where_it_stands_when_it_is_asked(
     monkeypatch.setenv("HEADRACE_STACKS", str(stacks))
 
     async def go() -> None:
-        async with opened(tiny_llama, LocalLauncher(tmp_path)) as (engine, _):
+        async with opened(tiny_llama, open_launcher(tmp_path)) as (engine, _):
             os.kill(worker_of(engine).pid, signal.SIGUSR1)
 
             async def shown() -> bool:
