@@ -31,11 +31,17 @@ async def try_environment(
     return played
 
 
-def episode_lines(played: Played, text: str) -> Iterator[tuple[str, str]]:
-    """Yields the lines of the page. `text`: the tokens of the last turn's path, as the model is given them."""
+def episode_lines(played: Played, text: str, credit: str) -> Iterator[tuple[str, str]]:
+    """Yields the lines of the page. `text`: the tokens of the last turn's path, as the model is given them; `credit`: `algo.credit`."""
     turns, rewards = played.episode.turns, ", ".join(f"{name} = {value:g}" for name, value in played.rewards.items())
     given = ", ".join(f"{name} = {value:g}" for turn in played.turn_rewards for name, value in turn.items())
     yield "returned", f"{rewards or 'no reward of its own'}{f'; to turns: {given}' if given else ''}"
     cut = f", cut off at its limit of {played.episode.cut}" if played.episode.cut else ""
     yield "", f"for {turns[-1].completion.text!r:.60} as each reply, after {len(turns)} turn(s){cut}"
+    agents = dict.fromkeys(turn.agent or "the first" for turn in turns)
+    if len(agents) > 1:
+        sums = (
+            '. All share the sum of the rewards; algo.credit = "agent" gives each its own' if credit != "agent" else ""
+        )
+        yield "agents", f"{', '.join(agents)}{sums}"
     yield "the first turn", text

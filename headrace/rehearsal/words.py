@@ -25,6 +25,7 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ("loss", _loss(recipe)),
         ("anchor", _ANCHORS[recipe.old]),
         ("advantage", recipe.advantage + _penalties(algo)),
+        ("credit", f"every {algo.credit} of a group has its own advantage"),
         ("correction", _correction(recipe)),
         ("lag weight", _tuple(recipe.lag, {"constant": "none", "exponential": "decay", "trim": "maximum"})),
         (

@@ -272,6 +272,29 @@ def test_a_game_that_is_cut_off_has_no_result_unless_one_is_set() -> None:
     assert play(WrittenAgent(wrong), prompt="p", seed=6) == {"textarena": -0.5}
 
 
+def test_the_model_plays_both_players_of_a_game_for_two() -> None:
+    """The first wins: its row is 0, 1, 2. Each sees the other's moves and never what the other was told."""
+    play = open_textarena(settings("TicTacToe-v0"))
+    one, two = WrittenAgent("[0]", "[1]", "[2]"), WrittenAgent("[3]", "[4]")
+    agent = WrittenAgent(player_0=one, player_1=two)
+    assert play(agent, prompt="p", seed=3) == {}
+    assert (one.rewards, two.rewards, agent.heard) == ([("textarena", 1.0)], [("textarena", -1.0)], [])
+    first, second = (said[0]["content"] for said in two.heard)
+    assert "You are Player 1" in first and "You are Player 0" not in first and "Player 0 placed" in first
+    assert "Player 0 placed" in second and "You are Player 1" not in second, "what is new, and nothing else"
+
+
+def test_a_player_without_a_move_gets_no_reward_and_both_get_that_of_a_game_that_was_cut_off() -> None:
+    play = open_textarena(settings("TicTacToe-v0"))
+    one, two = WrittenAgent("hm", "hm", "hm"), WrittenAgent("[3]")
+    play(WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3)
+    assert one.rewards == [("textarena", -1.0)] and not two.heard and not two.rewards, "it lost by an invalid move"
+    cut = open_textarena(settings("TicTacToe-v0", unfinished=-0.5))
+    one, two = WrittenAgent("[0]"), WrittenAgent("[3]")
+    assert cut(WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3) == {}
+    assert one.rewards == two.rewards == [("textarena", -0.5)]
+
+
 class Dice(textarena.Env):
     """A game that says what it draws."""
 
@@ -289,19 +312,19 @@ def test_games_that_run_at_once_draw_their_own_random_numbers() -> None:
     """Two games in turns, with other draws in between, and the first alone: it says the same."""
 
     def played(game: Game, between: Callable[[], object]) -> list[str]:
-        said = [game.said()]
+        said = [game.said()[1]]
         for _ in range(3):
             between()
             assert not game.over("roll")
-            said.append(game.said())
+            said.append(game.said()[1])
         return said
 
-    alone, other = played(Game(Dice, 4), lambda: None), Game(Dice, 5)
-    again = played(Game(Dice, 5), lambda: None)
+    alone, other = played(Game(Dice, 4, 1), lambda: None), Game(Dice, 5, 1)
+    again = played(Game(Dice, 5, 1), lambda: None)
     python, numpy = zip(*(one.split() for one in alone[1:] + again[1:]), strict=True)
     assert len(set(python)) == len(set(numpy)) == 6, "they do draw, and each its own"
     state = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
-    assert played(Game(Dice, 4), lambda: other.over("roll")) == alone
+    assert played(Game(Dice, 4, 1), lambda: other.over("roll")) == alone
     after = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     assert after == state, "nor do they change what the process draws"
 
@@ -311,11 +334,7 @@ def test_games_that_run_at_once_draw_their_own_random_numbers() -> None:
     [
         (settings(), "environment.name is missing"),
         (settings("GuesTheNumber-v0"), "is no game of textarena; did you mean GuessTheNumber-v0"),
-        (
-            settings("TicTacToe-v0"),
-            "one player cannot play this game here: AssertionError: The number of players has to be 2",
-        ),
-        (settings("PublicGoodsGame-v0"), "ValueError: it is for several players"),
+        (settings("PublicGoodsGame-v0"), "with 2: ValueError: it is for another number of players"),
         (settings("ThreeCardMonte-v0"), "for a reward, which is not a number"),
         (settings("GuessTheNumber-v0", max_numbr=3), "unexpected keyword argument 'max_numbr'"),
         (settings("GuessTheNumber-v0", unfinished="no"), "unfinished = 'no' is not a number"),

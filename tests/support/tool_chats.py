@@ -128,8 +128,9 @@ class WrittenEngine:
 class WrittenAgent(BlockingAgent):
     """Replies in the same thread. It is at its limit after `limit` turns."""
 
-    def __init__(self, *says: str, seed: int = 0, limit: int | None = None) -> None:
-        self.seed = seed
+    def __init__(self, *says: str, seed: int = 0, limit: int | None = None, **roles: WrittenAgent) -> None:
+        """`roles`: its other agents, by their names with `_` for a blank."""
+        self.seed, self._written = seed, roles
         self._says, self._limit = iter(says), len(says) if limit is None else limit
         self.heard: list[list[dict[str, Any]]] = []
         """The messages of each turn that was asked for."""
@@ -140,6 +141,9 @@ class WrittenAgent(BlockingAgent):
         if len(self.heard) > self._limit:
             return AgentReply("", (), "limit", 0)
         return AgentReply(next(self._says), (), "stop", 1)
+
+    def role(self, name: str) -> WrittenAgent:
+        return self._written[name.replace(" ", "_")]
 
     def reward(self, name: str, value: float) -> None:
         self.rewards.append((name, value))

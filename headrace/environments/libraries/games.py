@@ -1,4 +1,5 @@
-"""Games of `textarena` for one player: the game's words are the messages, the model's turns are the moves.
+"""Games of `textarena` for one player or two: the game's words are the messages, the model's turns are the moves. With two players the
+model plays both, each with a conversation of its own that has only what that player sees.
 
 The interface is that of textarena 0.7 (https://github.com/LeonGuertler/TextArena): `make(id)`, `reset(num_players, seed)`,
 `get_observation()`, `step(action)`, `close()`. Its wrappers that write the whole history into one text are passed by: a conversation
@@ -56,19 +57,20 @@ class OwnDice:
 
 
 class Game:
-    """One game of one player."""
+    """One game."""
 
-    def __init__(self, make: Callable[[], Any], seed: int) -> None:
+    def __init__(self, make: Callable[[], Any], seed: int, players: int) -> None:
         self._dice = OwnDice(seed)
         with self._dice.rolled():
             self._game = make()
-            self._game.reset(num_players=1, seed=seed)
+            self._game.reset(num_players=players, seed=seed)
         self.inner = _inner(self._game)
 
-    def said(self) -> str:
-        """Returns what the game has said since the last call. The model's own moves are left out, which it has as its turns."""
+    def said(self) -> tuple[int, str]:
+        """Returns the player who is to move, and what that player has seen since its last move. Its own moves are left out, which it has as
+        its turns."""
         player, messages = self.inner.get_observation()
-        return "\n".join(str(text) for speaker, text, _ in messages if speaker != player) or SILENT
+        return player, "\n".join(str(text) for speaker, text, _ in messages if speaker != player) or SILENT
 
     def over(self, move: str) -> bool:
         """Makes a move, and returns whether the game is over. What is no move of the game is the game's affair."""
@@ -76,10 +78,10 @@ class Game:
             over, _ = self._game.step(move)
         return bool(over)
 
-    def result(self) -> float:
-        """Returns the player's reward. Raises ValueError if the game has none."""
+    def result(self, player: int) -> float:
+        """Returns the player's reward, of a game that is over. Raises ValueError if the game has none."""
         rewards, _ = self._game.close()
-        reward = rewards.get(0) if isinstance(rewards, dict) else None
+        reward = rewards.get(player) if isinstance(rewards, dict) else None
         if not isinstance(reward, (int, float)):
             raise ValueError(f"the game has ended with {reward!r:.60} for a reward, which is not a number")
         return float(reward)
@@ -88,33 +90,39 @@ class Game:
 def open_textarena(settings: LibrarySettings) -> Callable[..., Any]:
     """Returns the function that plays a rollout with the game `settings.name`. Its first position follows from the column `seed`.
 
-    Raises ConfigError if textarena is not installed, has no such game, or the game cannot be started or is not for one player."""
-    make, unfinished = _made_by(settings)
+    Raises ConfigError if textarena is not installed, has no such game, or the game cannot be started or is for more than two players."""
+    make, players, unfinished = _made_by(settings)
 
     def textarena(agent: BlockingAgent, seed: int | None = None, **columns: Any) -> dict[str, float]:
-        """Returns the result of the game."""
+        """Returns the result of a game of one player. The rewards of two are those of their roles."""
         if seed is None:
             raise ValueError(f'environment.kind = "{KIND}" needs prompts with a column seed: set task.kind = "seeds"')
-        game, over = Game(make, seed), False
+        game, moved, over = Game(make, seed, players), dict[int, BlockingAgent](), False
         while not over:
-            reply = agent.chat(game.said())
+            player, said = game.said()
+            mover = moved.get(player) or (agent if players == 1 else agent.role(f"player {player}"))
+            reply = mover.chat(said)
             if reply.stop == "limit":
                 break
+            moved[player] = mover
             over = game.over(reply.text)
-        if over:
-            return {KIND: game.result()}
-        if unfinished is None:
+        if not over and unfinished is None:
             raise RuntimeError(
                 "the game was cut off at environment.max_turns or environment.max_tokens before it had a result: raise them, or set the "
                 f"reward of such games, environment.options.{UNFINISHED}"
             )
-        return {KIND: unfinished}
+        results = {player: game.result(player) if over else unfinished or 0.0 for player in moved}
+        if players == 1:
+            return {KIND: results.get(0, unfinished or 0.0)}
+        for player, mover in moved.items():
+            mover.reward(KIND, results[player])
+        return {}
 
     return textarena
 
 
-def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], float | None]:
-    """Returns what makes a game, and the reward of one that was cut off."""
+def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], int, float | None]:
+    """Returns what makes a game, the number of its players, and the reward of one that was cut off."""
     try:
         import textarena
         from textarena.envs.registration import ENV_REGISTRY
@@ -135,29 +143,32 @@ def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], float | None
     def make() -> Any:
         return textarena.make(settings.name, **options)
 
-    try:
-        _try(make)
-    except Exception as error:  # the games check with assert, and each has its own errors
-        words = next((line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))), "")
-        raise ConfigError(
-            f"environment.name = {settings.name}: one player cannot play this game here: {type(error).__name__}: {words}; name another game, "
-            "or give it what it asks for"
-        ) from None
-    return make, None if unfinished is None else float(unfinished)
+    from textarena import SinglePlayerState, TwoPlayerState
+
+    said = []
+    for players, state in enumerate((SinglePlayerState, TwoPlayerState), 1):
+        try:
+            _try(make, players, state)
+            return make, players, None if unfinished is None else float(unfinished)
+        except Exception as error:  # the games check with assert, and each has its own errors
+            words = next((line.strip() for line in str(error).splitlines() if any(map(str.isalnum, line))), "")
+            said.append(f"with {players}: {type(error).__name__}: {words}")
+    raise ConfigError(
+        f"environment.name = {settings.name}: neither one player nor two can play this game here ({'; '.join(said)}); name another game, or "
+        "give it what it asks for"
+    )
 
 
-def _try(make: Callable[[], Any]) -> None:
-    """Plays a game with moves that are none. Raises what the game raises, and ValueError if it is for several players or its result
-    is not a number: some games of textarena 0.7.4 confuse reward and reason of an invalid move."""
-    from textarena import SinglePlayerState
-
-    game = Game(make, 0)
-    if not isinstance(game.inner.state, SinglePlayerState):
-        raise ValueError("it is for several players")
+def _try(make: Callable[[], Any], players: int, state: type) -> None:
+    """Plays a game with moves that are none. Raises what the game raises, and ValueError if it is for another number of players or its
+    result is not a number: some games of textarena 0.7.4 confuse reward and reason of an invalid move."""
+    game = Game(make, 0, players)
+    if not isinstance(game.inner.state, state):
+        raise ValueError("it is for another number of players")
     for _ in range(TRIED_MOVES):
-        game.said()
+        player, _ = game.said()
         if game.over("no move"):
-            game.result()
+            game.result(player)
             return
 
 

@@ -225,7 +225,11 @@ async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) 
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     first = encoder.written(played.episode.turns[0].context)
     remarks = [("", remark) for remark in kind.remarks()]
-    return played.episode, [*episode_lines(played, first), *remarks, *(("it printed", line) for line in printed[:3])]
+    return played.episode, [
+        *episode_lines(played, first, config.algo.credit),
+        *remarks,
+        *(("it printed", line) for line in printed[:3]),
+    ]
 
 
 async def _reward(

@@ -1,0 +1,66 @@
+"""A whole run with a curriculum over several epochs of few rows: killed with SIGKILL twice, it draws what its journal says."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace.config import dump_config, read_config
+from headrace.curriculum.chooser import open_curriculum
+from headrace.durable.journal import DrawnRecord, count_steps, read_journal
+from headrace.models.chat import ChatEncoder
+from headrace.observe.facts import PromptChosen
+from headrace.observe.records import read_metrics
+from headrace.orchestration.build import build_task
+
+STEPS, PATIENCE = 9, 600.0
+
+REWARD = "def has_e(completions, **columns): return [float('e' in text) for text in completions]\n"
+
+
+def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
+    """Kills the controller when its journal has so many steps."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + PATIENCE
+    while process.poll() is None and count_steps(run_dir) < steps:
+        assert time.monotonic() < until, "the run makes no step"
+        time.sleep(0.02)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("kind", ["contrast", pytest.param("pools", marks=pytest.mark.slow)])
+def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(tmp_path: Path, tiny_llama: Path, kind: str):
+    settings = tiny_config(tmp_path, tiny_llama, train={"steps": STEPS}, curriculum={"kind": kind, "candidates": 3})
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1?"}) for i in range(9)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings["task"]["held_out"], settings["reward"]["function"] = 2, f"{tmp_path / 'reward.py'}:has_e"
+    settings["rollout"]["group_size"] = 3
+    config = read_config(settings)
+    path, run_dir = tmp_path / "tiny.toml", config.run_dir
+    path.write_text(dump_config(config))
+    headrace = [sys.executable, "-m", "headrace", "train"]
+    killed_after([*headrace, str(path)], run_dir, 3)
+    killed_after([*headrace, "--resume", str(run_dir)], run_dir, 6)
+    done = subprocess.run([*headrace, "--resume", str(run_dir)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
+    reader = open_curriculum(task, config.curriculum, config.seed, config.rollout.group_size)
+    drawn = []
+    for record in read_journal(run_dir):
+        if isinstance(record, DrawnRecord):
+            prompt, choice = reader.draw(record.ticket)
+            assert prompt == record.prompt, f"ticket {record.ticket}"
+            drawn.append((record.ticket, choice))
+        reader.count(record)
+    assert int(prompt.id.split("/")[1]) > 1, "several epochs"
+    facts = {fact.ticket: fact.choice for fact in read_metrics(run_dir) if isinstance(fact, PromptChosen)}
+    assert set(facts) <= dict(drawn).keys() and len(facts) >= len(drawn) - 4, "a kill may cost the last facts"
