@@ -211,17 +211,18 @@ class Slow(Model):
 
 
 def test_a_client_that_leaves_takes_its_turn_with_it(tmp_path: Path) -> None:
-    model = Slow(encoder_of(tmp_path, tool_chats.PLAIN), ["", "so<|im_end|>"])
+    model = Slow(encoder_of(tmp_path, tool_chats.PLAIN), ["", "so<|im_end|>", "yes<|im_end|>"])
 
     async def case(asks: Asks) -> None:
         with pytest.raises(openai.APITimeoutError):
             await asks.chat(user("?"), timeout=0.3)
         while asks.rollout.asking:
             await asyncio.sleep(0.01)
-        assert (await asks.said(user("?"))).content == "so"
+        reply = await asks.said(user("?"))
+        assert reply.content == "so" and (await asks.said(user("?"), reply, user("!"))).content == "yes"
 
     found = played(model, case)
-    assert model.cancelled == 1 and parents(found) == [()], "the turn that was sampled"
+    assert model.cancelled == 1 and parents(found) == [(), (0,)], "the turns that were sampled"
     check_rows(found, model)
 
 

@@ -50,7 +50,6 @@ class GatewayRollout:
                 raise RolloutOver("its agent has ended") from None
             raise
         finally:
-            task.cancel()
             self._working.discard(task)
             self.changed.set()
 
