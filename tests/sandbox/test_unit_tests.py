@@ -117,11 +117,18 @@ def test_a_test_that_catches_everything_does_not_pass_for_code_that_ended(sandbo
 
 
 def test_the_code_never_has_the_test_in_its_memory(sandbox):
-    """It looks through all that it can reach, in the second call of the process as well."""
-    code = (
-        "import gc\ndef seek():\n    word = ''.join(['ANSW', 'ER'])\n"
-        "    return [x for x in gc.get_objects() if isinstance(x, (str, dict, tuple, list)) and word in str(x) and 'gc.get_objects' not in str(x)] != []"
-    )
+    """It looks through all objects and all frames that it can reach, in the second call of the process as well."""
+    code = """
+import gc, sys
+def seek():
+    word = "".join(["ANSW", "ER"])
+    reached, frame = gc.get_objects(), sys._getframe().f_back
+    while frame:
+        for value in frame.f_locals.values():
+            reached += [value, getattr(value, "__dict__", None)]
+        frame = frame.f_back
+    return [1 for one in reached if isinstance(one, (str, dict, tuple, list)) and word in str(one)] != []
+"""
     for _ in range(2):
         result = sandbox.test(code, "answer = 'ANSWER'\nassert seek() is False")
         assert result.reason == "", result
