@@ -169,6 +169,8 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     }
     expected = f"about {duration(found.seconds)} of {duration(60 * config.train.minutes)}"
     each = f"{found.step_seconds:.3g} s a step and {found.evaluation_seconds:.3g} s an evaluation"
+    if config.environment.limits.turns > 1:  # nobody knows how many there will be
+        each += ", if a rollout had one turn; the first steps will correct it"
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save}
     notes = () if found.fits else (too_slow(config, found),)
     config = _planned(config, values, f"{found.of(wish)}: {expected}, {each}{share.words}", kept)

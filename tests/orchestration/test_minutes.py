@@ -185,6 +185,11 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     assert fitted.config.chosen.wishes["staleness.groups_per_step"] == 8
     one = allowance_of(fitted.config)
     assert one is not None and (one.end, one.most, one.steps) == (120.0, 60, fitted.config.train.steps)
+    assert "one turn" not in fitted.config.chosen.why["minutes"]
+    game = dataclasses.replace(config.environment, kind="textarena", name="Nim-v0", max_turns=8)
+    turns = dataclasses.replace(settled, config=dataclasses.replace(settled.config, environment=game))
+    said = fit_minutes(turns, share_of(2, 0, 0), 10**8, 46).config.chosen.why["minutes"]
+    assert "if a rollout had one turn; the first steps will correct it" in said
     busy = fit_minutes(settled, share_of(2, 30, 0), 10**8, 46)
     assert (
         "too short for this machine" in busy.notes[0]
