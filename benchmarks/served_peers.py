@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
     model, ports = resolve_model(given.model), {"headrace": free_port(), "vllm": free_port()}
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
