@@ -73,7 +73,7 @@ def _no_contrast(state: RunState) -> str | None:
     mean = state.fates.of["no_contrast"].rewards.mean
     known = f" (their mean is {number(mean)})" if mean is not None else ""
     return (
-        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: {_choice(state)}choose easier or harder prompts, "
+        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, "
         "give partial rewards, or raise rollout.group_size"
     )
 
@@ -86,10 +86,6 @@ def _never_again(state: RunState) -> str | None:
         f"{chosen.drawn['new']:,} of {chosen.draws:,} draws were of prompts that had not been drawn before, of which a curriculum knows "
         'nothing: set curriculum.kind = "uniform", or train on fewer prompts for more epochs'
     )
-
-
-def _choice(state: RunState) -> str:
-    return "" if state.choices.draws else 'set curriculum.kind = "pools" if prompts come back, '
 
 
 def _discarded(state: RunState) -> str | None:
