@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import of, tiny_config
+from server_processes import alive
+from tiny_run import kill_after_a_step, of, tiny_config
 
 import headrace
 from headrace.config import load_config
-from headrace.durable.journal import count_steps, read_steps
+from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.observe.facts import Evaluated, GroupEnded
 from headrace.orchestration.runs.rehearse import rehearse
@@ -96,28 +94,15 @@ def test_an_evaluation_is_played_too(tiny_llama: Path, tmp_path: Path) -> None:
     assert measured.prompts == 3 and not measured.failures and 0 <= measured.reward_mean <= 1.2
 
 
-CHILD = """
-import json, sys, headrace
-headrace.train(json.loads(sys.argv[1]))
-"""
-
-
 def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    kill_after_a_step(config, directory)
     deadline = time.monotonic() + 400
-    try:
-        while not count_steps_of(directory) and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert child.poll() is None, "it ended before it was killed"
-    finally:
-        child.kill()
-        child.wait()
     first = [line.split() for line in log.read_text().splitlines()]
-    while any(alive(pid) for pid, _ in first) and time.monotonic() < deadline:
+    while any(alive(int(pid)) for pid, _ in first) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(alive(pid) for pid, _ in first), "its processes end with it"
+    assert not any(alive(int(pid)) for pid, _ in first), "its processes end with it"
     assert headrace.train(resume=directory).reason == "finished"
     again = [line.split()[1] for line in log.read_text().splitlines()[len(first) :]]
     assert {seed for _, seed in first} & set(again), "no episode was under way: kill it at another moment"
@@ -126,17 +111,6 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, 
     for one in (one for step in steps for group in step.groups for one in group.scored):
         said, more = one.episode.turns
         assert more.messages[0]["content"] == f"{len(said.completion.text)}?" and more.parents == (0,)
-
-
-def count_steps_of(directory: Path) -> int:
-    return count_steps(directory) if (directory / "journal.jsonl").is_file() else 0
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_rehearsal_plays_an_episode(tiny_llama: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import textwrap
 from collections.abc import Callable
@@ -13,20 +12,19 @@ import numpy as np
 import pytest
 import textarena
 import tool_chats
-from tool_chats import WrittenAgent, WrittenEngine
+from tool_chats import WrittenAgent, play_said
 
 from headrace.config import load_config
 from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
 from headrace.environments.libraries.attempts import open_reasoning_gym
 from headrace.environments.libraries.games import Game, open_textarena
 from headrace.environments.libraries.gym import open_gym
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played, roll_out
+from headrace.rollouts.episodes import Played
 from headrace.tasks.reasoning_gym import columns_of
-from headrace.types import Failure, Prompt
+from headrace.types import Failure
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +34,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
 
 def settings(name: str = "", max_turns: int = 8, **options: Any) -> LibrarySettings:
     return LibrarySettings(name, options, max_turns)
-
-
-def play_all(
-    encoder: ChatEncoder, config: EnvironmentConfig, rollouts: list[tuple[dict[str, Any], tuple[str, ...]]]
-) -> list[Played | Failure]:
-    """Rollouts of prompts with these columns and replies, at once in one process."""
-
-    async def main() -> list[Played | Failure]:
-        kind = open_function(config, encoder, system="", log=None)
-        try:
-            each = await asyncio.gather(
-                *(
-                    roll_out(
-                        kind, Prompt(f"p{i}", "go", (1,), given), [i], ask=WrittenEngine(*says), decode=encoder.decode
-                    )
-                    for i, (given, says) in enumerate(rollouts)
-                )
-            )
-            return [one for (one,) in each]
-        finally:
-            await kind.close()
-
-    return asyncio.run(main())
 
 
 # --- environments with the methods of skyrl-gym's ---------------------------------------------------------------------------
@@ -158,7 +133,7 @@ def test_an_environment_that_fails_ends_its_own_rollout(counter: Path, encoder: 
     failing = [({"target": 2, "how": how, "mark": str(mark)}, ("1<|im_end|>",)) for how, mark in marks.items()]
     rollouts = [right, *failing, right]
     config = EnvironmentConfig(kind="gym", name=f"{counter}:Counter", workers=1)
-    first, *found, last = play_all(encoder, config, rollouts)
+    first, *found, last = play_said(encoder, config, rollouts)
     for one in (first, last):
         assert isinstance(one, Played) and one.turn_rewards == ({"gym": 0.5}, {"gym": 0.5}), one
         assert [turn.messages[-1]["content"] for turn in one.episode.turns] == ["count to 2", "1 it is"]
@@ -190,7 +165,7 @@ def test_environments_of_skyrl_gym(encoder: ChatEncoder) -> None:
     row = {"reward_spec": {"ground_truth": "72"}, "extra_info": {}}
     config = EnvironmentConfig(kind="gym", name="gsm8k_multi_turn", max_turns=3, workers=1)
     says = ("70 or so<|im_end|>", "#### 71<|im_end|>", "#### 72<|im_end|>")
-    (found,) = play_all(encoder, config, [(row, says)])
+    (found,) = play_said(encoder, config, [(row, says)])
     assert isinstance(found, Played), found
     rewards = [one.get("gym") for one in found.turn_rewards]
     assert rewards == [0.0, pytest.approx(0.2 / 3), 1.0], "max_turns is the run's"
@@ -358,7 +333,7 @@ def test_games_in_a_process_of_environments(encoder: ChatEncoder) -> None:
     rollouts: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"seed": seed}, (f"[{number}]<|im_end|>",)) for number, seed in right
     ]
-    found = play_all(encoder, config, [*rollouts, ({}, ("[1]<|im_end|>",))])
+    found = play_said(encoder, config, [*rollouts, ({}, ("[1]<|im_end|>",))])
     for one in found[:-1]:
         assert isinstance(one, Played) and one.rewards == {"textarena": 1.0} and len(one.episode.turns) == 1, one
     assert isinstance(found[-1], Failure) and found[-1].reason == "environment_raised"

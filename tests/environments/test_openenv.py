@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 import tool_chats
-from tool_chats import WrittenEngine
+from tool_chats import play_said
 from websockets.asyncio.server import ServerConnection, serve
 
 from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
 from headrace.environments.libraries.openenv import open_openenv
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played, roll_out
-from headrace.types import Failure, Prompt
+from headrace.rollouts.episodes import Played
+from headrace.types import Failure
 
 PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON", "")
 """An interpreter with openenv, which is no package of ours: it brings sixty others."""
@@ -103,29 +102,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
     return ChatEncoder(tool_chats.save_tokenizer(tmp_path_factory.mktemp("tokens"), tool_chats.HERMES))
 
 
-def play_all(
-    encoder: ChatEncoder, config: EnvironmentConfig, rollouts: list[tuple[dict[str, Any], tuple[str, ...]]]
-) -> list[Played | Failure]:
-    """Rollouts of prompts with these columns and replies, at once in one process."""
-
-    async def main() -> list[Played | Failure]:
-        kind = open_function(config, encoder, system="", log=None)
-        try:
-            each = await asyncio.gather(
-                *(
-                    roll_out(
-                        kind, Prompt(f"p{i}", "-", (1,), given), [i], ask=WrittenEngine(*says), decode=encoder.decode
-                    )
-                    for i, (given, says) in enumerate(rollouts)
-                )
-            )
-            return [one for (one,) in each]
-        finally:
-            await kind.close()
-
-    return asyncio.run(main())
-
-
 def test_rollouts_are_sessions_of_a_server(countdown: Countdown, encoder: ChatEncoder) -> None:
     """Twelve at once, though the server takes two: the others wait, and nothing fails but what fails."""
     options = {"action": "answer", "observation": "prompt"}
@@ -137,7 +113,7 @@ def test_rollouts_are_sessions_of_a_server(countdown: Countdown, encoder: ChatEn
         "garble": "the server answered [] to a step",
     }
     failing = [({"seed": 13}, (f"{says}<|im_end|>",)) for says in wrong]
-    found = play_all(encoder, config, [*[right] * 10, *failing])
+    found = play_said(encoder, config, [*[right] * 10, *failing])
     for one in found[:10]:
         assert isinstance(one, Played) and one.turn_rewards == ({"openenv": 1.0}, {"openenv": 0.0}), one
         assert [turn.messages[0]["content"] for turn in one.episode.turns] == ["count down from 2", "on"]
@@ -152,7 +128,7 @@ def test_a_rollout_without_a_seed_has_its_own_and_one_without_a_turn_has_no_rewa
     config = EnvironmentConfig(kind="openenv", name=countdown.url, options={"action": "answer"}, workers=1)
     said = ("0<|im_end|>",)
     countdown.resets.clear()
-    none, first, over = play_all(encoder, config, [({"seed": 19}, said), ({}, said), ({"seed": 11}, said)])
+    none, first, over = play_said(encoder, config, [({"seed": 19}, said), ({}, said), ({"seed": 11}, said)])
     assert isinstance(none, Failure) and (none.reason, "no reward" in none.detail) == ("environment_reward", True)
     assert isinstance(first, Played) and [
         one["seed"] for one in countdown.resets if one["seed"] not in (0, 19, 11)
@@ -166,7 +142,7 @@ def test_a_rollout_without_a_seed_has_its_own_and_one_without_a_turn_has_no_rewa
 
 def test_a_wrong_field_of_the_action_is_named(countdown: Countdown, encoder: ChatEncoder) -> None:
     config = EnvironmentConfig(kind="openenv", name=countdown.url, workers=1)
-    (found,) = play_all(encoder, config, [({"seed": 12}, ("1<|im_end|>",))])
+    (found,) = play_said(encoder, config, [({"seed": 12}, ("1<|im_end|>",))])
     assert isinstance(found, Failure)
     assert "the server refused a step: no field answer (VALIDATION_ERROR)" in found.detail
 
@@ -247,7 +223,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
 )
 def test_a_real_server(echo: str, encoder: ChatEncoder) -> None:
     config = EnvironmentConfig(kind="openenv", name=echo, options={"observation": "echoed"}, workers=1)
-    found = play_all(encoder, config, [({"seed": seed}, ("hello<|im_end|>", "you<|im_end|>")) for seed in range(8)])
+    found = play_said(encoder, config, [({"seed": seed}, ("hello<|im_end|>", "you<|im_end|>")) for seed in range(8)])
     for seed, one in enumerate(found):
         assert isinstance(one, Played) and one.turn_rewards == ({"openenv": 0.5}, {"openenv": 0.3}), one
         assert [turn.messages[0]["content"] for turn in one.episode.turns] == [f"seed {seed}", "HELLO"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_processes import config_for, serving, vllm
-from tiny_run import of, tiny_config
+from server_processes import alive, config_for, serving, vllm
+from tiny_run import kill_after_a_step, of, tiny_config
 
 import headrace
-from headrace.durable.journal import count_steps, read_steps
+from headrace.durable.journal import read_steps
 from headrace.observe.facts import Evaluated, GroupEnded
 
 AGENT = """
@@ -108,26 +106,15 @@ def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_p
     assert "half of them fail" in (directory / "logs" / "environment.log").read_text()
 
 
-CHILD = """
-import json, sys, headrace
-headrace.train(json.loads(sys.argv[1]))
-"""
-
-
 def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    kill_after_a_step(config, directory)
     deadline = time.monotonic() + 400
-    try:
-        while not steps_of(directory) and child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert child.poll() is None, "it ended before it was killed"
-    finally:
-        child.kill()
-        child.wait()
     first = [line.split() for line in log.read_text().splitlines()]
-    while (left := [one for one in first if alive(one[0]) or Path(one[2]).exists()]) and time.monotonic() < deadline:
+    while (
+        left := [one for one in first if alive(int(one[0])) or Path(one[2]).exists()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, "agents and their directories end with the run"
     assert headrace.train(resume=directory).reason == "finished"
@@ -138,14 +125,3 @@ def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Pa
     assert not any(fact.lost_tokens for fact in of(directory, GroupEnded)), "the agent asked for the same turns"
     for one in (one for step in steps for group in step.groups for one in group.scored):
         assert one.episode.turns[1].parents == (0,)
-
-
-def steps_of(directory: Path) -> int:
-    return count_steps(directory) if (directory / "journal.jsonl").is_file() else 0
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headrace.durable.journal import count_steps
 from headrace.observe.records import read_metrics
 
 Config = dict[str, Any]
@@ -89,3 +90,22 @@ def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.
     thread = threading.Thread(target=watch)
     thread.start()
     return thread
+
+
+_CHILD = """
+import json, sys, headrace
+headrace.train(json.loads(sys.argv[1]))
+"""
+
+
+def kill_after_a_step(config: Config, directory: Path) -> None:
+    """Runs it in a process of its own, and kills that with SIGKILL as soon as its journal has a step."""
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    deadline, journal = time.monotonic() + 400, directory / "journal.jsonl"
+    try:
+        while not (journal.is_file() and count_steps(directory)):
+            assert child.poll() is None and time.monotonic() < deadline, "it ended before it was killed"
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()

@@ -164,9 +164,19 @@ def play_all(
 ) -> list[Played | Failure]:
     """Rollouts of prompts with these columns, at once in one process (and more, where one is alone). `pids` gets the processes at the end."""
     settings = EnvironmentConfig(**{"function": f"{env}:{function}", "workers": 1, **config})
+    return play_kind(settings, encoder, rollouts, pids)
+
+
+def play_kind(
+    config: EnvironmentConfig,
+    encoder: ChatEncoder,
+    rollouts: Sequence[tuple[dict[str, Any], WrittenEngine]],
+    pids: list[int] | None = None,
+) -> list[Played | Failure]:
+    """The same with any environment that is played in processes."""
 
     async def main() -> list[Played | Failure]:
-        kind = open_function(settings, encoder, system="", log=None)
+        kind = open_function(config, encoder, system="", log=None)
         try:
             each = await asyncio.gather(
                 *(
@@ -181,6 +191,13 @@ def play_all(
             await kind.close()
 
     return asyncio.run(main())
+
+
+def play_said(
+    encoder: ChatEncoder, config: EnvironmentConfig, rollouts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
+) -> list[Played | Failure]:
+    """Rollouts of prompts with these columns and replies."""
+    return play_kind(config, encoder, [(given, WrittenEngine(*says)) for given, says in rollouts])
 
 
 def pool_of(kind: EnvironmentKind) -> Any:
