@@ -37,7 +37,8 @@ class EnvironmentConfig:
     `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
-    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
+    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
+    class whose `step(agent, reply)` returns what the model reads next."""
     command: tuple[str, ...] = ()
     """process: the command that plays a rollout, as a list of words or as one text. It reads the prompt and the columns
     of the row as JSON from its input, and the last line that it prints is its reward."""
@@ -60,10 +61,13 @@ class EnvironmentConfig:
     tools: ToolPlace = "template"
     """The place where tools are described to the model. template: the model's chat template writes them, and chooses
     the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
-    resumes: Resumes = "replayed"
-    """How a rollout goes on when the run was killed: the function is called again, and a turn that was sampled after the
-    same tokens is not sampled again. replayed: it is expected to ask for the same turns, and the run warns if it does not.
-    restarted: it may ask for others."""
+    resumes: Resumes | Literal["auto"] = "auto"
+    """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
+    auto: exported for a class with `export_state` and `restore`, else replayed.
+    exported: the state that the class exported with the last turn is restored, and the rollout goes on in that turn.
+    stateless: the same for a class without a state of its own. No tool call that was finished is made again.
+    replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
+    restarted: it is called again, and may ask for others."""
     workers: int = Field(default=2, gt=0)
     """Number of processes that play rollouts. Each plays many at once: async functions in one event loop, others in a
     thread each."""

@@ -46,6 +46,8 @@ class Case(Struct, frozen=True):
     """The rewards of every `stragglers`-th prompt come so late that all other groups could overtake its group. 0 for none."""
     turns: int = 1
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
+    resumes: Literal["replayed", "exported"] = "replayed"
+    """How an environment of several turns goes on after a kill."""
     members: int = 1
     """Engines; more than one are a fleet."""
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"

@@ -198,6 +198,7 @@ async def join(
     def begin() -> BuiltRun:
         storage.begin(restored.outlived)
         pools.engine.listen(storage.passes.write)
+        restored.notebook.listen(storage.passes.note)
         return _built(
             config,
             prepared,

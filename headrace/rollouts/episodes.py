@@ -1,8 +1,9 @@
 """One prompt -> G episodes: environments ask for turns, the engine samples them, and whatever fails is data with a reason.
 
-Nothing of an environment is saved. When a run is resumed, the environment of each rollout that was under way is made again, and asks for
-its turns again: a turn whose request has the same name was sampled already, so that it costs nothing. The name contains a digest of
-all tokens before the turn (`name_of_turn`), so that what was recorded is used for no other context than its own.
+When a run is resumed, the environment of each rollout that was under way is made again, and asks for its turns again: a turn whose
+request has the same name was sampled already, so that it costs nothing. The name contains a digest of all tokens before the turn
+(`name_of_turn`), so that what was recorded is used for no other context than its own. An environment that exports its state finds it
+among its notes (`notebook.py`), and goes on from there; nothing else of an environment is saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import xxhash
 
 from headrace.playing import EnvironmentKind
 from headrace.rollout_key import RolloutKey
+from headrace.rollouts.notebook import Page
 from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
 from headrace.types import Failure, Prompt, Scored
 
@@ -27,10 +29,22 @@ def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "
 
 
 async def roll_out(
-    kind: EnvironmentKind, prompt: Prompt, seeds: Sequence[int], *, ask: Ask, decode: Decode, room: Room = ENDLESS
+    kind: EnvironmentKind,
+    prompt: Prompt,
+    seeds: Sequence[int],
+    *,
+    ask: Ask,
+    decode: Decode,
+    room: Room = ENDLESS,
+    pages: Sequence[Page] = (),
 ) -> list[Played | Failure]:
-    """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get."""
-    agents = [RolloutSession(rollout, ask, decode, limits=kind.limits, room=room) for rollout in range(len(seeds))]
+    """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get. `pages`: their notes, which are
+    not saved unless they are given."""
+    pages = pages or [Page() for _ in seeds]
+    agents = [
+        RolloutSession(rollout, ask, decode, limits=kind.limits, room=room, page=page)
+        for rollout, page in enumerate(pages)
+    ]
     return await asyncio.gather(
         *(agent.play(kind.make, prompt, seed) for agent, seed in zip(agents, seeds, strict=True))
     )

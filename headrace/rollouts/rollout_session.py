@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits
+from headrace.rollouts.notebook import Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
 
@@ -70,7 +71,18 @@ class Played:
 class RolloutSession:
     """Protocol `Agent`."""
 
-    def __init__(self, rollout: int, ask: Ask, decode: Decode, *, limits: Limits, room: Room = ENDLESS) -> None:
+    def __init__(
+        self,
+        rollout: int,
+        ask: Ask,
+        decode: Decode,
+        *,
+        limits: Limits,
+        room: Room = ENDLESS,
+        page: Page | None = None,
+    ) -> None:
+        """`page`: the notes of its environment."""
+        self._page = page or Page()
         self._rollout, self._ask, self._decode, self._limits = rollout, ask, decode, limits
         self._longest = min(limits.tokens or room.context, room.context) - room.turn
         """The most tokens that a turn may come after."""
@@ -148,6 +160,13 @@ class RolloutSession:
         else:
             given = self._rewards[max(self._turns) if of is None else self._number(of)]
             given[name] = given.get(name, 0.0) + float(value)
+
+    @property
+    def kept(self) -> tuple[bytes, ...]:
+        return self._page.kept
+
+    def keep(self, note: bytes) -> None:
+        self._page.keep(note)
 
     def again(self) -> None:
         self._begin()

@@ -105,6 +105,7 @@ class Rolling:
             )
             self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget_group(ticket)
+        self._parts.notebook.forget_group(ticket)
 
     def _judge(self, rolled: Rolled) -> None:
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
@@ -135,6 +136,7 @@ class Rolling:
                 ask=ask,
                 decode=parts.decode,
                 room=Room(room, rollout.max_tokens),
+                pages=[parts.notebook.page(ticket, rollout) for rollout in range(rollout.group_size)],
             )
         played = [result for result in results if isinstance(result, Played)]
         episodes = [one.episode for one in played]
@@ -150,11 +152,11 @@ class Rolling:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
         parts = self._parts
         lost = sum(len(one.tokens) for one in parts.interrupts.unused(ticket).values())
-        if lost and parts.environment.resumes == "replayed" and not self._diverged:
+        if lost and parts.environment.resumes != "restarted" and not self._diverged:
             self._diverged = True
             parts.telemetry.warn(
-                f"an environment that declares that it can be replayed asked for other turns than before the run was killed (ticket {ticket}), so "
-                f"{lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
+                f'an environment that declares resumes="{parts.environment.resumes}" asked for other turns than before the run was killed (ticket '
+                f"{ticket}), so {lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
                 'declare resumes="restarted"'
             )
         return lost
