@@ -38,7 +38,7 @@ class Agent(Protocol):
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
     def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
-        """Returns the limit (`turns` or `tokens`) that a turn after this context would exceed; empty if it may be asked for. Once it has
+        """Returns the limit (`turns`, `tokens` or `seconds`) that a turn after this context would exceed; empty if it may be asked for. Once it has
         returned a limit the episode counts as cut off, and no more turns can be had."""
 
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:
@@ -83,6 +83,8 @@ class Limits:
     """Total time that the environment itself may take between its turns. 0 sets no limit."""
     tokens: int = 0
     """The most tokens of a path of the episode: prompt, completions and what lies between them. 0: the engine's context."""
+    whole: float = 0.0
+    """Seconds since its begin, sampling included, after which the episode is cut off at its next turn. 0 sets no limit."""
 
 
 async def _nothing_to_close() -> None:

@@ -247,7 +247,7 @@ class Episode(Struct, frozen=True):
 
     turns: tuple[Turn, ...]
     cut: str = ""
-    """The limit at which the episode was cut off: `turns` or `tokens`. Empty if its environment ended it."""
+    """The limit at which the episode was cut off: `turns`, `tokens` or `seconds`. Empty if its environment ended it."""
 
     @property
     def last(self) -> Completion:

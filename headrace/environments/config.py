@@ -18,7 +18,7 @@ ToolPlace = Literal["template", "hermes"]
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
 _OF_COMMANDS = ("command", "directory", "processes")
-_OF_ALL = ("max_turns", "max_tokens", "seconds", "tools")
+_OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -54,6 +54,9 @@ class EnvironmentConfig:
     seconds: float = Field(default=600.0, ge=0)
     """Seconds that the function or the process itself may take between its turns, tools included. After that the rollout
     has failed (`environment_timeout`). 0 sets no limit."""
+    episode_seconds: float = Field(default=0.0, ge=0)
+    """Seconds since its begin, sampling included, after which a rollout is cut off at its next turn, and trained with what it has.
+    0: the others of its group wait for it. (`staleness.overdue = "cancel"` ends groups that have become too old.)"""
     tool_seconds: float = Field(default=120.0, ge=0)
     """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
     tool_characters: int = Field(default=8000, gt=0)
@@ -155,7 +158,7 @@ class EnvironmentConfig:
     @property
     def limits(self) -> Limits:
         if self.in_processes:
-            return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
+            return Limits(self.max_turns, tokens=self.max_tokens, whole=self.episode_seconds)  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property

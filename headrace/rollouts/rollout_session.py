@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -66,6 +66,8 @@ class Played:
     rewards: Mapping[str, float]
     turn_rewards: tuple[dict[str, float], ...] = ()
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
+    between: float = field(default=0.0, compare=False)
+    """Seconds in which no turn was sampled: those of tools, and of the environment itself."""
 
 
 class RolloutSession:
@@ -94,6 +96,8 @@ class RolloutSession:
         self._failure: Failure | None = None
         self._broken: BaseException | None = None
         """The error that ended the engine. It ends the run, even if the environment catches it."""
+        self._began = self._sampled_since = self._sampling_seconds = 0.0
+        """Seconds on the loop's clock: when it began, when it was last asked for a turn, and how long turns were sampled."""
         self._begin()
 
     def _begin(self) -> None:
@@ -106,6 +110,7 @@ class RolloutSession:
 
     async def play(self, make: Callable[[Prompt, int], Environment], prompt: Prompt, seed: int) -> Played | Failure:
         """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
+        self._began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._limits.seconds or None) as self._clock:
                 try:
@@ -150,6 +155,8 @@ class RolloutSession:
             self._cut = "turns"
         elif len(self._path_to(context, self._parent(fresh, after))) > self._longest:
             self._cut = "tokens"
+        elif self._limits.whole and asyncio.get_running_loop().time() - self._began > self._limits.whole:
+            self._cut = "seconds"
         return self._cut
 
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:
@@ -211,15 +218,18 @@ class RolloutSession:
         assert self._clock is not None
         self._sampling += 1
         if self._sampling == 1:
-            until = self._clock.when()
-            self._left = None if until is None else until - asyncio.get_running_loop().time()
+            until, now = self._clock.when(), asyncio.get_running_loop().time()
+            self._left, self._sampled_since = None if until is None else until - now, now
             self._clock.reschedule(None)
 
     def _start_clock(self) -> None:
         assert self._clock is not None
         self._sampling -= 1
-        if not self._sampling and self._left is not None:
-            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
+        now = asyncio.get_running_loop().time()
+        if not self._sampling:
+            self._sampling_seconds += now - self._sampled_since
+            if self._left is not None:
+                self._clock.reschedule(now + self._left)
 
     def _over(self, reason: str, detail: str) -> RolloutOver:
         self._fail(reason, detail)
@@ -250,7 +260,8 @@ class RolloutSession:
             )
         given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
         named = {str(name): float(value) for name, value in rewards.items()}
-        return Played(Episode(self._in_order(), self._cut), named, given)
+        between = asyncio.get_running_loop().time() - self._began - self._sampling_seconds
+        return Played(Episode(self._in_order(), self._cut), named, given, between)
 
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""

@@ -115,6 +115,24 @@ def test_a_later_turn_is_sampled_after_all_that_precedes_it() -> None:
     assert (second.context, second.parents, second.completion.tokens) == ((7, 8), (0,), (51,))
 
 
+def test_an_episode_that_takes_too_long_is_cut_off_at_its_next_turn() -> None:
+    """Turns take 2 s and tools 3: after 7 s a third turn would begin, and the limit is 6. Sampling counts, unlike for `seconds`."""
+    limits = Limits(turns=9, seconds=100.0, whole=6.0)
+
+    async def play(agent: Agent) -> Mapping[str, float]:
+        await agent.turn(PROMPT.tokens)
+        while not agent.cut_off((7,)):
+            await asyncio.sleep(3)
+            if agent.cut_off((7,)):
+                break
+            await agent.turn((7,))
+        return {"turns": 1.0}
+
+    found = played(play, Answers(2.0), limits)
+    assert isinstance(found, Played) and found.episode.cut == "seconds" and found.episode.truncated
+    assert len(found.episode.turns) == 2 and found.between == pytest.approx(3.0) and found.rewards == {"turns": 1.0}
+
+
 def test_the_key_of_a_turn_says_what_it_was_sampled_after() -> None:
     def key(turn: int, *context: int) -> str:
         return str(name_of_turn(3, PROMPT, TurnAsked(1, turn, context), "math"))

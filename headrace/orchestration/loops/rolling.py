@@ -84,7 +84,7 @@ class Rolling:
         started = self._clock()
         try:
             async with self._parts.interrupts.group():
-                scored, failures = await self._rollouts_of(ticket, prompt)
+                scored, failures, between = await self._rollouts_of(ticket, prompt)
             rolled = Rolled(
                 ticket=ticket,
                 prompt=prompt,
@@ -92,6 +92,7 @@ class Rolling:
                 failures=failures,
                 seconds=self._clock() - started,
                 lost_tokens=self._not_asked_again(ticket),
+                between=between,
             )
             self._rewards += [one.reward for one in scored]
             self._judge(rolled)
@@ -118,12 +119,15 @@ class Rolling:
             fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
         self._budgets.spend(rolled, fact)
 
-    async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
+    async def _rollouts_of(
+        self, ticket: int, prompt: Prompt
+    ) -> tuple[tuple[Scored, ...], tuple[Failure, ...], tuple[float, ...]]:
+        """Returns the scored rollouts, the failures, and the seconds that each scored one spent between its turns."""
         parts, rollout = self._parts, self._plan.rollout
         room = parts.engine.capabilities.context_length
         if len(prompt.tokens) + rollout.max_tokens > room:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
-            return (), (Failure("prompt_too_long", detail),) * rollout.group_size
+            return (), (Failure("prompt_too_long", detail),) * rollout.group_size, ()
 
         async def ask(asked: TurnAsked) -> Completion:
             return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked))
@@ -146,7 +150,8 @@ class Rolling:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):
                 judged = with_rewards(await parts.scorer.score(prompt, episodes), played)
         scored = tuple(result for result in judged if isinstance(result, Scored))
-        return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
+        between = tuple(of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored))
+        return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure)), between
 
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""

@@ -5,7 +5,7 @@ when the passes reach its start plus its length. A heap of these thresholds give
 version), from which the spans of a completion are computed when it ends.
 
 Not simulated: preemption (an admitted request stays; room is reserved for a completion of mean length), and the caching of prompts
-beyond the group that shares them.
+beyond the group that shares them. The cache of a turn is there when the next one is asked for, unless new weights came in between.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcri
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
+from headrace.simulate.codes import PROMPT, context_length
 from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
 
+MAX_TURNS = 1 << 14
+"""Ended sequences that are remembered, those that ended first go first."""
 _MEMORY = 32
 """Completions over which the mean length is averaged."""
 
@@ -54,6 +57,8 @@ class SimulatedEngine:
         self._ends = EndTimes()
         self._waiting: list[tuple[int, int, Flight]] = []
         self._prompts, self._listeners = Prompts(), Listeners()
+        self._turns: dict[tuple[int, ...], tuple[int, int]] = {}
+        """The version and the real tokens of the sequences that ended under the live weights, whose caches a next turn finds."""
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False
@@ -66,7 +71,15 @@ class SimulatedEngine:
 
     async def generate(self, request: Request) -> Completion:
         assert self.version >= 0, "generate before the first load"
-        flight = Flight(request, *self._length(request), len(request.prefix) * self._grain, next(self._order))
+        length, at_limit = self._length(request)
+        flight = Flight(
+            request,
+            length=length,
+            at_limit=at_limit,
+            prefix=len(request.prefix) * self._grain,
+            prompt=context_length(request.prompt, self._grain),
+            order=next(self._order),
+        )
         heapq.heappush(self._waiting, (request.priority, flight.order, flight))
         self._touch()
         try:
@@ -230,8 +243,11 @@ class SimulatedEngine:
             heapq.heappop(self._waiting)
 
     def _begin(self, flight: Flight, room: float) -> None:
-        passes, new = self._passes, self._prompts.enter(flight.request.prompt, self.version)
-        compute = flight.prefix + (flight.prompt if new else 0)
+        passes, prompt = self._passes, flight.request.prompt
+        new = self._prompts.enter(prompt, self.version)
+        cached = self._turns.pop(prompt[:-1], (self.version, 0)) if len(prompt) > PROMPT else (self.version, 0)
+        known = cached[1] if cached[0] == self.version else 0
+        compute = flight.prefix + (flight.prompt - known if new else 0)
         self._prompted += compute
         passes.debt += compute * self._rates.prefill
         if not self._running:
@@ -248,6 +264,11 @@ class SimulatedEngine:
 
     def _end(self, flight: Flight, stop: Stop) -> None:
         completion = self._completion(flight, stop)
+        if stop != "interrupted" and flight.swaps == len(self._swaps) - 1:
+            whole = flight.request.prompt + flight.request.prefix + completion.tokens
+            self._turns[whole] = self.version, flight.prompt + flight.length
+            while len(self._turns) > MAX_TURNS:
+                del self._turns[next(iter(self._turns))]
         self._listeners.report(flight, completion, self.version, stop)
         self._leave(flight)
         if not flight.done.done():
