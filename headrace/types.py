@@ -262,6 +262,15 @@ class Episode(Struct, frozen=True):
     def truncated(self) -> bool:
         return bool(self.cut) or self.last.stop == "length"
 
+    def path_to(self, number: int) -> tuple[int, ...]:
+        """Returns all tokens before the completion of a turn."""
+        turn = self.turns[number]
+        path = turn.context
+        while turn.parents:
+            turn = self.turns[turn.parents[0]]
+            path = turn.context + turn.completion.tokens + path
+        return path
+
 
 class TeacherTrace(Struct, frozen=True):
     """The log-probs that another model gives the tokens of a completion, or of a row.
@@ -276,6 +285,21 @@ class TeacherTrace(Struct, frozen=True):
     """[T] at temperature 1. NaN for tokens that the teacher did not score."""
     top: TopLogprobs | None = None
     """[T, k] the teacher's most probable tokens, if whole distributions are compared."""
+
+
+class Branch(Struct, frozen=True):
+    """One end of an episode that branches: the turns from the fork on, and what they earned.
+
+    >>> branch = Branch(first=1, end=3, reward=1.0, rewards={"exact": 1.0})  # turns 1 and 2 follow turn 0, as others do
+    """
+
+    first: int
+    """Its turns are those from `first` on and before `end`."""
+    end: int
+    reward: float
+    rewards: dict[str, float]
+    cut: str = ""
+    """As of an episode."""
 
 
 class Scored(Struct, frozen=True):
@@ -296,6 +320,8 @@ class Scored(Struct, frozen=True):
     """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
+    branches: tuple[Branch, ...] = ()
+    """The ends of an episode that branches (`rollout.forks`), in the order of their turns; `reward` and `rewards` are then their means."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")

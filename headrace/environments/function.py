@@ -20,6 +20,7 @@ from headrace.environments.workers.episode_frames import (
     FunctionLoaded,
     ResumedTurn,
     Rewarded,
+    RolloutDone,
     ToolAnswered,
 )
 from headrace.environments.workers.loading import LibrarySettings
@@ -104,21 +105,30 @@ class FunctionEnvironment:
     async def play(self, agent: Agent) -> Mapping[str, float]:
         columns = dict(self._prompt.columns)
         prompt = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
+        listener = self._listen(agent)
+        resumed = await listener.resume()
 
         async def begin() -> Beginning:
-            self._lives, self._given = self._lives + 1, False
-            if self._lives > 1:
+            nonlocal listener, resumed
+            if self._lives:
                 agent.again()
-            listener = _Listener(agent, self._talk, self._was_given, TurnLog(agent) if self._keeps else None)
-            return RolloutAsked(prompt, columns, self._seed, await listener.resume()), listener
+                listener = self._listen(agent)
+                resumed = await listener.resume()
+            self._lives += 1
+            return RolloutAsked(prompt, columns, self._seed, resumed), listener
 
-        ended = await self._pool.play(begin)
+        ended = listener.ended or await self._pool.play(begin)
+        listener.end(ended)
         if ended.failure:
             raise RolloutFailed(ended.failure.reason, ended.failure.detail, ended.failure.traceback)
         if self._alone and not ended.rewards and not self._given:
             raise RolloutFailed("environment_reward", "returned no reward, and there is no reward function")
         rewards: Mapping[str, Any] = ended.rewards or {}
         return rewards
+
+    def _listen(self, agent: Agent) -> _Listener:
+        self._given = False
+        return _Listener(agent, self._talk, self._was_given, TurnLog(agent) if self._keeps else None)
 
     def _talk(self, agent: Agent, role: str) -> Conversation:
         return Conversation(agent, self._encoder, system=self._system, tools=self._config.tools, role=role)
@@ -142,6 +152,8 @@ class _Listener:
         self._talks: dict[str, Conversation] = {}
         self._pending: ChatReply | None = None
         """The reply of the turn in which the rollout goes on."""
+        self.ended: RolloutDone | None = None
+        """How the rollout ended, if that was kept."""
 
     async def resume(self) -> ResumedTurn | None:
         """Leads the conversation again up to the last turn that was kept, and waits for its reply. Returns None if none was kept."""
@@ -156,6 +168,10 @@ class _Listener:
             last, self._pending = note.asked, await self._say(note.asked)
         if log is None or last is None:
             return None
+        if log.end:
+            self.ended = log.end.ended
+            for given in log.end.rewards:
+                self._reward(given)
         return ResumedTurn(state=last.state, role=last.role, results=log.results)
 
     async def chat(self, asked: ChatAsked) -> ChatReply:
@@ -187,6 +203,10 @@ class _Listener:
     def answered(self, given: ToolAnswered) -> None:
         if self._log:
             self._log.answered(given)
+
+    def end(self, ended: RolloutDone) -> None:
+        if self._log and not self.ended and not ended.failure:
+            self._log.ended(ended)
 
     def _reward(self, given: Rewarded) -> None:
         self._given()

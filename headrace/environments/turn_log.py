@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.environments.workers.episode_frames import ChatAsked, Rewarded, ToolAnswered
+from headrace.environments.workers.episode_frames import ChatAsked, Rewarded, RolloutDone, ToolAnswered
 from headrace.playing import Agent
 from headrace.types import Struct
 
@@ -37,7 +37,17 @@ class CallNote(Struct, frozen=True, tag="call"):
     """As of the turn."""
 
 
-_decoder = msgspec.msgpack.Decoder(TurnNote | CallNote)
+class EndNote(Struct, frozen=True, tag="end"):
+    """The end of the rollout, which may be killed again before its group is scored."""
+
+    ended: RolloutDone
+    rewards: tuple[Rewarded, ...]
+    """As of a turn. So is the digest."""
+    after: str
+
+
+AnyNote = TurnNote | CallNote | EndNote
+_decoder = msgspec.msgpack.Decoder(AnyNote)
 
 
 class TurnLog:
@@ -48,6 +58,7 @@ class TurnLog:
         self._agent = agent
         self._turns: list[TurnNote] = []
         self._calls: list[CallNote] = []
+        self._end: EndNote | None = None
         for data in agent.kept:
             self._add(_decoder.decode(data))
         self._rewards: list[Rewarded] = []
@@ -86,15 +97,26 @@ class TurnLog:
         """Forgets the turns from `number` on: they follow completions that are lost."""
         del self._turns[number:]
         self._calls.clear()
+        self._end = None
 
-    def _keep(self, note: TurnNote | CallNote) -> None:
+    def ended(self, ended: RolloutDone) -> None:
+        self._keep(EndNote(ended, tuple(self._rewards), self.after))
+
+    @property
+    def end(self) -> EndNote | None:
+        """The end, if the rollout has ended behind these completions."""
+        return self._end if self._end and self._end.after == self.after else None
+
+    def _keep(self, note: AnyNote) -> None:
         self._agent.keep(msgspec.msgpack.encode(note))
         self._add(note)
 
-    def _add(self, note: TurnNote | CallNote) -> None:
+    def _add(self, note: AnyNote) -> None:
         match note:
             case TurnNote():
                 self.cut(note.number)
                 self._turns.append(note)
             case CallNote():
                 self._calls.append(note)
+            case EndNote():
+                self._end = note

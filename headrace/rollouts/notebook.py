@@ -7,27 +7,51 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
 
 from headrace.rollout_key import RolloutKey
+from headrace.types import Struct
+
+
+class Note(Struct, frozen=True, array_like=True):
+    turns: int
+    """The number of turns that were asked for before it."""
+    content: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Note).decode
 
 
 class Page:
     """The notes of one rollout."""
 
-    def __init__(self, notes: list[bytes] | None = None, write: Callable[[bytes], None] | None = None) -> None:
-        """`notes`: those so far; `write` makes a new one outlast this process."""
-        self._notes = [] if notes is None else notes
-        self._write = write
+    def __init__(
+        self,
+        stored: list[bytes] | None = None,
+        write: Callable[[bytes], None] | None = None,
+        before: Sequence[Note] = (),
+    ) -> None:
+        """`stored`: the notes so far; `write` makes a new one outlast this process; `before`: the notes of another rollout, behind which
+        this one branches."""
+        self._stored = [] if stored is None else stored
+        self._write, self._before = write, tuple(before)
 
     @property
-    def kept(self) -> tuple[bytes, ...]:
-        return tuple(self._notes)
+    def notes(self) -> tuple[Note, ...]:
+        return (*self._before, *map(_decode, self._stored))
 
-    def keep(self, note: bytes) -> None:
+    def keep(self, note: Note) -> None:
+        data = _encode(note)
         if self._write:
-            self._write(note)
-        self._notes.append(note)
+            self._write(data)
+        self._stored.append(data)
+
+    def until(self, turn: int) -> tuple[Note, ...]:
+        """Returns the notes that were there when turn number `turn` was asked for."""
+        return tuple(note for note in self.notes if note.turns <= turn)
 
 
 class Notebook:
@@ -42,14 +66,14 @@ class Notebook:
         """`write` gets the name of the rollout and each new note, before the environment goes on."""
         self._write = write
 
-    def page(self, ticket: int, rollout: int) -> Page:
+    def page(self, ticket: int, rollout: int, before: Sequence[Note] = ()) -> Page:
         name = str(RolloutKey(ticket, rollout, adapter=self._adapter))
 
         def write(note: bytes) -> None:
             if self._write:
                 self._write(name, note)
 
-        return Page(self._notes.setdefault(name, []), write)
+        return Page(self._notes.setdefault(name, []), write, before)
 
     def forget_group(self, ticket: int) -> None:
         """Forgets the notes of a group, when it has ended."""

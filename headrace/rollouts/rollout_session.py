@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits
-from headrace.rollouts.notebook import Page
+from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
 
@@ -68,6 +68,10 @@ class Played:
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
     between: float = field(default=0.0, compare=False)
     """Seconds in which no turn was sampled: those of tools, and of the environment itself."""
+    rollout: int = field(default=0, compare=False)
+    """The rollout whose turns before `pivot` it shares; its own number if it is no alternative."""
+    pivot: int = field(default=0, compare=False)
+    """The turn at which that rollout branches."""
 
 
 class RolloutSession:
@@ -170,10 +174,10 @@ class RolloutSession:
 
     @property
     def kept(self) -> tuple[bytes, ...]:
-        return self._page.kept
+        return tuple(note.content for note in self._page.notes)
 
     def keep(self, note: bytes) -> None:
-        self._page.keep(note)
+        self._page.keep(Note(self._asked, note))
 
     def again(self) -> None:
         self._begin()

@@ -188,6 +188,11 @@ def lines(env: Path) -> list[str]:
     return (env.parent / "log").read_text().splitlines()
 
 
+def again(page: Page) -> Page:
+    """What another process finds."""
+    return Page(before=page.notes)
+
+
 async def played(
     env: Path, encoder: ChatEncoder, engine: WrittenEngine, page: Page, until: Any = None, **config: Any
 ) -> Played | Failure | None:
@@ -220,7 +225,7 @@ def killed_at(
         await played(env, encoder, engine, page, engine.reached.wait, **config)
         before, engine.at = lines(env), 99
         engine.asked.clear()
-        found = await played(env, encoder, engine, Page(list(page.kept)), **config)
+        found = await played(env, encoder, engine, again(page), **config)
         assert isinstance(found, Played), found
         return found, engine, before
 
@@ -268,6 +273,19 @@ def test_a_rollout_that_another_one_took_down_goes_on_too(env: Path, encoder: Ch
     assert lines(env) == ["look one", "restored 1", "look two"]
 
 
+def test_a_rollout_that_had_ended_is_not_played_again(env: Path, encoder: ChatEncoder) -> None:
+    """Its group was not scored yet when the run was killed: no step is taken twice, and no process is started."""
+
+    async def main() -> tuple[Any, Any]:
+        engine, page = Stopping(*SAYS), Page()
+        first = await played(env, encoder, engine, page)
+        return first, await played(env, encoder, engine, again(page))
+
+    first, second = asyncio.run(main())
+    assert isinstance(second, Played) and second == first and second.turn_rewards[1] == {"found": 1.0}
+    assert lines(env) == ["look one", "look two"]
+
+
 def test_without_state_each_tool_call_that_was_finished_is_kept(env: Path, encoder: ChatEncoder) -> None:
     both = LOOK.replace("WORD", "one").replace("<|im_end|>", "") + NEVER.replace("WORD", "two")
 
@@ -275,12 +293,12 @@ def test_without_state_each_tool_call_that_was_finished_is_kept(env: Path, encod
         engine, page = Stopping(both, "12<|im_end|>"), Page()
 
         async def looked() -> None:
-            while len(page.kept) < 2:  # the turn, and the result of the call that ends
+            while len(page.notes) < 2:  # the turn, and the result of the call that ends
                 await asyncio.sleep(0.01)
 
         settings = {"function": f"{env}:Bare", "resumes": "stateless"}
         await played(env, encoder, engine, page, looked, **settings)
-        return await played(env, encoder, engine, Page(list(page.kept)), **settings)
+        return await played(env, encoder, engine, again(page), **settings)
 
     found = asyncio.run(main())
     assert isinstance(found, Played) and found.rewards == {"Bare": 2.0}
@@ -303,7 +321,7 @@ def test_notes_that_follow_other_completions_are_not_used(env: Path, encoder: Ch
     async def main() -> Played | Failure | None:
         engine, page = Stopping(*SAYS, at=2), Page()
         await played(env, encoder, engine, page, engine.reached.wait)
-        return await played(env, encoder, WrittenEngine("other<|im_end|>"), Page(list(page.kept)))
+        return await played(env, encoder, WrittenEngine("other<|im_end|>"), again(page))
 
     found = asyncio.run(main())
     assert isinstance(found, Played) and found.rewards == {"turns": 1.0, "found": 0.0}

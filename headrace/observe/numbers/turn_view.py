@@ -68,7 +68,9 @@ def view_turns(step: JournalStep, group: Group, rollout: int) -> tuple[TurnView,
     one = group.scored[rollout]
     turns = one.episode.turns
     placed, advantages = lanes(one.episode), _advantages(group, rollout)
-    given = one.turn_rewards or ({},) * len(turns)
+    given = [dict(rewards) for rewards in one.turn_rewards or ({},) * len(turns)]
+    for branch in one.branches:
+        given[branch.end - 1] |= {name: value for name, value in branch.rewards.items() if name not in given[branch.end - 1]}
     return tuple(
         TurnView(
             agent=turn.agent,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.rollouts.episodes import roll_out, with_rewards
+from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
 from headrace.rollouts.rollout_session import Played, Room, TurnAsked
 from headrace.types import Completion, Failure, Group, Prompt, Scored
 
@@ -140,7 +141,8 @@ class Rolling:
                 ask=ask,
                 decode=parts.decode,
                 room=Room(room, rollout.max_tokens),
-                pages=[parts.notebook.page(ticket, rollout) for rollout in range(rollout.group_size)],
+                page=partial(parts.notebook.page, ticket),
+                forks=rollout.forks,
             )
         played = [result for result in results if isinstance(result, Played)]
         episodes = [one.episode for one in played]
@@ -149,9 +151,11 @@ class Rolling:
         if episodes:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):
                 judged = with_rewards(await parts.scorer.score(prompt, episodes), played)
-        scored = tuple(result for result in judged if isinstance(result, Scored))
-        between = tuple(of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored))
-        return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure)), between
+        between = {of.rollout: of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
+        joined = as_trees(judged, played)
+        scored = tuple(result for result in joined if isinstance(result, Scored))
+        failures = tuple(result for result in [*results, *joined] if isinstance(result, Failure))
+        return scored, failures, tuple(between.values())
 
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""

@@ -223,7 +223,7 @@ def recover(
         key = RolloutKey.read(name)
         if key is None or key.adapter != plan.adapter or key.ticket not in in_flight:
             return None
-        return plan.recorded(key) if key.index < plan.rollout.group_size else None
+        return plan.recorded(key) if key.index < plan.rollout.rollouts else None
 
     begun = _begun(saved, asked, plan.adapter)
     outlived = begun is None
