@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.config import AlgoConfig
 from headrace.algo.advantages import ADVANTAGES
+from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.curriculum.config import CurriculumConfig, curriculum_problems
 from headrace.engine.config import EngineConfig, engine_problems

@@ -158,7 +158,9 @@ class EnvironmentConfig:
     @property
     def limits(self) -> Limits:
         if self.in_processes:
-            return Limits(self.max_turns, tokens=self.max_tokens, whole=self.episode_seconds)  # its processes keep the limit of seconds
+            return Limits(
+                self.max_turns, tokens=self.max_tokens, whole=self.episode_seconds
+            )  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property

@@ -301,7 +301,9 @@ class Referee:
         assert ticket in written, f"C7: ticket {ticket} is reported as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
         if fact.reason not in ("overdue", "interrupted", SKIPPED):
-            assert not fact.lost_tokens or self._history.passes_lost, f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
+            assert not fact.lost_tokens or self._history.passes_lost, (
+                f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
+            )
             expected = fate_of(case.seed, ticket, fact.prompt_id, case.group_size, case.turns)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"

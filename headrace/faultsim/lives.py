@@ -229,9 +229,7 @@ class Life:
         storage.begin(self._restored.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
-        self._restored.notebook.listen(
-            self._history.notes.watching(storage.passes.note, lambda: self._disk.dead)
-        )
+        self._restored.notebook.listen(self._history.notes.watching(storage.passes.note, lambda: self._disk.dead))
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance, case.stragglers)
         held_out = task.held_out(2) if case.evaluate_every else []

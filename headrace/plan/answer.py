@@ -172,7 +172,9 @@ def _shape(request: PlanRequest, rates: Rates, notes: list[str]) -> TurnShape:
     given = {"--turns": request.turns, "--tool-seconds": request.tools, "--result-tokens": request.results}
     if config.turns == 1:
         if asked := [name for name, text in given.items() if text]:
-            raise ConfigError(f"{asked[0]} is for rollouts of several turns, and environment.kind = {config.kind} has one")
+            raise ConfigError(
+                f"{asked[0]} is for rollouts of several turns, and environment.kind = {config.kind} has one"
+            )
         return TurnShape()
     assumed = {"--turns": fixed((config.turns + 1) // 2), "--tool-seconds": fixed(1.0), "--result-tokens": fixed(100)}
     known = {"--turns": rates.turns, "--tool-seconds": rates.tools, "--result-tokens": rates.results}

@@ -5,7 +5,7 @@ real pipeline in seconds. Times are computed from real lengths; only the lag is 
 
     prompt      (number, real length, difficulty code)
     completion  (real length, 0, 0, ...): ceil(length / grain) tokens
-    result      (real length,): what lies between two turns
+    result      (real length, mark): what lies between two turns; the mark makes it a sequence of its own
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from headrace.types import Row
 _SCALE = 1 << 30
 PROMPT = 3
 """Simulated tokens of a prompt."""
+RESULT = 2
+"""Simulated tokens of a result."""
 
 
 def prompt_tokens(number: int, length: float, u: float) -> tuple[int, int, int]:
@@ -31,6 +33,11 @@ def prompt_tokens(number: int, length: float, u: float) -> tuple[int, int, int]:
 def difficulty(prompt: tuple[int, ...]) -> float:
     """Returns the difficulty of a prompt, standard normal."""
     return normal_quantile((prompt[2] + 0.5) / _SCALE)
+
+
+def result_tokens(length: float, seed: int, number: int) -> tuple[int, int]:
+    """Encodes the result before turn `number` of a rollout. `seed`: of its environment."""
+    return max(1, round(length)), hash((seed, number))
 
 
 def completion_tokens(length: int, grain: int) -> tuple[int, ...]:
@@ -52,7 +59,7 @@ def parts_of(codes: Sequence[int], grain: int, start: int = 0) -> Iterator[CodeP
     """Yields what the codes from `start` on stand for: completions, with a result between two of them."""
     sampled = True
     while start < len(codes):
-        end = min(start + (-(-codes[start] // grain) if sampled else 1), len(codes))
+        end = min(start + (-(-codes[start] // grain) if sampled else RESULT), len(codes))
         yield CodePart(min(codes[start], (end - start) * grain) if sampled else codes[start], start, end, sampled)
         start, sampled = end, not sampled
 

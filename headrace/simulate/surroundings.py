@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from headrace.rollouts.rollout import seed_of
 from headrace.playing import Agent, EnvironmentKind, Limits
-from headrace.simulate.codes import PROMPT, difficulty, prompt_tokens
+from headrace.rollouts.rollout import seed_of
+from headrace.simulate.codes import PROMPT, difficulty, prompt_tokens, result_tokens
 from headrace.simulate.distributions import Distribution, fixed, solve_shift
 from headrace.types import Episode, Failure, Prompt, Request, Scored
 
@@ -73,7 +73,8 @@ class SimulatedTurns:
         await agent.turn(self._prompt.tokens)
         for number in range(1, max(1, round(shape.turns.draw(uniform(self._seed, "turns"), shared)))):
             await asyncio.sleep(shape.tools.draw(uniform(self._seed, "tools", number), shared))
-            read = (max(1, round(shape.results.draw(uniform(self._seed, "results", number), shared))),)
+            length = shape.results.draw(uniform(self._seed, "results", number), shared)
+            read = result_tokens(length, self._seed, number)
             if agent.cut_off(read):
                 break
             await agent.turn(read)

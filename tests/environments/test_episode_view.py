@@ -111,7 +111,10 @@ def test_an_episode_is_drawn_as_a_graph() -> None:
         (1, 3, 2, False),
         (2, 5, 0, True),
     ]
-    assert [seen.advantage for seen in graph] == [0.5] * 6 and [h.problem for h in graph[2].heard] == ["", "unknown_tool"]
+    assert [seen.advantage for seen in graph] == [0.5] * 6 and [h.problem for h in graph[2].heard] == [
+        "",
+        "unknown_tool",
+    ]
     html = rollouts([one])
     drawn = html[html.index('<ol class="graph"') :]
     assert drawn.count("<li>") == 6 and "--lanes:4" in drawn and "cut off at its limit of turns" in drawn
@@ -128,9 +131,7 @@ def test_an_episode_is_drawn_as_a_graph() -> None:
 def test_advantages_are_those_of_the_turns_own_rows() -> None:
     """The rows of two rollouts with two paths each lie behind each other."""
     both = Scored(Episode((turn((), "a"), turn((0,), "b"), turn((0,), "c"))), 0.0, {})
-    rows = tuple(
-        row for n in (0, 1) for _, row in rows_of(PROMPT, both, [n + 0.25, n + 0.5, n + 0.75])
-    )
+    rows = tuple(row for n in (0, 1) for _, row in rows_of(PROMPT, both, [n + 0.25, n + 0.5, n + 0.75]))
     step = JournalStep(5, 1.0, 6, (Group(0, PROMPT, (both, both), rows),), TrainReport(5, 6))
     seen = [one.advantage for one in view_rollout(step, step.groups[0], 1).graph]
     assert seen == [1.25, 1.5, 1.75]

@@ -360,7 +360,13 @@ def test_an_exported_state_is_what_the_episode_goes_on_from(tmp_path: Path) -> N
     virtual_time.run(second.run(resume=True))
     assert not any(fact.lost_tokens for fact in second.facts.of(GroupEnded))
     groups = [group for batch in second.trainer.batches for group in batch.groups]
-    said = [turn.context for group in groups if group.ticket in tickets for one in group.scored for turn in one.episode.turns[1:]]
+    said = [
+        turn.context
+        for group in groups
+        if group.ticket in tickets
+        for one in group.scored
+        for turn in one.episode.turns[1:]
+    ]
     assert said.count((91,)) >= sum(map(len, state.notes.values())) and (92,) in said
     assert not second.parts.notebook.state(range(1000)), "notes are kept for nobody"
 

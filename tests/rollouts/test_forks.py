@@ -98,7 +98,9 @@ def test_a_branch_that_was_cut_off_is_masked_alone() -> None:
 
 
 def test_the_pivot() -> None:
-    one = Episode((Turn((1,), done(5, logprob=-0.1)), Turn((7,), done(6, logprob=-2.0), (0,)), Turn((7,), done(8), (1,))))
+    one = Episode(
+        (Turn((1,), done(5, logprob=-0.1)), Turn((7,), done(6, logprob=-2.0), (0,)), Turn((7,), done(8), (1,)))
+    )
     chosen = {turn: pivot_of(one, ForksConfig(alternatives=1, turn=turn), 3) for turn in ("first", "last", "entropy")}  # type: ignore[arg-type]
     assert chosen == {"first": 0, "last": 2, "entropy": 1}
     random = {pivot_of(one, ForksConfig(alternatives=1), seed) for seed in range(30)}
@@ -116,8 +118,9 @@ class Numbers:
 
     async def __call__(self, asked: TurnAsked) -> Completion:
         self.asked.append(asked)
+        number = len(self.asked)
         await asyncio.sleep(0.1)
-        return done(100 + len(self.asked), logprob=-0.1 * len(self.asked))
+        return done(100 + number)
 
 
 def tools() -> tuple[EnvironmentKind, list[int]]:
@@ -150,7 +153,9 @@ def test_alternatives_go_on_from_the_fork(turn: Any, pivot: int, asked: int, cal
     episodes = [one.episode for one in found if isinstance(one, Played)]
     assert all(one.turns[:pivot] == episodes[0].turns[:pivot] and len(one.turns) == 3 for one in episodes)
     assert len({one.turns[pivot].completion.tokens for one in episodes}) == 3
-    assert {one.rollout for one in engine.asked} == {0, 1, 2} and {one.turn for one in engine.asked[3:]} == set(range(pivot, 3))
+    assert {one.rollout for one in engine.asked} == {0, 1, 2} and {one.turn for one in engine.asked[3:]} == set(
+        range(pivot, 3)
+    )
     for one in engine.asked[3:]:
         assert one.context[: len(episodes[0].path_to(pivot))] == episodes[0].path_to(pivot)
 
@@ -191,7 +196,9 @@ def test_a_run_trains_trees_and_goes_on_in_them(tmp_path: Path) -> None:
     first = world(tmp_path, 1, steps=20, engine=FakeEngine(seconds_per_token=0.3))
     virtual_time.run(first.run(interrupt_after=14.0))
     state = load_controller(first.checkpoints.all()[-1])
-    assert any(name.partition("/")[2][:1] in "2345" for name in state.begun), "no alternative had begun: choose another moment"
+    assert any(name.partition("/")[2][:1] in "2345" for name in state.begun), (
+        "no alternative had begun: choose another moment"
+    )
     second = world(tmp_path, 2, steps=20, engine=FakeEngine(seconds_per_token=0.3))
     virtual_time.run(second.run(resume=True))
     groups = [group for batch in (*first.trainer.batches, *second.trainer.batches) for group in batch.groups]
@@ -261,7 +268,6 @@ MINIMAL = {
     "reward": {"function": "a.py:f"},
     "environment": {"function": "env.py:Play"},
     "rollout": {"forks": {"alternatives": 3}},
-    "algo": {"length_constant": 100},
 }
 
 
@@ -271,7 +277,7 @@ MINIMAL = {
         ({"environment": {}}, "the environment has one"),
         ({"algo": {"credit": "turn"}}, 'algo.credit = "turn"'),
         ({"algo": {"kl": {"coef": 0.1, "place": "reward"}}}, 'set algo.kl.place = "loss"'),
-        ({"algo": {"name": "reinforce_pp"}}, "choose another algo.name"),
+        ({"algo": {"name": "reinforce++"}}, "choose another algo.name"),
     ],
 )
 def test_what_cannot_branch_is_refused(tables: dict[str, Any], words: str) -> None:
@@ -285,4 +291,6 @@ def test_an_environment_that_does_not_export_its_state_cannot_branch() -> None:
     for resumes in ("replayed", "restarted"):
         problem = fork_problem(forks, scripted(3, resumes=resumes), "environment.function")  # type: ignore[arg-type]
         assert "export_state" in problem and "environment.function cannot go on from there" in problem
-    assert not fork_problem(forks, scripted(3, resumes="exported"), "") and not fork_problem(ForksConfig(), scripted(3), "")
+    assert not fork_problem(forks, scripted(3, resumes="exported"), "") and not fork_problem(
+        ForksConfig(), scripted(3), ""
+    )

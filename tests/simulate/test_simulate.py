@@ -467,13 +467,13 @@ def test_a_turn_computes_what_is_new_and_all_of_it_after_a_swap():
 
     async def work(now: Any) -> list[float]:
         one, times = engine(slow), []
-        await one.load(update(0))
+        await one.load(update(0, "simulated"))
         first = sized("t0/0", 20, 10)
         done = await one.generate(first)
         for version, length in ((0, 5), (1, 5)):
             if version:
-                await one.load(update(version))
-            context = (*first.prompt, *done.tokens, length)
+                await one.load(update(version, "simulated"))
+            context = (*first.prompt, *done.tokens, length, version)
             before = now()
             await one.generate(sized(f"t0/0.{version + 1}", 20, tokens=context))
             times.append(now() - before)
@@ -494,10 +494,15 @@ def test_an_episode_that_is_over_its_seconds_is_cut_off():
 def test_the_plan_of_several_turns_is_what_a_run_over_fakes_takes(max_lag: int):
     """The same environments, with tools of a heavy tail, over an engine that is simulated token by token."""
     shape = TurnShape(
-        turns=parse("lognormal:mean=3,sigma=0.5,correlation=0.3"), results=fixed(7), tools=parse("pareto:mean=2,alpha=1.5"), most=6
+        turns=parse("lognormal:mean=3,sigma=0.5,correlation=0.3"),
+        results=fixed(7),
+        tools=parse("pareto:mean=2,alpha=1.5"),
+        most=6,
     )
     rates = Rates(FLAT, TrainerRates(0.0, step=0.5))
-    planned = predict(scenario(shape=shape, rates=rates, completions=fixed(12), max_lag=max_lag, max_tokens=16))
+    planned = predict(
+        scenario(shape=shape, rates=rates, completions=fixed(12), max_lag=max_lag, max_tokens=16, steps=16)
+    )
     staleness = StalenessConfig(groups_per_step=4, max_lag=max_lag)
     world = FakeWorld(
         None,
@@ -507,7 +512,7 @@ def test_the_plan_of_several_turns_is_what_a_run_over_fakes_takes(max_lag: int):
         task=SimulatedTask(fixed(10), 0),
         environment=shape.kind(),
         rollout=RolloutConfig(group_size=4, max_tokens=16),
-        steps=12,
+        steps=16,
     )
     virtual_time.run(world.run())
     ends = [fact.t for fact in world.facts.of(StepTrained)]

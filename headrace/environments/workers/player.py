@@ -222,7 +222,9 @@ def signature_problem(function: Any) -> str:
     """Says why the function cannot be called as `fn(agent, prompt=, **columns)`, or the class cannot be stepped; empty if it can."""
     if isinstance(function, type):
         return (
-            "" if is_stepped(function) else "is a class without step(agent, reply), which says what the model reads next"
+            ""
+            if is_stepped(function)
+            else "is a class without step(agent, reply), which says what the model reads next"
         )
     if not inspect.isroutine(function):
         return f"is a {type(function).__name__}, not a function"

@@ -70,7 +70,9 @@ def view_turns(step: JournalStep, group: Group, rollout: int) -> tuple[TurnView,
     placed, advantages = lanes(one.episode), _advantages(group, rollout)
     given = [dict(rewards) for rewards in one.turn_rewards or ({},) * len(turns)]
     for branch in one.branches:
-        given[branch.end - 1] |= {name: value for name, value in branch.rewards.items() if name not in given[branch.end - 1]}
+        given[branch.end - 1] |= {
+            name: value for name, value in branch.rewards.items() if name not in given[branch.end - 1]
+        }
     return tuple(
         TurnView(
             agent=turn.agent,
@@ -126,7 +128,9 @@ def story(one: Scored) -> Iterator[str]:
         called, said = [f"calls {call}" for call in calls_of(turn)], said_of(turn)
         given = one.turn_rewards[number] if one.turn_rewards else {}
         rewards = ", ".join(f"{name} {value:g}" for name, value in given.items())
-        words = [clip(said, LONG)] * bool(said) + ["; ".join(called)] * bool(called) + [f"reward {rewards}"] * bool(rewards)
+        words = (
+            [clip(said, LONG)] * bool(said) + ["; ".join(called)] * bool(called) + [f"reward {rewards}"] * bool(rewards)
+        )
         yield f"turn {number + 1}{begins}: {' · '.join(words) or '(nothing)'}"
     if one.episode.cut:
         yield f"cut off at its limit of {one.episode.cut}"

@@ -103,7 +103,13 @@ def _bar(turn: TurnView) -> str:
         for part in turn.tokens
     )
     versions = sorted({part.version for part in turn.tokens})
-    shown = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}" if versions else ""
+    shown = (
+        f"version {versions[0]}"
+        if len(versions) == 1
+        else f"versions {versions[0]} to {versions[-1]}"
+        if versions
+        else ""
+    )
     return f'<p class="bar"><span>{parts}</span><small>{shown}</small></p>' if parts else ""
 
 

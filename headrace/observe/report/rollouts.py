@@ -24,7 +24,11 @@ def rollouts(views: Sequence[RolloutView]) -> str:
         "The best and the worst rollout of one group, for steps spread over the run. headrace inspect shows any other."
     )
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    return f'<p class="note">{note}</p>{_legend(views)}' + table(head, [_row(one) for one in views], "rollouts") + episodes(views)
+    return (
+        f'<p class="note">{note}</p>{_legend(views)}'
+        + table(head, [_row(one) for one in views], "rollouts")
+        + episodes(views)
+    )
 
 
 def _legend(views: Sequence[RolloutView]) -> str:

@@ -23,7 +23,7 @@ from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcri
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
-from headrace.simulate.codes import PROMPT, context_length
+from headrace.simulate.codes import RESULT, context_length
 from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
@@ -245,8 +245,8 @@ class SimulatedEngine:
     def _begin(self, flight: Flight, room: float) -> None:
         passes, prompt = self._passes, flight.request.prompt
         new = self._prompts.enter(prompt, self.version)
-        cached = self._turns.pop(prompt[:-1], (self.version, 0)) if len(prompt) > PROMPT else (self.version, 0)
-        known = cached[1] if cached[0] == self.version else 0
+        version, cached = self._turns.get(prompt[:-RESULT], (self.version, 0))
+        known = cached if version == self.version else 0
         compute = flight.prefix + (flight.prompt - known if new else 0)
         self._prompted += compute
         passes.debt += compute * self._rates.prefill

@@ -75,7 +75,9 @@ def _turns(group: GroupEnded) -> Sequence[int]:
     return group.turns or (1,) * len(group.lengths)
 
 
-def _between_turns(groups: Sequence[GroupEnded]) -> tuple[Distribution | None, Distribution | None, Distribution | None]:
+def _between_turns(
+    groups: Sequence[GroupEnded],
+) -> tuple[Distribution | None, Distribution | None, Distribution | None]:
     """Returns the turns of a rollout, and the seconds and tokens between two turns; None if all rollouts have one turn."""
     several = [group for group in groups if group.turns]
     if not several:
