@@ -100,7 +100,9 @@ def test_settings_that_are_none_are_refused(
 def test_an_answer_in_two_parts_does_not_wait_for_an_acknowledgement() -> None:
     async def go() -> int:
         accepted = asyncio.get_running_loop().create_future()
-        server = await asyncio.start_server(lambda reader, writer: accepted.set_result(writer), sock=bind("127.0.0.1", 0))
+        server = await asyncio.start_server(
+            lambda reader, writer: accepted.set_result(writer), sock=bind("127.0.0.1", 0)
+        )
         _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer = await accepted
         delay = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
