@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
-from headrace.rollouts.forks import fork_problems
+from headrace.rollouts.branching import fork_problems
 from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig

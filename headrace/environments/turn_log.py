@@ -34,7 +34,7 @@ class CallNote(Struct, frozen=True, tag="call"):
 
     answered: ToolAnswered
     after: str
-    """As of the turn."""
+    """The digest, like that of a turn."""
 
 
 class EndNote(Struct, frozen=True, tag="end"):
@@ -42,7 +42,7 @@ class EndNote(Struct, frozen=True, tag="end"):
 
     ended: RolloutDone
     rewards: tuple[Rewarded, ...]
-    """As of a turn. So is the digest."""
+    """Those since the last turn was sampled."""
     after: str
 
 

@@ -44,7 +44,7 @@ from headrace.orchestration.wording import headline, placement
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
-from headrace.rollouts.forks import fork_problem
+from headrace.rollouts.branching import fork_problem
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.extras import EXTRAS, install, is_installed

@@ -18,7 +18,7 @@ import xxhash
 
 from headrace.playing import EnvironmentKind
 from headrace.rollout_key import RolloutKey
-from headrace.rollouts.forks import as_tree, pivot_of
+from headrace.rollouts.branching import as_tree, path_to, pivot_of
 from headrace.rollouts.notebook import Note, Page
 from headrace.rollouts.rollout import ForksConfig
 from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
@@ -57,7 +57,7 @@ async def roll_out(
 
 
 class _Players:
-    """What the rollouts of one prompt share."""
+    """Plays the rollouts of one prompt."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Continued:
     async def __call__(self, asked: TurnAsked) -> Completion:
         if asked.turn >= self._pivot:
             return await self._ask(asked)
-        if asked.context != self._episode.path_to(asked.turn):
+        if asked.context != path_to(self._episode, asked.turn):
             raise ValueError("an environment that was restored asks for other turns than before its fork")
         return self._episode.turns[asked.turn].completion
 

@@ -66,11 +66,11 @@ class Played:
     rewards: Mapping[str, float]
     turn_rewards: tuple[dict[str, float], ...] = ()
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
-    between: float = field(default=0.0, compare=False)
+    between: float = field(default=0.0, compare=False, kw_only=True)
     """Seconds in which no turn was sampled: those of tools, and of the environment itself."""
-    rollout: int = field(default=0, compare=False)
+    rollout: int = field(default=0, compare=False, kw_only=True)
     """The rollout whose turns before `pivot` it shares; its own number if it is no alternative."""
-    pivot: int = field(default=0, compare=False)
+    pivot: int = field(default=0, compare=False, kw_only=True)
     """The turn at which that rollout branches."""
 
 
@@ -265,7 +265,7 @@ class RolloutSession:
         given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
         named = {str(name): float(value) for name, value in rewards.items()}
         between = asyncio.get_running_loop().time() - self._began - self._sampling_seconds
-        return Played(Episode(self._in_order(), self._cut), named, given, between)
+        return Played(Episode(self._in_order(), self._cut), named, given, between=between)
 
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""

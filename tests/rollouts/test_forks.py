@@ -24,7 +24,7 @@ from headrace.observe.facts import GroupEnded
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
-from headrace.rollouts.forks import as_tree, fork_problem, pivot_of
+from headrace.rollouts.branching import as_tree, fork_problem, path_to, pivot_of
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
@@ -157,7 +157,7 @@ def test_alternatives_go_on_from_the_fork(turn: Any, pivot: int, asked: int, cal
         range(pivot, 3)
     )
     for one in engine.asked[3:]:
-        assert one.context[: len(episodes[0].path_to(pivot))] == episodes[0].path_to(pivot)
+        assert one.context[: len(path_to(episodes[0], pivot))] == path_to(episodes[0], pivot)
 
 
 def test_alternatives_that_fail_leave_their_tree() -> None:

@@ -112,7 +112,7 @@ class AsyncAgent:
         tools: Sequence[Callable[..., Any]] | None,
         state: bytes = b"",
     ) -> AgentReply:
-        """As `chat`. `state`: that of the environment, which is kept with the turn."""
+        """Does what `chat` does. `state`: that of the environment, which is kept with the turn."""
         schemas = None if tools is None else await self._box.offer(tools)
         return await self._reply(ChatAsked(self._id, messages_of(messages), schemas, self.name, state))
 

@@ -16,7 +16,7 @@ LONG = 200
 """Characters of a message or of a call's arguments in a line of text."""
 
 
-class Heard(Struct, frozen=True):
+class HeardMessage(Struct, frozen=True):
     """A message that is new before a turn."""
 
     who: str
@@ -33,7 +33,7 @@ class AgedTokens(Struct, frozen=True):
     count: int
     version: int
     lag: int
-    """At the step that trained them."""
+    """Its value at the step that trained them."""
     mixed: bool = False
 
 
@@ -48,7 +48,7 @@ class TurnView(Struct, frozen=True, kw_only=True):
     """Its column in the graph. A turn has its parent's, unless another turn has continued there."""
     rewritten: bool
     """Whether it begins another path of its agent, because the messages before it were changed."""
-    heard: tuple[Heard, ...]
+    heard: tuple[HeardMessage, ...]
     said: str
     """The text, without its tool calls."""
     calls: tuple[str, ...]
@@ -141,10 +141,10 @@ def _is_rewritten(turns: Sequence[Turn], number: int) -> bool:
     return not turn.parents and turn.agent in {one.agent for one in turns[:number]}
 
 
-def _heard(message: Mapping[str, Any]) -> Heard:
+def _heard(message: Mapping[str, Any]) -> HeardMessage:
     tool = message.get("role") == "tool"
     who = str(message.get("name" if tool else "role") or "")
-    return Heard(who, str(message.get("content")), tool, str(message.get("problem", "")))
+    return HeardMessage(who, str(message.get("content")), tool, str(message.get("problem", "")))
 
 
 def _aged(done: Completion, step: int) -> Iterator[AgedTokens]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from headrace.observe.numbers.rollout_view import RolloutView
-from headrace.observe.numbers.turn_view import Heard, TurnView
+from headrace.observe.numbers.turn_view import HeardMessage, TurnView
 from headrace.observe.report.lag_charts import lag_class
 from headrace.observe.texts import clip, number, plural
 
@@ -86,7 +86,7 @@ def _row(one: RolloutView, place: int, colours: dict[str, str]) -> str:
     )
 
 
-def _heard(message: Heard) -> str:
+def _heard(message: HeardMessage) -> str:
     if not message.tool:
         return f'<p class="heard"><b>{escape(message.who)}</b> {escape(clip(message.text, MOST_TEXT))}</p>'
     mood, mark = ("bad", "✗") if message.problem else ("good", "✓")

@@ -276,7 +276,7 @@ class _Begun(NamedTuple):
     """The recorded part of the rollouts in flight."""
 
     completions: dict[str, Completion]
-    """By request."""
+    """Those of each request."""
     notes: dict[str, list[bytes]]
     """The notes of their environments, by rollout."""
 

@@ -19,17 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace.errors import IdentityError
 from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
-from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcript
+from headrace.plan.parts.listeners import Listener, Listeners, Prompts, TurnCaches, transcript
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
-from headrace.simulate.codes import RESULT, context_length
+from headrace.simulate.codes import context_length
 from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
 
-MAX_TURNS = 1 << 14
-"""Ended sequences that are remembered, those that ended first go first."""
 _MEMORY = 32
 """Completions over which the mean length is averaged."""
 
@@ -57,8 +55,7 @@ class SimulatedEngine:
         self._ends = EndTimes()
         self._waiting: list[tuple[int, int, Flight]] = []
         self._prompts, self._listeners = Prompts(), Listeners()
-        self._turns: dict[tuple[int, ...], tuple[int, int]] = {}
-        """The version and the real tokens of the sequences that ended under the live weights, whose caches a next turn finds."""
+        self._turns = TurnCaches()
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False
@@ -72,14 +69,9 @@ class SimulatedEngine:
     async def generate(self, request: Request) -> Completion:
         assert self.version >= 0, "generate before the first load"
         length, at_limit = self._length(request)
-        flight = Flight(
-            request,
-            length=length,
-            at_limit=at_limit,
-            prefix=len(request.prefix) * self._grain,
-            prompt=context_length(request.prompt, self._grain),
-            order=next(self._order),
-        )
+        prefix, prompt = len(request.prefix) * self._grain, context_length(request.prompt, self._grain)
+        order = next(self._order)
+        flight = Flight(request, length=length, at_limit=at_limit, prefix=prefix, prompt=prompt, order=order)
         heapq.heappush(self._waiting, (request.priority, flight.order, flight))
         self._touch()
         try:
@@ -245,9 +237,7 @@ class SimulatedEngine:
     def _begin(self, flight: Flight, room: float) -> None:
         passes, prompt = self._passes, flight.request.prompt
         new = self._prompts.enter(prompt, self.version)
-        version, cached = self._turns.get(prompt[:-RESULT], (self.version, 0))
-        known = cached if version == self.version else 0
-        compute = flight.prefix + (flight.prompt - known if new else 0)
+        compute = flight.prefix + (flight.prompt - self._turns.known(prompt, self.version) if new else 0)
         self._prompted += compute
         passes.debt += compute * self._rates.prefill
         if not self._running:
@@ -265,10 +255,7 @@ class SimulatedEngine:
     def _end(self, flight: Flight, stop: Stop) -> None:
         completion = self._completion(flight, stop)
         if stop != "interrupted" and flight.swaps == len(self._swaps) - 1:
-            whole = flight.request.prompt + flight.request.prefix + completion.tokens
-            self._turns[whole] = self.version, flight.prompt + flight.length
-            while len(self._turns) > MAX_TURNS:
-                del self._turns[next(iter(self._turns))]
+            self._turns.ended(flight, completion, self.version)
         self._listeners.report(flight, completion, self.version, stop)
         self._leave(flight)
         if not flight.done.done():

@@ -68,6 +68,16 @@ def _surprise(done: Completion) -> float:
     return fmean(known) if known else 0.0
 
 
+def path_to(episode: Episode, number: int) -> tuple[int, ...]:
+    """Returns all tokens before the completion of a turn."""
+    turn = episode.turns[number]
+    path = turn.context
+    while turn.parents:
+        turn = episode.turns[turn.parents[0]]
+        path = turn.context + turn.completion.tokens + path
+    return path
+
+
 def as_tree(leaves: Sequence[Scored], pivot: int) -> Scored:
     """Joins the scored rollouts that share the turns before `pivot` into one: an episode that branches, whose rewards are the means of its branches'."""
     first = leaves[0]
