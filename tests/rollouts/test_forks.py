@@ -23,8 +23,8 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.playing import EnvironmentKind
-from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
 from headrace.rollouts.branching import as_tree, fork_problem, path_to, pivot_of
+from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
