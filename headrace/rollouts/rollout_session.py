@@ -99,7 +99,7 @@ class RolloutSession:
         """Turns that are being sampled."""
         self._failure: Failure | None = None
         self._broken: BaseException | None = None
-        """The error that ended the engine. It ends the run, even if the environment catches it."""
+        """The error of the engine or of the disk. It ends the run, even if the environment catches it."""
         self._began = self._sampled_since = self._sampling_seconds = 0.0
         """Seconds on the loop's clock: when it began, when it was last asked for a turn, and how long turns were sampled."""
         self._begin()
@@ -177,7 +177,11 @@ class RolloutSession:
         return tuple(note.content for note in self._page.notes)
 
     def keep(self, note: bytes) -> None:
-        self._page.keep(Note(self._asked, note))
+        try:
+            self._page.keep(Note(self._asked, note))
+        except Exception as error:  # of the disk, which the environment did not cause
+            self._broken = error
+            raise
 
     def again(self) -> None:
         self._begin()
