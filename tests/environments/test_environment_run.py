@@ -149,7 +149,7 @@ def test_a_class_that_exports_its_state_goes_on_in_its_turn(tiny_llama: Path, tm
     looked = {seed for seed, _ in before}
     went_on = {seed for seed, look in lines[len(before) :] if look == "1"} & looked
     assert went_on, "no episode was between its looks: kill it at another moment"
-    twice = {line for line in lines if lines.count(line) > 1}
+    twice = {line for line in lines if lines.count(line) > 1 and line[0] != "0"}  # 0: the rehearsal's
     over = {(seed, str(int(look) - 1)) for seed, look in before}
     assert not twice & over, "a step was taken again, though a later one had begun"
     steps = list(read_steps(directory))
