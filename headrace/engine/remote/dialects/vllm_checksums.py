@@ -51,7 +51,9 @@ class Checksums:
         try:
             expected = await asyncio.to_thread(checksums, Path(str(update.where["path"])) / FILE, asked)
         except (OSError, ValueError) as error:
-            raise IdentityError(f"version {update.version} cannot be read again to compare its checksums: {error}") from None
+            raise IdentityError(
+                f"version {update.version} cannot be read again to compare its checksums: {error}"
+            ) from None
         equal = frozenset(name for name in asked if found[name] == expected.get(name))
         if first and equal:
             self._names, self.comparable = frozenset(found), equal
