@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.errors import IdentityError
 from headrace.models.endings import end_tokens
-from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.facts import FleetSample, IdentityChecked, MemberMoved, RunEnded, WeightsLive, WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.records import StepRow
 from headrace.observe.telemetry import Telemetry
@@ -223,3 +224,84 @@ def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tm
     ):
         headrace.train(config)
     assert not servers()
+
+
+class _Careless(VllmDialect):
+    """Has vLLM read all tensors but the last norm, from the second version on."""
+
+    _first: Path | None = None
+
+    async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
+        from safetensors.torch import load_file, save_file
+
+        if self._first is None:
+            self._first = Path(path).parent / "first.safetensors"
+            await asyncio.to_thread(shutil.copy, Path(path) / "model.safetensors", self._first)
+        tensors = load_file(Path(path) / "model.safetensors")
+        mixed = Path(path).parent / "mixed"
+        mixed.mkdir(exist_ok=True)
+        old = load_file(self._first)["model.norm.weight"]
+        save_file({**tensors, "model.norm.weight": old}, mixed / "model.safetensors")
+        await super()._reload(connection, str(mixed), seconds)
+
+
+def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
+    llama: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Its effect is below what the probe allows."""
+    made = lambda model_dir, check_every: _Careless(end_tokens(model_dir), check_every)  # noqa: E731
+    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    config = config_for(tmp_path, llama)
+    config["train"] = {**config["train"], "learning_rate": 1e-5}
+    with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
+        headrace.train(config)
+    assert all(one.ok for one in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()
+
+
+SLOWLY = """
+import os, time
+
+def share_of_e(prompts, completions, **columns):
+    time.sleep(1.0 if os.path.exists({flag!r}) else 0.0)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+"""A reward that makes a run last as long as the file is there."""
+STOPPED = 60.0
+"""Seconds."""
+
+
+def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(llama: Path, tmp_path: Path) -> None:
+    run, steps, flag = tmp_path / "runs" / "tiny", 80, tmp_path / "slowly"
+    config = config_for(tmp_path, llama)
+    config["rollout"] = {"group_size": 4, "max_tokens": 100}
+    config["train"]["steps"] = steps
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    config["engine"] |= {"replicas": 2, "cores": cores, "member_patience": 20.0, "context_length": 200}
+    flag.touch()
+    (tmp_path / "reward.py").write_text(SLOWLY.format(flag=str(flag)))
+    trained: list[int] = []
+
+    def moves() -> list[tuple[str, str]]:
+        return [(fact.member, fact.state) for fact in of(run, MemberMoved)]
+
+    def stop_and_go_on() -> None:
+        stopped, _ = servers().values()
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        end = time.monotonic() + STOPPED
+        when(lambda: bool(moves()), lambda: trained.append(len(of(run, StepRow))), every=0.2)
+        time.sleep(max(0.0, end - time.monotonic()))
+        trained.append(len(of(run, StepRow)))
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        when(lambda: len(moves()) > 1, flag.unlink, every=0.2)
+
+    thread = when_step(run, 2, stop_and_go_on)
+    headrace.train(config)
+    thread.join()
+    checked(run, steps, deaths=0)
+    left, back = of(run, MemberMoved)
+    assert (left.state, back.state, left.member) == ("away", "serving", back.member)
+    assert left.requests > 0, "and they went on elsewhere"
+    assert trained[1] > trained[0], "the other one was enough"
+    assert [member.state for member in of(run, FleetSample)[-1].members] == ["serving", "serving"]

@@ -148,6 +148,10 @@ def test_a_session_ends_without_heartbeats_and_is_freed_once() -> None:
             with pytest.raises(Refused) as refused:
                 sessions.heard(name)
             assert refused.value.status == status
+        for _ in range(2):  # the second time for a client that has lost the answer
+            await sessions.finish(two.id, "done")
+        with pytest.raises(Refused, match="no session nobody"):
+            await sessions.finish("nobody", "done")
         await sessions.close()
         assert freed == [one.id, two.id]
 
