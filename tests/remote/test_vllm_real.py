@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.errors import IdentityError
 from headrace.models.endings import end_tokens
-from headrace.observe.facts import FleetSample, IdentityChecked, MemberMoved, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.records import StepRow
 from headrace.observe.telemetry import Telemetry
@@ -256,52 +255,3 @@ def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
     with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
         headrace.train(config)
     assert all(one.ok for one in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()
-
-
-SLOWLY = """
-import os, time
-
-def share_of_e(prompts, completions, **columns):
-    time.sleep(1.0 if os.path.exists({flag!r}) else 0.0)
-    return [text.count("e") / max(len(text), 1) for text in completions]
-"""
-"""A reward that makes a run last as long as the file is there."""
-STOPPED = 60.0
-"""Seconds."""
-
-
-def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(llama: Path, tmp_path: Path) -> None:
-    run, steps, flag = tmp_path / "runs" / "tiny", 80, tmp_path / "slowly"
-    config = config_for(tmp_path, llama)
-    config["rollout"] = {"group_size": 4, "max_tokens": 100}
-    config["train"]["steps"] = steps
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    config["engine"] |= {"replicas": 2, "cores": cores, "member_patience": 20.0, "context_length": 200}
-    flag.touch()
-    (tmp_path / "reward.py").write_text(SLOWLY.format(flag=str(flag)))
-    trained: list[int] = []
-
-    def moves() -> list[tuple[str, str]]:
-        return [(fact.member, fact.state) for fact in of(run, MemberMoved)]
-
-    def stop_and_go_on() -> None:
-        stopped, _ = servers().values()
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        end = time.monotonic() + STOPPED
-        when(lambda: bool(moves()), lambda: trained.append(len(of(run, StepRow))), every=0.2)
-        time.sleep(max(0.0, end - time.monotonic()))
-        trained.append(len(of(run, StepRow)))
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
-        when(lambda: len(moves()) > 1, flag.unlink, every=0.2)
-
-    thread = when_step(run, 2, stop_and_go_on)
-    headrace.train(config)
-    thread.join()
-    checked(run, steps, deaths=0)
-    left, back = of(run, MemberMoved)
-    assert (left.state, back.state, left.member) == ("away", "serving", back.member)
-    assert left.requests > 0, "and they went on elsewhere"
-    assert trained[1] > trained[0], "the other one was enough"
-    assert [member.state for member in of(run, FleetSample)[-1].members] == ["serving", "serving"]
