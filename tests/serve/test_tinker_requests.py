@@ -293,5 +293,7 @@ def test_the_constants_of_a_loss_arrive() -> None:
     assert pass_of(message).constants == {"beta": 0.05}
     message.loss_fn_config["beta"] = 0.5
     assert pass_of(message).constants == {"beta": 0.5} and pass_of(message).backward
+    message.loss_fn_config_v2["beta"].number = 0.75
+    assert pass_of(message).constants == {"beta": 0.75}
     message.forward_only = True
     assert not pass_of(message).backward
