@@ -13,7 +13,7 @@ from served import Client, faked
 
 from headrace.engine.fake import FakeEngine
 from headrace.serve.serving import Serving
-from headrace.serve.text import StreamedText
+from headrace.chat.streamed_text import StreamedText
 from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 
