@@ -260,7 +260,12 @@ def _parser() -> argparse.ArgumentParser:
         _command(commands, "pool", pooling.pool, "the engines of a running run: show them, add one, remove one")
     )
     handing.add_arguments(
-        _command(commands, "gateway", handing.gateway, "where a run hands out rollouts to agents, and a command that plays them")
+        _command(
+            commands,
+            "gateway",
+            handing.gateway,
+            "where a run hands out rollouts to agents, and a command that plays them",
+        )
     )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")

@@ -118,7 +118,9 @@ class Events(Response):
                 return
             refusal = refusal_of(error)
             body = error_body(refusal.status, refusal.message, refusal.code)
-            await self._put(send, b'{"type":"error",' + body[1:] if self._named else body, "error" if self._named else "")
+            await self._put(
+                send, b'{"type":"error",' + body[1:] if self._named else body, "error" if self._named else ""
+            )
         if not self._named:
             await self._put(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -298,9 +298,7 @@ def of_pipeline(**settings: Any) -> Scenario:
     return scenario
 
 
-async def of_evaluation(
-    tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN
-) -> None:
+async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN) -> None:
     clock = asyncio.get_running_loop().time
     engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))

@@ -93,7 +93,9 @@ def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path)
             assert row.tokens == said.tokens + second.context + more.tokens
             assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
             assert one.rewards.keys() == {"e", "length", "pieces"}
-            assert one.rewards["pieces"] * 1e9 > len(more.tokens) / 2, "the engine's passes, and not one piece at the end"
+            assert one.rewards["pieces"] * 1e9 > len(more.tokens) / 2, (
+                "the engine's passes, and not one piece at the end"
+            )
             assert one.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
@@ -113,7 +115,9 @@ def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Pa
 def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """`headrace gateway RUN -- COMMAND` plays them until the run is over."""
     command = config_of(tmp_path, tiny_llama)["environment"]["command"]
-    config = config_of(tmp_path, tiny_llama, environment={"kind": "gateway", "command": []}, eval={"prompts": 2, "samples": 1})
+    config = config_of(
+        tmp_path, tiny_llama, environment={"kind": "gateway", "command": []}, eval={"prompts": 2, "samples": 1}
+    )
     directory, ended = tmp_path / "runs" / "tiny", list[int]()
     address = directory / "logs" / ADDRESS_FILE
 

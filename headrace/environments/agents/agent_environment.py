@@ -120,7 +120,7 @@ class AgentEnvironment:
     def _limit(self) -> str:
         return f"; environment.memory_gib = {self._agents.config.memory_gib:g} is the limit of one agent with all that it starts"
 
-    def _rewards(self(self, process: AgentProcess, rollout: GatewayRollout, code: int) -> Mapping[str, float]:
+    def _rewards(self, process: AgentProcess, rollout: GatewayRollout, code: int) -> Mapping[str, float]:
         refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
         if code and process.traceback.rpartition("\n")[2].startswith("MemoryError"):
             raise RolloutFailed("environment_memory", f"found no more memory{self._limit}", process.traceback)

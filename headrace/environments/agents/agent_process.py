@@ -130,7 +130,9 @@ class AgentProcess:
             raise
         self = cls(transport, output, own, reaper)
         if memory and hasattr(resource, "prlimit"):
-            with contextlib.suppress(ProcessLookupError):  # Linux; of data, because runtimes reserve addresses that they never use
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # Linux; of data, because runtimes reserve addresses that they never use
                 resource.prlimit(self.pid, resource.RLIMIT_DATA, (memory, memory))
         pipe = transport.get_pipe_transport(0)
         assert isinstance(pipe, asyncio.WriteTransport)

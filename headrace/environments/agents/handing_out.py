@@ -197,9 +197,13 @@ class HandedOut:
         try:
             rewards = await rollout.until(offer.ended, seconds, os.getpid())
         except TimeoutError:
-            said = f"the agent that took it has not ended it after {seconds:g} s between its turns (environment.seconds)"
+            said = (
+                f"the agent that took it has not ended it after {seconds:g} s between its turns (environment.seconds)"
+            )
             refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
-            raise RolloutFailed("environment_timeout", f"{said}; turns that it had: {rollout.answered}{refused}") from None
+            raise RolloutFailed(
+                "environment_timeout", f"{said}; turns that it had: {rollout.answered}{refused}"
+            ) from None
         return rewards or {}  # none: it has failed, and the session knows why
 
 

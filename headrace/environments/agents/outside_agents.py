@@ -107,7 +107,9 @@ class OutsideAgents:
             return
         with contextlib.suppress(OSError):  # the run is over
             answer = await self._asked(lease["end"], end)
-            self._said(f"{lease['id']}: {json.dumps(end)}{'' if answer.status == 200 else f' came too late: {answer.body}'}")
+            self._said(
+                f"{lease['id']}: {json.dumps(end)}{'' if answer.status == 200 else f' came too late: {answer.body}'}"
+            )
 
     async def _ended(self, process: AgentProcess, lease: Mapping[str, Any]) -> int | None:
         """Returns the exit code; None if the run has given the rollout up before."""

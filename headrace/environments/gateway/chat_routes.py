@@ -34,7 +34,9 @@ async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRu
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Chat, rules.limits)
     check_drawing(body, rules)
-    most = most_tokens("max_tokens", body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens)
+    most = most_tokens(
+        "max_tokens", body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
     tools = offered_tools(body)
     note_strict(rules, tools)
     shown = [schema(one) for one in tools]

@@ -54,7 +54,9 @@ def _prompt(body: Completions) -> str | list[int]:
             return text
         case [[*tokens]] | [*tokens] if tokens and all(isinstance(one, int) for one in tokens):
             return [one for one in tokens if isinstance(one, int)]
-    raise Refused(400, "prompt is not served as a list of several, or as none; send a request for each", "unsupported_parameter")
+    raise Refused(
+        400, "prompt is not served as a list of several, or as none; send a request for each", "unsupported_parameter"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,11 +108,15 @@ def offered_functions(body: Responses) -> list[Tool]:
     """Returns the tools that the model is shown. Raises Refused for those that run at OpenAI."""
     for tool in body.tools or ():
         if tool.type != "function":
-            raise Refused(400, f"a tool of type {tool.type} is not served; give functions of your own", "unsupported_parameter")
+            raise Refused(
+                400, f"a tool of type {tool.type} is not served; give functions of your own", "unsupported_parameter"
+            )
     if body.tool_choice == "none":
         return []
     return [
-        Tool(function=Function(name=one.name, description=one.description, parameters=one.parameters, strict=one.strict))
+        Tool(
+            function=Function(name=one.name, description=one.description, parameters=one.parameters, strict=one.strict)
+        )
         for one in body.tools or ()
     ]
 

@@ -31,7 +31,10 @@ MODEL = "policy"
 
 _OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "send as many requests, at once if you like"),
-    "seed": ((None,), "leave it out: the run seeds each turn, and with one seed all rollouts of a prompt would be equal"),
+    "seed": (
+        (None,),
+        "leave it out: the run seeds each turn, and with one seed all rollouts of a prompt would be equal",
+    ),
     "stop_token_ids": ((None, []), "leave it out, and set rollout.stop to strings"),
     "ignore_eos": ((False,), "leave it out: a turn ends where the model ends it"),
     "skip_special_tokens": ((None, True), "leave it out: replies have no special tokens"),
@@ -61,7 +64,9 @@ def check_drawing(body: Drawing, rules: GatewayRules) -> None:
         if hasattr(body, name) and getattr(body, name) not in neutral:
             raise Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
     refuse_unserved(body)
-    check_sampling(rules, stops(body), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")})
+    check_sampling(
+        rules, stops(body), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    )
 
 
 def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str, object]) -> None:
@@ -81,7 +86,9 @@ def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str
 def _replaced(rules: GatewayRules, name: str, value: object) -> None:
     own = rules.sampling.get(name)
     if value != own:
-        rules.remark(name, f"the agent asks for {name} = {value}; all its turns are sampled with rollout.{name} = {own}")
+        rules.remark(
+            name, f"the agent asks for {name} = {value}; all its turns are sampled with rollout.{name} = {own}"
+        )
 
 
 def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:

@@ -80,7 +80,9 @@ class Evaluator:
 
         seeds = [seed_of("held-out environment", index, i) for i in range(self._config.samples)]
         waits, who = self._telemetry.waits, self._environment.players
-        async with waits.named("evaluation", f"the engine, or {who}") if who else waits.named("evaluation", "the engine"):
+        async with (
+            waits.named("evaluation", f"the engine, or {who}") if who else waits.named("evaluation", "the engine")
+        ):
             rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode, room=self._room)
         played = [one for one in rolled if isinstance(one, Played)]
         episodes = [one.episode for one in played]

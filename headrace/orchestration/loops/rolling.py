@@ -128,7 +128,9 @@ class Rolling:
             return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked), asked.heard)
 
         waits, players = parts.telemetry.waits, parts.environment.players
-        async with waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine"):
+        async with (
+            waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine")
+        ):
             results = await roll_out(
                 parts.environment,
                 prompt,

@@ -60,7 +60,9 @@ def test_pydantic_ai_plays_a_rollout(tmp_path: Path) -> None:
     assert isinstance(found, Played), found
     assert found.rewards == {"agent": 1.0}
     turns = found.episode.turns
-    assert [turn.parents for turn in turns] == [(), (0,), (1,), (2,), (), (4,), (5,), (6,)], "both clients send back what they got"
+    assert [turn.parents for turn in turns] == [(), (0,), (1,), (2,), (), (4,), (5,), (6,)], (
+        "both clients send back what they got"
+    )
     assert "a valid integer" in turns[1].messages[0]["content"], "the framework answers a call that does not fit"
     assert turns[2].messages[0]["content"] == "3" and "Use the tool." in encoder.written(turns[0].context)
     check_rows(found, model)

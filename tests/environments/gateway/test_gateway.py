@@ -88,7 +88,9 @@ def test_strict_tools_are_shown_and_remarked_on(tmp_path: Path) -> None:
         said.extend(asks.gateway.remarks())
 
     played(model, case)
-    assert said == ["the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"]
+    assert said == [
+        "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
+    ]
     assert '"add"' in model.encoder.written(model.asked[0].context)
 
 

@@ -84,7 +84,9 @@ def test_a_rollout_is_taken_played_and_ended(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / ADDRESS_FILE).stat().st_mode) == 0o600
         leases = [await service.take() for _ in range(3)]
         assert [lease["seed"] for lease in leases] == [0, 1, 2]
-        assert all((one["id"], one["prompt"], one["columns"]) == ("train/7", "hello", {"answer": "so"}) for one in leases)
+        assert all(
+            (one["id"], one["prompt"], one["columns"]) == ("train/7", "hello", {"answer": "so"}) for one in leases
+        )
         assert not leases[0]["judged"] and leases[0]["seconds"] == 600
         ends = [{"reward": 1.5}, {"rewards": {"right": 1, "short": -0.5}}, {"failed": "its database is gone"}]
         for lease, end in zip(leases, ends, strict=True):

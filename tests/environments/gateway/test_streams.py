@@ -136,7 +136,10 @@ def test_what_is_refused_has_its_status_in_a_stream_too(format: Format, tmp_path
 
 
 def test_log_probs_arrive_with_their_text(tmp_path: Path) -> None:
-    model = Held(encoder_of(tmp_path, tool_chats.HERMES), ['Sum. <tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'])
+    model = Held(
+        encoder_of(tmp_path, tool_chats.HERMES),
+        ['Sum. <tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>'],
+    )
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
     async def case(asks: Asks) -> None:
