@@ -220,7 +220,7 @@ def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.Captu
     assert main(["gateway", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "http://127.0.0.1:1/secret\n"
     assert main(["gateway", str(tmp_path), "--", "no-such-agent"]) == 2
-    assert main(["gateway", str(tmp_path), "--at-once", "0", "--", "python3"]) == 2
+    assert main(["gateway", "--at-once", "0", str(tmp_path), "--", "python3"]) == 2
     said = capsys.readouterr().err
     assert "no-such-agent is no program" in said and "--at-once 0 plays nothing" in said
 
