@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
-from headrace.commands import gateway_command as handing
-from headrace.commands import pool_command as pooling
+from headrace.commands.running import gateway_command as handing
+from headrace.commands.running import pool_command as pooling
 from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
 from headrace.errors import ConfigError, HeadraceError, RunPaused

@@ -6,7 +6,7 @@ The shipped fake is `environments/fake.py`. The example goes on with the values 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
 from headrace.types import Completion, Prompt
@@ -104,9 +104,10 @@ class EnvironmentKind:
     """Makes one from the prompt and a seed, which are the same when the run is resumed."""
     limits: Limits
     resumes: Resumes
+    _: KW_ONLY
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Ends what they share, such as processes."""
     players: str = ""
-    """Who else has to come for a rollout to be played, in words for those who wait; empty if nobody has to."""
+    """Those who have to come for a rollout to be played, in words for the report of waits; empty if nobody has to."""
     remarks: Callable[[], Sequence[str]] = tuple
     """Sentences on requests of its agents that were answered in another way than they were asked for. The rehearsal prints them."""

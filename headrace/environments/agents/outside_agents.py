@@ -26,7 +26,7 @@ ALIVE = 20.0
 """Seconds between two looks at whether the run still wants a rollout whose command has not ended."""
 TIMEOUT = 60.0
 _open = build_opener(ProxyHandler({})).open
-"""Without the user's proxies, which need not reach the run."""
+"""Opens a URL directly: the user's proxies need not reach the run."""
 
 
 class Answered(NamedTuple):

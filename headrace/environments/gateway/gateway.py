@@ -58,7 +58,7 @@ class Gateway:
         self.written, self.stop, self.limits = written, tuple(stop), limits
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}
-        """What answers requests that concern no rollout, by its secret. It is called with the path behind the secret."""
+        """The answers to requests that concern no rollout, by their secret. Each is called with the path behind it."""
         self.sampling = sampling
         self._rollouts: dict[str, GatewayRollout] = {}
         self._starting = asyncio.Lock()

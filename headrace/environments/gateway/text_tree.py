@@ -37,7 +37,7 @@ class _Path:
     """A completion, and all before it."""
 
     text: str
-    """As its client has it, with the stop string; empty if the prompt was tokens."""
+    """The text of both, with the stop string; empty if the prompt was tokens."""
     tokens: tuple[int, ...]
     """Prompt and completion."""
     ended: bool
