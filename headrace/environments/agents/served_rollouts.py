@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.conversation import Conversation, TurnEncoder
@@ -17,7 +17,7 @@ from headrace.playing import Agent
 from headrace.types import Prompt
 
 
-class GatewayEncoder(TurnEncoder, TextEncoder):
+class GatewayEncoder(TurnEncoder, TextEncoder, Protocol):
     """The part of `models.chat.ChatEncoder` that the gateway uses."""
 
 

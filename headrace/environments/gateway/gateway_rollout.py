@@ -81,7 +81,8 @@ class GatewayRollout:
                 self.changed.clear()
                 since, asking = clock(), self.asking > 0
                 changed = asyncio.ensure_future(self.changed.wait())
-                first = asyncio.wait({ended, over, changed}, return_when=asyncio.FIRST_COMPLETED)
+                awaited: set[asyncio.Future[Any]] = {ended, over, changed}
+                first = asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
                 try:
                     await (first if asking or not left else within(who, left, first))
                 finally:

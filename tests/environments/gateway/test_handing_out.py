@@ -232,7 +232,7 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl
     ("environment", "words"),
     [
         ({"kind": "gateway", "seconds": 0}, "would wait for ever for an agent that has vanished"),
-        ({"kind": "gateway", "command": ["a"]}, "environment.command belongs to another kind"),
+        ({"kind": "gateway", "command": ["a"]}, 'environment.command belongs to environment.kind = "process"'),
         ({"kind": "gateway", "workers": 3}, "environment.workers belongs to another kind"),
         ({"kind": "process", "command": ["a"], "port": 8000}, "environment.port belongs to another kind"),
         ({"port": 8000}, 'environment.port belongs to environment.kind = "gateway"'),
