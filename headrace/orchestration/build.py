@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
@@ -298,7 +298,7 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
     if not environment.in_processes:
         return environment_kind(environment.kind)
     alone = not config.reward.specs and not config.teachers
-    if not environment.is_command:
+    if not environment.asks_gateway:
         from headrace.environments.function import open_function
 
         sandbox = config.sandbox.settings
@@ -308,11 +308,20 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
-    from headrace.environments.agents.agent_environment import open_agents
-
     rollout = config.rollout
     sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return open_agents(environment, encoder, system=system, sampling=sampling, stop=rollout.stop, alone=alone, log=log)
+    settings: dict[str, Any] = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
+    if environment.is_command:
+        from headrace.environments.agents.agent_environment import open_agents
+
+        return open_agents(environment, encoder, **settings, log=log)
+    if log is None:
+        raise ConfigError(
+            f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"
+        )
+    from headrace.environments.agents.handing_out import open_handing_out
+
+    return open_handing_out(environment, encoder, **settings, directory=log.parent)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:

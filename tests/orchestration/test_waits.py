@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import os
 import re
 import signal
@@ -49,7 +51,8 @@ from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.rollouts.partial import PartialConfig
+from headrace.playing import EnvironmentKind
+from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
@@ -295,14 +298,14 @@ def of_pipeline(**settings: Any) -> Scenario:
     return scenario
 
 
-async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN) -> None:
     clock = asyncio.get_running_loop().time
     engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
-        generate=engine.generate,
-        environment=SINGLE_TURN,
+        generate=Interrupts(engine, PartialConfig(), waits, clock).once,
+        environment=environment,
         scorer=FakeScorer(),
         prompts=prompts,
         config=EvalConfig(),
@@ -455,9 +458,11 @@ async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await _close(None, SimpleNamespace(waits=spoil(here(lambda fact: None))))  # type: ignore[arg-type]
 
 
+HANDED_OUT = dataclasses.replace(SINGLE_TURN, players="agents that take them")
 STALLS: dict[tuple[str, str], Scenario] = {
     ("admission", "a free slot (weights live, or a group ended)"): of_pipeline(),
     ("rollouts", "the engine"): of_pipeline(),
+    ("rollouts", "the engine, or *"): of_pipeline(environment=HANDED_OUT),
     ("rollouts", "the scorer"): of_pipeline(),
     ("rollouts", "the swap in the engine, which interrupted them"): of_pipeline(
         partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(seconds_per_token=0.5, load_seconds=2.0)
@@ -472,6 +477,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ),
     ("controller", "the engine's statistics"): of_statistics,
     ("evaluation", "the engine"): of_evaluation,
+    ("evaluation", "the engine, or *"): functools.partial(of_evaluation, environment=HANDED_OUT),
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,

@@ -131,9 +131,12 @@ class Rolling:
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size, ()
 
         async def ask(asked: TurnAsked) -> Completion:
-            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked))
+            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked), asked.heard)
 
-        async with parts.telemetry.waits.named("rollouts", "the engine"):
+        waits, players = parts.telemetry.waits, parts.environment.players
+        async with (
+            waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine")
+        ):
             results = await roll_out(
                 parts.environment,
                 prompt,

@@ -32,6 +32,7 @@ from headrace.orchestration.runs.hosting import complete
 from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
 from headrace.orchestration.store.run_directory import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
+from headrace.rollouts.partial import Interrupts
 
 
 class _Stderr:
@@ -115,7 +116,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             )
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             evaluator = Evaluator(
-                generate=pools.engine.generate,
+                generate=Interrupts(pools.engine, config.partial, waits, telemetry.clock).once,
                 environment=environment,
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),

@@ -178,7 +178,9 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None
-        if config.environment.in_processes:
+        if config.environment.is_handed_out:
+            found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
+        elif config.environment.in_processes:
             episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
