@@ -29,7 +29,7 @@ from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.sandbox.config import SandboxConfig
-from headrace.scoring.config import RewardConfig, sandbox_problems
+from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -148,6 +148,7 @@ def check(config: RunConfig) -> list[str]:
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
+        *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
         *chat_problems(
             config.environment,
             chat=config.task.chat,

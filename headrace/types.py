@@ -296,6 +296,11 @@ class Scored(Struct, frozen=True):
     """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
+    segment_ends: tuple[tuple[int, ...], ...] = ()
+    """The number of tokens up to the end of each step, for every turn, if its steps have scores (a process reward)."""
+    segment_scores: tuple[float, ...] = ()
+    segment_returns: tuple[float, ...] = ()
+    """[steps of all turns] The scores, and the weighted sum (or the smallest) of each step's and those after it."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")

@@ -53,7 +53,7 @@ from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.functions import FunctionScorer
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.settings.process_config import EvalConfig
 from headrace.simulate import virtual_time
@@ -746,9 +746,9 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     in_process = RewardConfig(function=f"{tmp_path / 'sleepy.py'}:sleeps", timeout=100.0, workers=1)
     if where == "process":
-        scorer, place = FunctionScorer(in_process, log=tmp_path / "scorer.log"), "sleepy.py:6 sleeps"
+        scorer, place = RewardScorer(in_process, log=tmp_path / "scorer.log"), "sleepy.py:6 sleeps"
     else:
-        scorer, place = FunctionScorer(RewardConfig(timeout=100.0), [sleeps_in_a_thread]), "sleeps_in_a_thread"
+        scorer, place = RewardScorer(RewardConfig(timeout=100.0), [sleeps_in_a_thread]), "sleeps_in_a_thread"
 
     async def main() -> None:
         waits = here(lambda fact: None, 0.5, 1.5)
