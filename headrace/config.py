@@ -169,6 +169,11 @@ def check(config: RunConfig) -> list[str]:
             f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
         )
+    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+        problems.append(
+            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
+            'or "drop"'
+        )
     if config.rollout.group_size < config.algo.min_rollouts:
         problems.append(
             f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "

@@ -371,6 +371,8 @@ class Group(Struct, frozen=True):
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...] = ()
     """Rollouts of this group that failed; the advantages compare the others among themselves."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
 
 
 class Batch(Struct, frozen=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -17,7 +18,7 @@ from headrace.algo.advantage.credit import (
     whiten,
 )
 from headrace.algo.advantage.training_rows import reference_of, rows_of
-from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
+from headrace.algo.advantages import Advantage, GroupRewards, Pair, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored
 
@@ -50,6 +51,8 @@ class Algorithm:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
         if self._algo.credit != "rollout":
             return self._rows_of_turns(prompt, scored)
+        if self._advantage.pairs:
+            return tuple(self._rows_of_pairs(prompt, scored))
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
@@ -59,6 +62,28 @@ class Algorithm:
                     row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
                 rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
         return tuple(rows)
+
+    def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
+        """The pairs of rollouts, chosen and rejected, as places in `scored`; none unless the loss compares pairs. A rollout that was cut off
+        is in none if such rollouts are not trained."""
+        if not self._advantage.pairs:
+            return ()
+        kept = [place for place, one in enumerate(scored) if self._whole(one)]
+        found = self._advantage.pairs(self._group([scored[place] for place in kept]))
+        return tuple((kept[chosen], kept[rejected]) for chosen, rejected in found)
+
+    def _whole(self, one: Scored) -> bool:
+        cut = one.episode.cut or any(turn.completion.stop == "length" for turn in one.episode.turns)
+        return self._algo.overlong == "train" or not cut
+
+    def _rows_of_pairs(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
+        """Yields rows whose advantage is the balance of the rollout's pairs; rollouts in no pair are in no loss."""
+        pairs = self.pairs(scored)
+        balance = Counter(chosen for chosen, _ in pairs)
+        balance.subtract(rejected for _, rejected in pairs)
+        for place, one in enumerate(scored):
+            for _, row in rows_of(prompt, one, float(balance[place]), self._algo.overlong):
+                yield replace(row, mask=(False,) * len(row.mask)) if pairs and place not in balance else row
 
     def _rows_of_turns(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         return tuple(
