@@ -169,6 +169,11 @@ def check(config: RunConfig) -> list[str]:
             f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
             'lora.publish = "adapter"'
         )
+    if config.algo.credit == "segment" and not config.reward.segmented:
+        problems.append(
+            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
+            'reward.functions or reward.services, or algo.credit = "rollout"'
+        )
     if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
         problems.append(
             f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '

@@ -70,10 +70,11 @@ class AlgoConfig:
     length_penalty: float = Field(default=0.0, ge=0)
     """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
     proportion."""
-    credit: Literal["rollout", "turn", "agent"] = "rollout"
+    credit: Literal["rollout", "turn", "agent", "segment"] = "rollout"
     """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
     those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
-    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others."""
+    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others. segment: those
+    of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 

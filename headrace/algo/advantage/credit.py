@@ -70,6 +70,13 @@ def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
     return [end + sum(given[number:]) for number in range(len(given))]
 
 
+def segment_returns(one: Scored, penalty: float = 0.0) -> list[float]:
+    """Returns each step's return: what the process reward gives it and the steps after it (`Scored.segment_returns`), and all other rewards,
+    which the rollout got at its end. `penalty`: taken off the end."""
+    end = one.reward - one.segment_returns[0] - penalty
+    return [end + value for value in one.segment_returns]
+
+
 def agent_advantages(
     returns: Sequence[Mapping[str, float]], compare: Callable[[tuple[float, ...]], list[float]]
 ) -> list[dict[str, float]]:

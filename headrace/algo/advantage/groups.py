@@ -13,11 +13,12 @@ from headrace.algo.advantage.credit import (
     agent_returns,
     kl_penalty,
     return_to_go,
+    segment_returns,
     turn_advantages,
     turn_returns,
     whiten,
 )
-from headrace.algo.advantage.training_rows import reference_of, rows_of
+from headrace.algo.advantage.training_rows import advantages_of_segments, reference_of, rows_of
 from headrace.algo.advantages import Advantage, GroupRewards, Pair, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored
@@ -49,6 +50,8 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
+        if self._algo.credit == "segment":
+            return tuple(self._rows_of_segments(prompt, scored))
         if self._algo.credit != "rollout":
             return self._rows_of_turns(prompt, scored)
         if self._advantage.pairs:
@@ -91,6 +94,13 @@ class Algorithm:
             for one, of_turns in zip(scored, self._turn_advantages(scored), strict=True)
             for _, row in rows_of(prompt, one, of_turns, self._algo.overlong)
         )
+
+    def _rows_of_segments(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
+        returns = [segment_returns(one, self._kl(one)) for one in scored]
+        compared = turn_advantages(returns, lambda column: self._advantage.function(GroupRewards(column)))
+        for one, of_segments in zip(scored, compared, strict=True):
+            for path, row in rows_of(prompt, one, 0.0, self._algo.overlong):
+                yield replace(row, advantages=advantages_of_segments(one, path, of_segments))
 
     def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """An advantage for every turn of every rollout."""
