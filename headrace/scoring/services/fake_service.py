@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.scoring.services.http_post import HttpAnswer, NoAnswer
 
-Fault = Literal["down", "hang", "500", "busy", "html", "nan", "short", "unauthorised", "redirect", "half"]
+Misbehaviour = Literal["down", "hang", "500", "busy", "html", "nan", "short", "unauthorised", "redirect", "half"]
 """What goes wrong with one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, too
 few, a refusal, another place, the connection lost in the middle of the answer."""
 Scores = Callable[[Mapping[str, Any]], list[Any]]
@@ -46,7 +46,7 @@ class ScriptedPost:
         scores: Scores | None = None,
         reply: Reply | None = None,
         *,
-        faults: Iterable[Fault | None] = (),
+        faults: Iterable[Misbehaviour | None] = (),
         seconds: float = 0.0,
     ) -> None:
         """`faults`: one for each request, in order; None, and the end of it, for requests that work. `seconds`: time to an answer."""
@@ -66,7 +66,7 @@ class ScriptedPost:
         finally:
             self.running -= 1
 
-    async def _answered(self, fault: Fault | None, body: bytes, seconds: float) -> HttpAnswer:
+    async def _answered(self, fault: Misbehaviour | None, body: bytes, seconds: float) -> HttpAnswer:
         late = fault == "hang" or self._seconds > seconds
         await asyncio.sleep(seconds if late else self._seconds)
         if late:
@@ -79,7 +79,7 @@ class ScriptedPost:
         pass
 
 
-def _faulty(fault: Fault, body: bytes) -> HttpAnswer:
+def _faulty(fault: Misbehaviour, body: bytes) -> HttpAnswer:
     headers = {"busy": {"Retry-After": "2"}, "redirect": {"Location": "http://elsewhere/"}}.get(fault, {})
     if fault == "short":
         return HttpAnswer(200, {}, b'{"scores": []}')
@@ -96,7 +96,7 @@ class FakeService:
         scores: Scores | None = None,
         reply: Reply | None = None,
         *,
-        faults: Iterable[Fault | None] = (),
+        faults: Iterable[Misbehaviour | None] = (),
         token: str = "",
     ) -> None:
         """`token`: the one that requests must carry; empty for none."""
