@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, replace
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -155,6 +155,20 @@ class RewardConfig:
         return next((one.name for one in (*self.specs, *self.services) if one.segments), "")
 
     @property
+    def comparing(self) -> tuple[str, ...]:
+        """The names of the parts that compare completions."""
+        told = tuple(one.name for one in (*self.specs, *self.services) if one.compares)
+        return (*told, *(one.name for one in self.judges if one.mode != "score"))
+
+    @property
+    def for_trial(self) -> RewardConfig:
+        """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
+        services, judges = (
+            tuple(replace(one, retries=min(one.retries, 1)) for one in group) for group in (self.services, self.judges)
+        )
+        return replace(self, services=services, judges=judges)
+
+    @property
     def extracts(self) -> set[str]:
         """The kinds of extraction that must find something in a right answer."""
         return {one.extract for one in (*self.specs, *self.services, *self.judges)}
@@ -199,10 +213,8 @@ def waiting_problems(config: RewardConfig, *, group: int, stop_after: float) -> 
                 f"the judge {judge.name} ranks at most {len(LABELS)} completions, and rollout.group_size is {group}; use mode = "
                 '"compare" or "score", or a smaller group'
             )
-    compares = [one.name for one in (*config.specs, *config.services) if one.compares]
-    compares += [judge.name for judge in config.judges if judge.mode != "score"]
-    if compares and group < 2:
-        yield f"{compares[0]} compares completions, and rollout.group_size = {group}; use at least 2"
+    if config.comparing and group < 2:
+        yield f"{config.comparing[0]} compares completions, and rollout.group_size = {group}; use at least 2"
 
 
 def sandbox_problems(config: RewardConfig, *, group: int, seconds: float) -> Iterator[str]:

@@ -246,7 +246,7 @@ async def _reward(
         ]
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
-        scorer = await asyncio.to_thread(partial(build_scorer, config, rewards, log, decode=encoder.decode))
+        scorer = await asyncio.to_thread(partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode))
         try:
             if not config.reward.given and not rewards:
                 alone = (
@@ -264,6 +264,8 @@ async def _reward(
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,
+                compares=bool(config.reward.comparing),
+                services=[one.name for one in config.reward.endpoints],
             )
         finally:
             await scorer.close()
