@@ -162,28 +162,8 @@ def check(config: RunConfig) -> list[str]:
             penalty=bool(config.algo.length_penalty),
             routing=config.rollout.keep_routing,
         ),
+        *_learning_problems(config),
     ]
-    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
-        problems.append(
-            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
-            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
-            'lora.publish = "adapter"'
-        )
-    if config.algo.credit == "segment" and not config.reward.segmented:
-        problems.append(
-            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
-            'reward.functions or reward.services, or algo.credit = "rollout"'
-        )
-    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
-        problems.append(
-            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
-            'or "drop"'
-        )
-    if config.rollout.group_size < config.algo.min_rollouts:
-        problems.append(
-            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
-            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
-        )
     if config.train.warmup_steps >= config.train.steps:
         problems.append(
             f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
@@ -213,6 +193,30 @@ def _sampling_problems(config: RunConfig) -> list[str]:
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
     return problems
+
+
+def _learning_problems(config: RunConfig) -> Iterator[str]:
+    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
+        yield (
+            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
+            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
+            'lora.publish = "adapter"'
+        )
+    if config.algo.credit == "segment" and not config.reward.segmented:
+        yield (
+            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
+            'reward.functions or reward.services, or algo.credit = "rollout"'
+        )
+    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+        yield (
+            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
+            'or "drop"'
+        )
+    if config.rollout.group_size < config.algo.min_rollouts:
+        yield (
+            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
 
 
 def _length_problems(config: RunConfig) -> list[str]:

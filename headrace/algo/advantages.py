@@ -163,7 +163,10 @@ def preferences(group: GroupRewards) -> list[Pair]:
     """Returns every pair of rollouts whose rewards differ, the preferred one first."""
     rewards = group.rewards
     return [
-        (i, j) for i, one in enumerate(rewards) for j, other in enumerate(rewards) if one > other and not _alike(one, other)
+        (i, j)
+        for i, one in enumerate(rewards)
+        for j, other in enumerate(rewards)
+        if one > other and not _alike(one, other)
     ]
 
 

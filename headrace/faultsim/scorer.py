@@ -27,7 +27,7 @@ from headrace.types import Episode, Failure, Prompt, Scored
 LATE = 40.0
 """Seconds: long enough for many other groups to be sampled and scored."""
 FAULTS: tuple[Misbehaviour, ...] = ("down", "500", "busy", "html", "nan", "short", "half", "hang")
-"""What goes wrong with a request and may not when it is repeated."""
+"""The faults of a request that may be gone when it is repeated."""
 
 
 class SeededScorer:
@@ -86,7 +86,7 @@ class ServedScorer(SeededScorer):
 
 
 class AskedScores:
-    """What was asked of the service in all lives. Checks C7: scores that were recorded are not asked for again."""
+    """The requests of all lives. Checks C7: scores that were recorded are not asked for again."""
 
     def __init__(self) -> None:
         self._recorded: set[str] = set()

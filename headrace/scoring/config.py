@@ -141,7 +141,7 @@ class RewardConfig:
 
     @property
     def endpoints(self) -> tuple[EndpointConfig, ...]:
-        """What gives rewards over HTTP."""
+        """The services and judges."""
         return (*self.services, *self.judges)
 
     @property

@@ -37,7 +37,7 @@ class ScoringJob(Struct, frozen=True):
 
 @dataclass
 class Effort:
-    """What one call for one group took, beside its time. It is added to while the call goes on."""
+    """The costs of one call for one group, beside its time. They are added up while the call goes on."""
 
     attempts: int = 0
     """Requests over the network."""
@@ -222,7 +222,10 @@ def _read_segments(value: Any, count: int) -> tuple[float, ...] | Failure:
         return value
     numbers = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(numbers, (list, tuple)):
-        return Failure("reward_wrong_type", f"{_shown(value)} stands where a list of {count} numbers is needed, one for each segment")
+        return Failure(
+            "reward_wrong_type",
+            f"{_shown(value)} stands where a list of {count} numbers is needed, one for each segment",
+        )
     if len(numbers) != count:
         return Failure("reward_wrong_count", f"{len(numbers)} scores came back for {count} segments")
     scores = [_read_one(number) for number in numbers]

@@ -196,7 +196,7 @@ def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
 
 
 def test_every_loss_has_a_reference():
-    """Losses of pairs have theirs in `tests/trainer/test_preferring.py`."""
+    """Losses of pairs have theirs in `tests/algo/test_preferring.py`."""
     assert sorted(BY_NAME) == OF_TOKENS and len(CASES) == len(OF_TOKENS)
 
 

@@ -44,7 +44,7 @@ def tokens_of(seed: int = 0, spread: float = 0.4, **more: Any) -> Tokens:
 
 
 OF_TOKENS = {name for name, recipe in RECIPES.items() if not recipe.loss.pairs}
-"""Recipes whose loss is one of tokens. Those of pairs: `tests/trainer/test_preferring.py`."""
+"""Recipes whose loss is one of tokens. Those of pairs: `tests/algo/test_preferring.py`."""
 
 
 def gradient(loss: Tensor, by: Tensor) -> np.ndarray:

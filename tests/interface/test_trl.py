@@ -13,8 +13,8 @@ import headrace
 from headrace.algo.advantages import GroupRewards, gdpo, z_scores
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.reward_scorer import RewardScorer
 from headrace.scoring.job import ScoringJob, call
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.rows import RowsTask
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan

@@ -31,7 +31,13 @@ from tests.scoring.test_services import MINIMAL, PROMPT, episode, failures, rewa
 
 
 def judge(**given: Any) -> JudgeConfig:
-    base = {"name": "style", "url": "http://judge/v1", "model": "big", "criterion": "Short answers are better.", "retries": 1}
+    base = {
+        "name": "style",
+        "url": "http://judge/v1",
+        "model": "big",
+        "criterion": "Short answers are better.",
+        "retries": 1,
+    }
     return JudgeConfig(**{**base, **given})
 
 
@@ -44,7 +50,10 @@ def by_length(text: str) -> str:
     """A judge that likes short answers, whatever it is asked."""
     answers = answers_in(text)
     if "RANKING:" in text:
-        tiers = [[a for a in zip("ABCDEFGHIJ", answers, strict=False) if len(a[1]) == n] for n in sorted({*map(len, answers)})]
+        tiers = [
+            [a for a in zip("ABCDEFGHIJ", answers, strict=False) if len(a[1]) == n]
+            for n in sorted({*map(len, answers)})
+        ]
         return "Let me see.\nRANKING: " + " > ".join(" = ".join(label for label, _ in tier) for tier in tiers)
     if "VERDICT:" in text:
         first, second = map(len, answers)
@@ -54,7 +63,9 @@ def by_length(text: str) -> str:
 
 def judged(config: JudgeConfig, post: ScriptedPost, *texts: str) -> list[Scored | Failure]:
     async def main() -> list[Scored | Failure]:
-        return await RewardScorer(RewardConfig(judges=(config,)), poster=post).score(PROMPT, [episode(t) for t in texts])
+        return await RewardScorer(RewardConfig(judges=(config,)), poster=post).score(
+            PROMPT, [episode(t) for t in texts]
+        )
 
     return virtual_time.run(main())
 
@@ -67,7 +78,7 @@ def test_a_judge_scores_each_text_once():
     found = judged(judge(weight=2.0), post, "aaaa", "aa", "aaaa")
     assert rewards(found) == pytest.approx([1.2, 1.6, 1.2])
     assert len(post.asked) == 2, "equal texts are judged once"
-    url, headers, body = post.asked[0]
+    url, _, body = post.asked[0]
     assert url == "http://judge/v1/chat/completions" and body["model"] == "big" and body["temperature"] == 0.0
     system, user = body["messages"]
     assert "Short answers are better." in system["content"]
@@ -78,7 +89,12 @@ def test_a_judge_ranks_the_whole_group_and_ties_share():
     post = ScriptedPost(reply=by_length)
     found = judged(judge(mode="rank"), post, "aaa", "a", "bbb", "aaaaa")
     assert rewards(found) == pytest.approx([0.5, 1.0, 0.5, 0.0])
-    assert len(post.asked) == 1 and sorted(answers_in(post.asked[0][2]["messages"][1]["content"])) == ["a", "aaa", "aaaaa", "bbb"]
+    assert len(post.asked) == 1 and sorted(answers_in(post.asked[0][2]["messages"][1]["content"])) == [
+        "a",
+        "aaa",
+        "aaaaa",
+        "bbb",
+    ]
 
 
 def test_a_judge_compares_every_two():
@@ -134,7 +150,11 @@ def test_win_rates_are_shares_of_all_comparisons(count, draw):
 
 def test_a_comparison_that_failed_fails_both():
     found = win_rates(3, [(0, 1), (0, 2), (1, 2)], [1.0, Failure("reward_timeout"), 0.0])
-    assert [one.reason if isinstance(one, Failure) else one for one in found] == ["reward_timeout", 0.0, "reward_timeout"]
+    assert [one.reason if isinstance(one, Failure) else one for one in found] == [
+        "reward_timeout",
+        0.0,
+        "reward_timeout",
+    ]
     (one, other) = win_rates(2, [(0, 1)], [1.5])
     assert isinstance(one, Failure) and one.reason == "reward_out_of_range" and one == other
 

@@ -25,9 +25,9 @@ from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
 from headrace.scoring.extract import answer_tag, last_number
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.reward_scorer import RewardScorer
 from headrace.scoring.job import read_values
 from headrace.scoring.overlong import punished, soft_overlong_punishment
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.simulate import virtual_time
 from headrace.tasks.reasoning_gym import columns_of
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan

@@ -65,7 +65,9 @@ def test_steps_are_together_the_text(text, separator):
     assert all(step.replace(separator, "") for step in steps) or len(steps) == 1
 
 
-@given(st.lists(st.sampled_from([*range(len(PIECES)), 100]), min_size=1, max_size=12), st.sampled_from(["\n\n", "\n", "."]))
+@given(
+    st.lists(st.sampled_from([*range(len(PIECES)), 100]), min_size=1, max_size=12), st.sampled_from(["\n\n", "\n", "."])
+)
 @settings(max_examples=200)
 def test_a_token_belongs_to_the_step_of_its_first_character(tokens, separator):
     done = completion(tokens)
@@ -77,7 +79,7 @@ def test_a_token_belongs_to_the_step_of_its_first_character(tokens, separator):
         start = len(decode(tokens[:place]))  # whole characters: these pieces are
         by_hand = next((n for n, boundary in enumerate(boundaries) if start < boundary), len(steps) - 1)
         found = next(n for n, end in enumerate(ends) if place < end)
-        assert found == by_hand or decode(tokens[place:place + 1]) == "", (tokens, ends)
+        assert found == by_hand or decode(tokens[place : place + 1]) == "", (tokens, ends)
 
 
 def test_bytes_of_one_character_stay_together():
@@ -91,7 +93,9 @@ def test_bytes_of_one_character_stay_together():
 
 def test_a_text_that_is_not_that_of_its_tokens_is_refused():
     assert token_ends(completion((0, 4, 1), "a\n\nBC"), ["a\n\n", "BC"], decode) is None
-    assert token_ends(completion((0, 4, 1), "aBC"), ["aBC"], decode) == (3,), "one step has all tokens, whatever they say"
+    assert token_ends(completion((0, 4, 1), "aBC"), ["aBC"], decode) == (3,), (
+        "one step has all tokens, whatever they say"
+    )
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
@@ -106,7 +110,9 @@ FIRST = (0, 4, 1, 4, 0, 100)  # a \n\n | bc \n\n | a <end>
 SECOND = (1, 4, 0)  # bc \n\n | a
 
 
-def scored_by(answers: Any, form: str = "sum", weight: float = 1.0, given: Sequence[Completion] = ()) -> list[Scored | Failure]:
+def scored_by(
+    answers: Any, form: str = "sum", weight: float = 1.0, given: Sequence[Completion] = ()
+) -> list[Scored | Failure]:
     service = ServiceConfig(name="steps", url="http://prm", segments="\n\n", form=form, weight=weight, retries=0)  # type: ignore[arg-type]
     scored: Any = answers if callable(answers) else lambda body: answers
     done = given or (completion(FIRST), completion(SECOND))
@@ -129,7 +135,11 @@ def test_a_service_scores_each_step():
     assert asked == [[["a\n\n", "bc\n\n", "a"], ["bc\n\n", "a"]]]
     assert isinstance(one, Scored) and isinstance(other, Scored)
     assert (one.rewards, one.reward) == ({"steps": 0.25}, 0.5)
-    assert (one.segment_ends, one.segment_scores, one.segment_returns) == (((2, 4, 6),), (1.0, 0.25, 0.5), (0.5, 0.5, 1.0))
+    assert (one.segment_ends, one.segment_scores, one.segment_returns) == (
+        ((2, 4, 6),),
+        (1.0, 0.25, 0.5),
+        (0.5, 0.5, 1.0),
+    )
     assert (other.segment_ends, other.segment_returns) == (((2, 3),), (0.25, 0.25))
 
 
@@ -153,7 +163,9 @@ def test_a_completion_whose_text_was_changed_fails_alone():
 
 def test_a_function_scores_steps(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def steps(completions, segments):\n    return [[float(len(s)) for s in one] for one in segments]\n")
+    path.write_text(
+        "def steps(completions, segments):\n    return [[float(len(s)) for s in one] for one in segments]\n"
+    )
 
     async def main() -> list[Scored | Failure]:
         config = RewardConfig(functions=(RewardSpec(f"{path}:steps", segments="\n\n"),))

@@ -33,7 +33,10 @@ class ScorerUse:
     @property
     def words(self) -> str:
         """One line: `12 groups, 1.3 s each (longest 4 s), 2 repeated requests, 300 tokens, failed: 4 reward_timeout`."""
-        parts = [plural(self.calls, "group"), f"{short_time(self.seconds / self.calls)} each (longest {short_time(self.longest)})"]
+        parts = [
+            plural(self.calls, "group"),
+            f"{short_time(self.seconds / self.calls)} each (longest {short_time(self.longest)})",
+        ]
         parts += [plural(self.retries, "repeated request")] if self.retries else []
         parts += [f"{self.tokens:,} tokens"] if self.tokens else []
         parts += [f"failed: {counted(self.failures)}"] if self.failures else []

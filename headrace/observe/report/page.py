@@ -178,7 +178,18 @@ def _scorers(state: RunState) -> str:
     ]
     if not rows:
         return ""
-    names = ("reward", "from a", "#groups", "#mean", "#longest", "#waited for a turn", "#requests", "#retries", "#tokens", "failed rollouts")
+    names = (
+        "reward",
+        "from a",
+        "#groups",
+        "#mean",
+        "#longest",
+        "#waited for a turn",
+        "#requests",
+        "#retries",
+        "#tokens",
+        "failed rollouts",
+    )
     return "<h3>What each part of the reward took</h3>" + table(names, rows)
 
 

@@ -137,7 +137,7 @@ def _troubles(state: RunState) -> list[Line]:
 
 
 def _scorers(state: RunState) -> list[Line]:
-    """What gives rewards over the network, and any function that failed."""
+    """Returns a line for everything that gives rewards over the network, and for every function that failed."""
     shown = {name: one for name, one in state.scorers.items() if one.what != "function" or one.failures}
     return [
         ("rewards" if n == 0 else "", [Text(f"{name} ({one.what}): {one.words}", WARN if one.failures else "")])

@@ -115,7 +115,7 @@ class Rolling:
             fact = ledger.ended(rolled, "dropped", reason)
         else:
             pairs = algorithm.pairs(rolled.scored)
-            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs)
+            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
             fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 

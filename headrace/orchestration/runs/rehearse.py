@@ -246,7 +246,9 @@ async def _reward(
         ]
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
-        scorer = await asyncio.to_thread(partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode))
+        scorer = await asyncio.to_thread(
+            partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode)
+        )
         try:
             if not config.reward.given and not rewards:
                 alone = (

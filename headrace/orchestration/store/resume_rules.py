@@ -120,13 +120,17 @@ def scoring_mark(config: RunConfig) -> str:
 
 
 def _spec_mark(spec: RewardSpec) -> dict[str, Any]:
-    """What is set of a function. Settings that came later are left out unless they are used."""
+    """The settings of a function. Those that came later are left out unless they are used."""
     later = ("compares", "segments", "form")
-    return {name: value for name, value in dataclasses.asdict(spec).items() if name not in later or value != getattr(RewardSpec, name)}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(spec).items()
+        if name not in later or value != getattr(RewardSpec, name)
+    }
 
 
 def _endpoint_mark(one: EndpointConfig) -> dict[str, Any]:
-    """What changes the scores, but not how they are fetched."""
+    """The settings that change scores, without those of fetching them."""
     fetching = ("url", "concurrency", "timeout", "retries", "deadline", "token_file", "token_env")
     return {name: value for name, value in dataclasses.asdict(one).items() if name not in fetching}
 

@@ -42,7 +42,9 @@ def win_rates(count: int, pairs: Sequence[Pair], values: Values) -> Values:
     is not compared. `values`: 1 where the first of a pair is better, 0 where the second is, 0.5 for a tie. A comparison that failed fails both.
     """
     if count < 2:
-        return [Failure("nothing_to_compare", "the group has one completion to compare, because the others failed")] * count
+        return [
+            Failure("nothing_to_compare", "the group has one completion to compare, because the others failed")
+        ] * count
     won = [0.5 * (count - 1)] * count  # as if all were ties
     failed: dict[int, Failure] = {}
     for (first, second), value in zip(pairs, values, strict=True):

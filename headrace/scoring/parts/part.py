@@ -55,16 +55,20 @@ class PartCaller:
         log = self._log if part.kept else None
         if log and (known := log.find(part.name, job)) is not None:
             return known
-        telemetry = self._telemetry
+        values = await self._timed(part, job)
+        if log:
+            log.keep(part.name, job, values)
+        return values
+
+    async def _timed(self, part: RewardPart, job: ScoringJob) -> Values:
+        telemetry, effort = self._telemetry, Effort()
         if telemetry is None:
-            return await part.ask(job, Effort())
-        began, effort = telemetry.clock(), Effort()
+            return await part.ask(job, effort)
+        began = telemetry.clock()
         async with AsyncExitStack() as stack:
             if part.what != "function":  # a function has a deadline of its own, and its calls are many and short
                 await stack.enter_async_context(telemetry.waits.named("scoring", f"the {part.what} {part.name}"))
             values = await part.ask(job, effort)
-        if log:
-            log.keep(part.name, job, values)
         telemetry.record(_fact(telemetry.clock(), part, values, effort, began))
         return values
 

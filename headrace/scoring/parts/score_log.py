@@ -88,7 +88,9 @@ class ScoreLog:
             work()
         except HeadraceError as error:
             self.close()
-            self._warn(f"{error}: scores of services and judges are not recorded any more, so a run that is killed asks for them again")
+            self._warn(
+                f"{error}: scores of services and judges are not recorded any more, so a run that is killed asks for them again"
+            )
 
     def close(self) -> None:
         if self._file:

@@ -54,7 +54,9 @@ class EndpointConfig:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f'url = "{url}" is no address; write http://host:port/path or https://host/path')
         if parts.username or parts.password:
-            raise ValueError("url holds a name or a password, which would stand in journals; use token_file or token_env")
+            raise ValueError(
+                "url holds a name or a password, which would stand in journals; use token_file or token_env"
+            )
         return url.rstrip("/")
 
     @model_validator(mode="after")
@@ -74,7 +76,9 @@ class EndpointConfig:
         if not self.token_env:
             return ""
         if not (token := os.environ.get(self.token_env, "")):
-            raise ConfigError(f"token_env of {self.name} names {self.token_env}, which is not set; export it, or use token_file")
+            raise ConfigError(
+                f"token_env of {self.name} names {self.token_env}, which is not set; export it, or use token_file"
+            )
         return check_token(token, f"token_env of {self.name} ({self.token_env})")
 
 
@@ -126,7 +130,7 @@ class JudgeConfig(EndpointConfig):
     model: str
     """The model's name on the server."""
     criterion: str = Field(min_length=1)
-    """What a good completion is, in a few sentences. The judge reads it before the question and the completions."""
+    """A description of a good completion, in a few sentences. The judge reads it before the question and the completions."""
     mode: Literal["score", "rank", "compare"] = "score"
     """score: each completion gets a number from `low` to `high`, which becomes a reward from 0 to 1. rank: the judge sees all completions of
     a group and orders them. compare: it sees two at a time. The reward of the last two is the share of the others that a completion is

@@ -60,9 +60,7 @@ class Endpoint:
             effort.waited += loop.time() - asked
             return await self._attempts(packed, read, effort, until=loop.time() + self._config.deadline)
 
-    async def _attempts(
-        self, body: bytes, read: Callable[[Any], T], effort: Effort, until: float
-    ) -> T | Failure:
+    async def _attempts(self, body: bytes, read: Callable[[Any], T], effort: Effort, until: float) -> T | Failure:
         key = xxhash.xxh3_64_hexdigest(body)
         headers = {**self._headers, "Idempotency-Key": key}
         clock, number = asyncio.get_running_loop().time, 0

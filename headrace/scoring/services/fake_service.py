@@ -12,7 +12,7 @@ import msgspec
 from headrace.scoring.services.http_post import HttpAnswer, NoAnswer
 
 Misbehaviour = Literal["down", "hang", "500", "busy", "html", "nan", "short", "unauthorised", "redirect", "half"]
-"""What goes wrong with one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, too
+"""The fault of one request: no connection, no answer, a server error, `Retry-After`, a page instead of JSON, scores that are none, too
 few, a refusal, another place, the connection lost in the middle of the answer."""
 Scores = Callable[[Mapping[str, Any]], list[Any]]
 Reply = Callable[[str], str]

@@ -44,7 +44,10 @@ class Judge:
         texts = list(dict.fromkeys(job.completions))
         config, ask = self._config, self._ask
         scores = await asyncio.gather(
-            *(ask(ask_for_score(job.prompt, text, config), lambda said: read_score(said, config), effort) for text in texts)
+            *(
+                ask(ask_for_score(job.prompt, text, config), lambda said: read_score(said, config), effort)
+                for text in texts
+            )
         )
         by_text = dict(zip(texts, scores, strict=True))
         return [by_text[text] for text in job.completions]
@@ -102,5 +105,7 @@ def _as_texts(job: ScoringJob) -> ScoringJob:
 
 
 def _told(messages: Sequence[Any]) -> str:
-    lines = [(str(message.get("role", "")), message.get("content")) for message in messages if isinstance(message, dict)]
+    lines = [
+        (str(message.get("role", "")), message.get("content")) for message in messages if isinstance(message, dict)
+    ]
     return "\n".join(f"{role}: {content}" for role, content in lines if content)

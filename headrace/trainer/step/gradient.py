@@ -101,7 +101,7 @@ class Gradient:
         return keep.split([len(pack.target) for pack in packs])
 
     def _preferred(self, packs: Sequence[Pack]) -> Sequence[_Preferred | None]:
-        """What the pairs of the step make of each pack, and the reference's log-probs of it. Left to the microbatch if there is only one,
+        """Returns the marks of each pack, and the reference's log-probs of it. Left to the microbatch if there is only one,
         whose own forward pass has all log-probs."""
         if self.pairs is None or len(packs) == 1:
             return [None] * len(packs)

@@ -79,7 +79,9 @@ def prefer(
     """Returns the marks of this rank's microbatches, from the log-probs [M] of their tokens. Every rank calls it."""
     columns = [torch.cat([one.detach() for one in logprobs]), torch.cat([pack.row for pack in packs])]
     columns += [torch.cat([one for one in references if one is not None])] if loss.needs_reference else []
-    step, mine = placement.join(torch.stack([column.float() for column in columns]))  # rows are whole numbers below 2^24
+    step, mine = placement.join(
+        torch.stack([column.float() for column in columns])
+    )  # rows are whole numbers below 2^24
     step = step.cpu().double()  # a sum on CUDA differs from call to call (C8)
     marks, numbers = _marks(loss, pairs, step[0], step[1].long(), step[2] if loss.needs_reference else None)
     counts, device = [len(pack.target) for pack in packs], logprobs[0].device
@@ -94,11 +96,15 @@ def _marks(
     rollout, count = pairs.rollouts[row], int(pairs.rollouts.max()) + 1 if len(pairs.rollouts) else 0
     sums = lambda values: torch.zeros(count, dtype=torch.float64).index_add_(0, rollout, values)  # noqa: E731
     tokens = sums(torch.ones_like(logprob))
-    there = (tokens[pairs.chosen] > 0) & (tokens[pairs.rejected] > 0)  # a sampler's log-prob that is not finite takes a token out
+    there = (tokens[pairs.chosen] > 0) & (
+        tokens[pairs.rejected] > 0
+    )  # a sampler's log-prob that is not finite takes a token out
     chosen, rejected = pairs.chosen[there], pairs.rejected[there]
     likelihood = sums(logprob).requires_grad_()
     referred = None if reference is None else sums(reference)
-    sides = [Side(likelihood[one], None if referred is None else referred[one], tokens[one]) for one in (chosen, rejected)]
+    sides = [
+        Side(likelihood[one], None if referred is None else referred[one], tokens[one]) for one in (chosen, rejected)
+    ]
     if not len(chosen):
         zeros = torch.zeros_like(logprob)
         return Marks(zeros, zeros), PairNumbers()

@@ -50,7 +50,7 @@ class Sums:
     routing_conflicts: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     pairs: PairNumbers = PairNumbers()
-    """Of the whole step, and the same on all ranks."""
+    """Numbers of the whole step, the same on all ranks."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)

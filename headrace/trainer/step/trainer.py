@@ -256,9 +256,7 @@ class TorchTrainer:
             share=self._forward.packed,
         )
 
-    def _gradients(
-        self, plan: StepPlan, temperature: float, adapter: str = "", pairs: StepPairs | None = None
-    ) -> Sums:
+    def _gradients(self, plan: StepPlan, temperature: float, adapter: str = "", pairs: StepPairs | None = None) -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None

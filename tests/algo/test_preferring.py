@@ -58,9 +58,7 @@ def test_the_slope_of_every_token_is_the_derivative_of_the_mean_over_pairs(loss)
 
     def value(logprob: Array) -> float:
         of = lambda values, number: values[rollouts == number]  # noqa: E731
-        every = [
-            by_formula(loss, of(logprob, c), of(logprob, r), of(reference, c), of(reference, r)) for c, r in pairs
-        ]
+        every = [by_formula(loss, of(logprob, c), of(logprob, r), of(reference, c), of(reference, r)) for c, r in pairs]
         return float(np.mean(every))
 
     chosen, rejected = torch.tensor(pairs).T
@@ -161,7 +159,7 @@ def plain(directory: Path, one: TorchTrainer, given: Batch, loss: PairLoss) -> t
                 losses.append((h - 1 / (2 * loss.pair_beta)) ** 2)
     total = torch.stack(losses).mean()
     total.backward()
-    return float(total), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", NAMES)
