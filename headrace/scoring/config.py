@@ -129,9 +129,10 @@ class RewardConfig:
             _checked_function(self.function)
         if problem := next(_name_problems(self), ""):
             raise ValueError(problem)
-        if self.soft_overlong_punishment.cache and any(spec.name == PUNISHMENT for spec in self.specs):
+        names = [one.name for one in (*self.specs, *self.endpoints)]
+        if self.soft_overlong_punishment.cache and PUNISHMENT in names:
             raise ValueError(
-                f"a reward function has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
+                f"a part of the reward has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
             )
         return self
 
@@ -145,6 +146,11 @@ class RewardConfig:
         return (*self.services, *self.judges)
 
     @property
+    def _called(self) -> tuple[RewardSpec | ServiceConfig, ...]:
+        """The functions and services, which have settings in common."""
+        return (*self.specs, *self.services)
+
+    @property
     def given(self) -> bool:
         """Whether the settings name anything that gives a reward."""
         return bool(self.specs or self.endpoints)
@@ -152,26 +158,25 @@ class RewardConfig:
     @property
     def segmented(self) -> str:
         """The name of the part that scores the steps of completions; empty if none does."""
-        return next((one.name for one in (*self.specs, *self.services) if one.segments), "")
+        return next((one.name for one in self._called if one.segments), "")
 
     @property
     def comparing(self) -> tuple[str, ...]:
         """The names of the parts that compare completions."""
-        told = tuple(one.name for one in (*self.specs, *self.services) if one.compares)
+        told = tuple(one.name for one in self._called if one.compares)
         return (*told, *(one.name for one in self.judges if one.mode != "score"))
 
     @property
     def for_trial(self) -> RewardConfig:
         """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
-        services, judges = (
-            tuple(replace(one, retries=min(one.retries, 1)) for one in group) for group in (self.services, self.judges)
-        )
+        services = tuple(replace(one, retries=min(one.retries, 1)) for one in self.services)
+        judges = tuple(replace(one, retries=min(one.retries, 1)) for one in self.judges)
         return replace(self, services=services, judges=judges)
 
     @property
     def extracts(self) -> set[str]:
         """The kinds of extraction that must find something in a right answer."""
-        return {one.extract for one in (*self.specs, *self.services, *self.judges)}
+        return {one.extract for one in self._called} | {one.extract for one in self.judges}
 
     @property
     def from_python(self) -> tuple[RewardSpec, ...]:
@@ -194,7 +199,7 @@ def _name_problems(config: RewardConfig) -> Iterator[str]:
     for name, count in Counter([*functions, *(one.name for one in config.endpoints)]).items():
         if count > 1:
             yield f"two parts of the reward are called {name}; rename one of reward.services or reward.judges"
-    segmented = [one.name for one in (*config.specs, *config.services) if one.segments]
+    segmented = [one.name for one in config._called if one.segments]
     if len(segmented) > 1:
         yield f"{' and '.join(segmented)} both score steps (segments), and a token belongs to one step; keep one of them"
 

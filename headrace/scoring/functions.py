@@ -37,9 +37,9 @@ class FunctionPools:
             use_settings(sandbox)
             found = self._in_threads(config, callables)
         elif config.from_python:
-            names = ", ".join(spec.name for spec in config.from_python)
+            passed = ", ".join(spec.name for spec in config.from_python)
             raise ConfigError(
-                f"the settings name functions that Python passed ({names}), and no file has them: pass them again with reward= "
+                f"the settings name functions that Python passed ({passed}), and no file has them: pass them again with reward= "
                 "from Python, or name functions in a file in reward.functions"
             )
         else:

@@ -68,7 +68,7 @@ def test_the_slope_of_every_token_is_the_derivative_of_the_mean_over_pairs(loss)
     expected = [(value(logprob + e) - value(logprob - e)) / 2e-6 for e in 1e-6 * np.eye(len(row))]
     np.testing.assert_allclose(marks.slope, expected, rtol=1e-6, atol=1e-9)
     assert float(marks.share.sum()) == pytest.approx(value(logprob))
-    assert numbers.count == 4 and 0 <= numbers.agreed <= 1
+    assert numbers.pairs == 4 and 0 <= numbers.agreed <= 1
 
 
 def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
@@ -76,10 +76,10 @@ def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
     logprob, row = torch.tensor([-1.0, -2.0]).double(), torch.tensor([0, 1])  # nothing of rollout 2
     marks, numbers = _marks(SimPO(), step, logprob, row, None)
     alone = StepPairs(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]))
-    assert numbers.count == 1
+    assert numbers.pairs == 1
     torch.testing.assert_close(marks.slope, _marks(SimPO(), alone, logprob, row, None)[0].slope)
     nothing, none = _marks(SimPO(), step, logprob[:1], row[:1], None)
-    assert none.count == 0 and not nothing.slope.any()
+    assert none.pairs == 0 and not nothing.slope.any()
 
 
 # -- through the trainer -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_the_gradient_is_that_of_the_pairs_however_the_step_is_split(name, model
     near(whole, expected, 2e-4)
     # the first step is split too, so that weights differ in the last digits before the second
     split_loss, split, packs, again = gradient_after_a_step(make(directory, algo, budget=6))
-    assert packs > 3 and split_loss == pytest.approx(loss, rel=1e-4) and again.count == numbers.count
+    assert packs > 3 and split_loss == pytest.approx(loss, rel=1e-4) and again.pairs == numbers.pairs
     near(split, whole, 1e-3)
 
 
@@ -186,7 +186,7 @@ def test_ranks_have_the_gradient_of_one_device(budget, model_dir):  # noqa: F811
     on = lambda placement: gradient_after_a_step(make(directory, algo, placement, budget))  # noqa: E731
     for one_loss, found, _, mine in Ring(2).run(on):
         assert one_loss == pytest.approx(loss, rel=1e-4)
-        assert mine.count == numbers.count and mine.margin == pytest.approx(numbers.margin, rel=1e-3, abs=1e-5)
+        assert mine.pairs == numbers.pairs and mine.margin == pytest.approx(numbers.margin, rel=1e-3, abs=1e-5)
         near(found, expected, 1e-3)
 
 

@@ -18,7 +18,8 @@ Form = Literal["sum", "min"]
 def split(text: str, separator: str) -> list[str]:
     """Returns the steps, whose texts are together the whole text. Separators belong to the step that they end, also
     several in a row, and those at the beginning to the first one. A text without one is one step, even if it is empty."""
-    parts, steps, before = text.split(separator), [], ""
+    parts, before = text.split(separator), ""
+    steps: list[str] = []
     for place, part in enumerate(parts):
         piece = part + (separator if place < len(parts) - 1 else "")
         if part:
@@ -37,7 +38,8 @@ def token_ends(completion: Completion, steps: Sequence[str], decode: Decode) -> 
     tokens, text = completion.tokens, completion.text
     if len(steps) > 1 and decode(tokens) != text:
         return None
-    ends, boundary = [], 0
+    ends: list[int] = []
+    boundary = 0
     for step in steps[:-1]:
         boundary += len(step)
         ends.append(_tokens_before(boundary, tokens, text, decode, ends[-1] if ends else 0))

@@ -47,7 +47,7 @@ class Marks(NamedTuple):
 class PairNumbers(NamedTuple):
     """The pairs of a step in numbers, for its report."""
 
-    count: int = 0
+    pairs: int = 0
     agreed: float = 0.0
     """Share of the pairs whose margin is positive: the policy prefers what was preferred."""
     margin: float = 0.0

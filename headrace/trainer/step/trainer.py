@@ -298,7 +298,7 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         bitwise_tokens=sums.bitwise,
         teacher_kl=sums.teacher_kl / max(sums.taught, 1),
         noise=sums.diagnostics.noise(),
-        pairs=sums.pairs.count,
+        pairs=sums.pairs.pairs,
         pairs_agreed=sums.pairs.agreed,
         pair_margin=sums.pairs.margin,
     )
