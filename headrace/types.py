@@ -7,8 +7,7 @@ A stage makes a new value; it never fills a hole in an old one. Every type is a 
 travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
 
 One small case runs through the examples of this file, of `rollout_key.py`, `weights.py`, `steps.py`, `reports.py` and `protocols.py`: two
-rollouts of a prompt of four tokens; version 5 of the weights goes live while the first of them is sampled.
-`tests/test_examples.py` evaluates them in this order.
+rollouts of a prompt of four tokens; version 5 goes live while the first is sampled. `tests/test_examples.py` evaluates them in this order.
 
 Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequence, N packed tokens, V vocabulary.
 """
@@ -68,8 +67,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Fork(Struct, frozen=True):
-    """A request to continue another request from one of its tokens, over that request's KV entries: only the token before the
-    first one sampled is computed again.
+    """A request to continue another one from one of its tokens, over its KV entries: only the last token kept is computed again.
 
     >>> fork = Fork(of="t12/0", at_token=2)  # keeps the prompt and the first two sampled tokens of t12/0
     """
@@ -81,8 +79,7 @@ class Fork(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One completion asked of an engine. Requests with equal prompts (those of a group) share the prompt's KV entries: an engine
-    computes them once per version of the weights.
+    """One completion asked of an engine. Requests with equal prompts share its KV entries: computed once per version of the weights.
 
     >>> request = Request("t12/0", prompt.tokens, sampling)
     >>> continued = Request("b", (), sampling, fork=fork)  # a fork has no prompt of its own
@@ -93,8 +90,7 @@ class Request(Struct, frozen=True):
     """Empty for a fork."""
     sampling: Sampling
     prefix: tuple[int, ...] = ()
-    """Tokens already sampled for this request, for example before an engine died. They are forwarded, not sampled again, they
-    count towards `max_tokens`, and the engine does not return them."""
+    """Tokens already sampled for this request. They are forwarded, not sampled again or returned, and count towards `max_tokens`."""
     priority: int = 0
     """Requests with a lower number are admitted first, those with equal numbers in their order of arrival."""
     adapter: str = ""
@@ -112,7 +108,6 @@ class Request(Struct, frozen=True):
 
 class VersionSpan(Struct, frozen=True):
     """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
-
     A request that uses an adapter has the adapter's versions.
 
     >>> before = VersionSpan(start=0, version=4, kv_version=4)
@@ -124,8 +119,7 @@ class VersionSpan(Struct, frozen=True):
     kv_version: int
     """The oldest version among the KV entries that these tokens attended to (<= version)."""
     mixed: bool = False
-    """Whether the tokens were sampled while an update was streamed in: `version` is then the oldest in use, and some
-    parameters were newer."""
+    """Whether they were sampled while an update was streamed in: `version` is then the oldest in use; some parameters were newer."""
 
 
 class TopLogprobs(Struct, frozen=True):
@@ -144,7 +138,6 @@ class TopLogprobs(Struct, frozen=True):
 
 class SamplingMask(Struct, frozen=True):
     """The vocabulary that top-k, top-p and min-p left at each position, as compressed sparse rows.
-
     An empty row means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
 
     >>> mask = SamplingMask(array("i", [9, 20]).tobytes(), array("q", [0, 2, 2]).tobytes())  # T = 2; nothing cut at the second
@@ -158,10 +151,8 @@ class SamplingMask(Struct, frozen=True):
 
 class RoutingTrace(Struct, frozen=True):
     """The experts chosen at every forwarded position: the prompt and the completion without its last token.
-
-    The choices are those that made the KV entries in use. For a position whose entries another request computed, they are that
-    request's; for a position computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been
-    freed to make room), they are the last ones.
+    The choices are those that made the KV entries in use: those of another request that computed them, and the last ones for a position
+    computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been freed to make room).
 
     >>> routing = RoutingTrace(layers=2, k=1, width=1, experts=bytes([3, 0, 1, 7]))  # two positions, two layers
     """
@@ -212,9 +203,7 @@ class Completion(Struct, frozen=True):
         return [span.kv_version for span in self._unrolled()]
 
     def _unrolled(self) -> list[VersionSpan]:
-        if not self.spans:
-            return []
-        ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
+        ends = [*(s.start for s in self.spans[1:]), *([len(self.tokens)] if self.spans else ())]
         return [span for span, end in zip(self.spans, ends, strict=True) for _ in range(span.start, end)]
 
 
@@ -247,7 +236,7 @@ class Episode(Struct, frozen=True):
 
     turns: tuple[Turn, ...]
     cut: str = ""
-    """The limit at which the episode was cut off: `turns` or `tokens`. Empty if its environment ended it."""
+    """The limit at which the episode was cut off: `turns`, `tokens` or `seconds`. Empty if its environment ended it."""
 
     @property
     def last(self) -> Completion:
@@ -278,6 +267,19 @@ class TeacherTrace(Struct, frozen=True):
     """[T, k] the teacher's most probable tokens, if whole distributions are compared."""
 
 
+class Branch(Struct, frozen=True):
+    """One end of an episode that branches: the turns from `first` on and before `end`, and what they earned. `cut`: as of an episode.
+
+    >>> branch = Branch(first=1, end=3, reward=1.0, rewards={"exact": 1.0})  # turns 1 and 2 follow turn 0, as others do
+    """
+
+    first: int
+    end: int
+    reward: float
+    rewards: dict[str, float]
+    cut: str = ""
+
+
 class Scored(Struct, frozen=True):
     """An episode with its rewards, each by the name of the function or service that gave it.
 
@@ -296,11 +298,10 @@ class Scored(Struct, frozen=True):
     """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
-    segment_ends: tuple[tuple[int, ...], ...] = ()
-    """The number of tokens up to the end of each step, for every turn, if its steps have scores (a process reward)."""
-    segment_scores: tuple[float, ...] = ()
-    segment_returns: tuple[float, ...] = ()
-    """[steps of all turns] The scores, and the weighted sum (or the smallest) of each step's and those after it."""
+    segments: tuple[tuple[tuple[int, float, float], ...], ...] = ()
+    """The steps of each turn under a process reward: tokens up to a step's end, its score, its weighted return (`parts/segmenting.py`)."""
+    branches: tuple[Branch, ...] = ()
+    """The ends of an episode that branches (`rollout.forks`); `reward` and `rewards` are then their means."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
@@ -390,8 +391,7 @@ class Batch(Struct, frozen=True):
     adapter: str = ""
     """The adapter that it trains; empty where all weights are trained."""
     skippable: bool = True
-    """Whether the step is skipped if the algorithm rejects all its tokens. A step that is replayed takes this from its journal:
-    runs from before 2026-11-22 never skipped one."""
+    """Whether the step is skipped if the algorithm rejects all its tokens; runs from before 2026-11-22 never skipped one."""
     steps: int = 0
     """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
 

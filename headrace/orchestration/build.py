@@ -44,6 +44,7 @@ from headrace.orchestration.wording import headline, placement
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
+from headrace.rollouts.branching import fork_problem
 from headrace.scoring.overlong import punished
 from headrace.scoring.parts.score_log import ScoreLog
 from headrace.scoring.parts.segmenting import Decode
@@ -134,17 +135,11 @@ class PreparedRun:
 
 
 async def prepare(
-    config: RunConfig,
-    model_dir: Path,
-    encoder: ChatEncoder,
-    *,
-    inputs: PythonInputs,
-    logs: Path,
-    telemetry: Telemetry,
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, *, inputs: PythonInputs, logs: Path, telemetry: Telemetry
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
-    scores = ScoreLog({one.name: dataclasses.asdict(one) for one in config.reward.endpoints})
+    scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
     make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log")
     scorer = await asyncio.to_thread(make, decode=encoder.decode, telemetry=telemetry, scores=scores)
     answer, size = config.task.answer, config.rollout.group_size
@@ -213,6 +208,7 @@ async def join(
         storage.begin(restored.outlived)
         prepared.scores.open(storage.run_dir, telemetry.warn)
         pools.engine.listen(storage.passes.write)
+        restored.notebook.listen(storage.passes.note)
         return _built(
             config,
             prepared,
@@ -315,7 +311,10 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         from headrace.environments.function import open_function
 
         sandbox = config.sandbox.settings
-        return open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
+        kind = open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
+        if problem := fork_problem(config.rollout.forks, kind, environment.setting):
+            raise ConfigError(problem)
+        return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
     from headrace.environments.agents.agent_environment import open_agents

@@ -129,8 +129,7 @@ class RewardConfig:
             _checked_function(self.function)
         if problem := next(_name_problems(self), ""):
             raise ValueError(problem)
-        names = [one.name for one in (*self.specs, *self.endpoints)]
-        if self.soft_overlong_punishment.cache and PUNISHMENT in names:
+        if self.soft_overlong_punishment.cache and PUNISHMENT in self._names():
             raise ValueError(
                 f"a part of the reward has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
             )
@@ -144,6 +143,9 @@ class RewardConfig:
     def endpoints(self) -> tuple[EndpointConfig, ...]:
         """The services and judges."""
         return (*self.services, *self.judges)
+
+    def _names(self) -> list[str]:
+        return [*distinct([spec.name for spec in self.specs]), *(one.name for one in self.endpoints)]
 
     @property
     def _called(self) -> tuple[RewardSpec | ServiceConfig, ...]:
@@ -195,8 +197,7 @@ class RewardConfig:
 
 
 def _name_problems(config: RewardConfig) -> Iterator[str]:
-    functions = distinct([spec.name for spec in config.specs])
-    for name, count in Counter([*functions, *(one.name for one in config.endpoints)]).items():
+    for name, count in Counter(config._names()).items():
         if count > 1:
             yield f"two parts of the reward are called {name}; rename one of reward.services or reward.judges"
     segmented = [one.name for one in config._called if one.segments]

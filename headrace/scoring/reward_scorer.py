@@ -19,7 +19,7 @@ from headrace.scoring.functions import FunctionPools
 from headrace.scoring.parts.comparing import compared
 from headrace.scoring.parts.part import PartCaller, RewardPart
 from headrace.scoring.parts.score_log import ScoreLog
-from headrace.scoring.parts.segmenting import Decode, aligned
+from headrace.scoring.parts.segmenting import Decode, graded, returns_of
 from headrace.scoring.services.config import check_client
 from headrace.scoring.services.http_post import HttpPoster, Poster
 from headrace.scoring.services.judge import Judge
@@ -69,6 +69,7 @@ class RewardScorer:
 
     async def close(self) -> None:
         """Kills the processes and ends the connections. Abandoned threads keep running."""
+        self._caller.close()
         await asyncio.gather(self._pools.close(), self._poster.close())
 
     @property
@@ -104,16 +105,14 @@ class RewardScorer:
     def _one(
         self, part: RewardPart, episode: Episode, given: float | tuple[float, ...] | Failure | None
     ) -> tuple[float | Failure | None, dict[str, Any]]:
-        """Returns the reward of a part, and the fields of `Scored` for steps, if it scored any."""
+        """Returns the reward of a part, and the field of `Scored` for steps, if it scored any."""
         if not isinstance(given, tuple):
             return given, {}
         assert self._decode, "a run that scores steps has a tokenizer"
-        steps = aligned(episode, part.segments, given, part.form, self._decode)
-        if isinstance(steps, Failure):
-            return steps, {}
-        returns = tuple(part.weight * one for one in steps.returns)
-        fields = {"segment_ends": steps.ends, "segment_scores": steps.scores, "segment_returns": returns}
-        return steps.returns[0], fields
+        returns = returns_of(given, part.form)
+        weighed = [part.weight * one for one in returns]
+        found = graded(episode, part.segments, given, returns=weighed, decode=self._decode)
+        return (found, {}) if isinstance(found, Failure) else (returns[0], {"segments": found})
 
 
 def _over_http(config: RewardConfig, poster: Poster) -> list[RewardPart]:

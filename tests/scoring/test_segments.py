@@ -135,12 +135,8 @@ def test_a_service_scores_each_step():
     assert asked == [[["a\n\n", "bc\n\n", "a"], ["bc\n\n", "a"]]]
     assert isinstance(one, Scored) and isinstance(other, Scored)
     assert (one.rewards, one.reward) == ({"steps": 0.25}, 0.5)
-    assert (one.segment_ends, one.segment_scores, one.segment_returns) == (
-        ((2, 4, 6),),
-        (1.0, 0.25, 0.5),
-        (0.5, 0.5, 1.0),
-    )
-    assert (other.segment_ends, other.segment_returns) == (((2, 3),), (0.25, 0.25))
+    assert one.segments == (((2, 1.0, 0.5), (4, 0.25, 0.5), (6, 0.5, 1.0)),)
+    assert other.segments == (((2, 0.75, 0.25), (3, 0.125, 0.25)),)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +172,9 @@ def test_a_function_scores_steps(tmp_path):
             await scorer.close()
 
     (one,) = asyncio.run(main())
-    assert isinstance(one, Scored) and one.segment_scores == (3.0, 4.0, 1.0) and one.reward == 8.0
+    assert (
+        isinstance(one, Scored) and [score for _, score, _ in one.segments[0]] == [3.0, 4.0, 1.0] and one.reward == 8.0
+    )
 
 
 def rows_of(advantage: str, *scored: Scored | Failure) -> list[tuple[float, ...]]:
@@ -219,7 +217,7 @@ def test_steps_of_several_turns_and_context_between_them():
         return await scorer.score(PROMPT, [Episode(turns), Episode((Turn(PROMPT.tokens, completion((1,))),))])
 
     one, other = virtual_time.run(main())
-    assert isinstance(one, Scored) and one.segment_ends == ((2, 3), (2,)) and one.segment_returns == (7.0, 6.0, 4.0)
+    assert isinstance(one, Scored) and one.segments == (((2, 1.0, 7.0), (3, 2.0, 6.0)), ((2, 4.0, 4.0),))
     found = rows_of("centred", one, other)
     assert found[0] == (3.5, 3.5, 0.0, 0.0, 0.0, 0.0, 0.0) and found[1] == (-3.5,)
 

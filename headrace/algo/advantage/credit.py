@@ -71,10 +71,11 @@ def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
 
 
 def segment_returns(one: Scored, penalty: float = 0.0) -> list[float]:
-    """Returns each step's return: what the process reward gives it and the steps after it (`Scored.segment_returns`), and all other rewards,
+    """Returns each step's return: what the process reward gives it and the steps after it (`Scored.segments`), and all other rewards,
     which the rollout got at its end. `penalty`: taken off the end."""
-    end = one.reward - one.segment_returns[0] - penalty
-    return [end + value for value in one.segment_returns]
+    returns = [value for turn in one.segments for _, _, value in turn]
+    end = one.reward - returns[0] - penalty
+    return [end + value for value in returns]
 
 
 def agent_advantages(

@@ -12,7 +12,6 @@ from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.rollouts.staleness import still_bounded
 from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.services.config import EndpointConfig
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
@@ -110,7 +109,7 @@ def scoring_mark(config: RunConfig) -> str:
         "rewards": [_spec_mark(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
     }
     if config.reward.endpoints:
-        made["services"] = [_endpoint_mark(one) for one in config.reward.endpoints]
+        made["services"] = [one.mark for one in config.reward.endpoints]
     if algo.credit != "rollout":  # left out otherwise, as the punishment below
         made["credit"] = algo.credit
     overlong = config.reward.soft_overlong_punishment
@@ -127,12 +126,6 @@ def _spec_mark(spec: RewardSpec) -> dict[str, Any]:
         for name, value in dataclasses.asdict(spec).items()
         if name not in later or value != getattr(RewardSpec, name)
     }
-
-
-def _endpoint_mark(one: EndpointConfig) -> dict[str, Any]:
-    """The settings that change scores, without those of fetching them."""
-    fetching = ("url", "concurrency", "timeout", "retries", "deadline", "token_file", "token_env")
-    return {name: value for name, value in dataclasses.asdict(one).items() if name not in fetching}
 
 
 def _is_default(reward: RewardConfig) -> bool:

@@ -60,6 +60,10 @@ class PartCaller:
             log.keep(part.name, job, values)
         return values
 
+    def close(self) -> None:
+        if self._log:
+            self._log.close()
+
     async def _timed(self, part: RewardPart, job: ScoringJob) -> Values:
         telemetry, effort = self._telemetry, Effort()
         if telemetry is None:

@@ -7,7 +7,7 @@ by decoding the first n tokens of the completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from headrace.types import Completion, Episode, Failure
 
@@ -64,29 +64,18 @@ def segmented(episode: Episode, separator: str) -> list[list[str]]:
     return [split(turn.completion.text, separator) for turn in episode.turns]
 
 
-class SegmentScores(NamedTuple):
-    """The scores of the steps of an episode, with their tokens."""
-
-    ends: tuple[tuple[int, ...], ...]
-    """The number of tokens up to the end of each step, for every turn."""
-    scores: tuple[float, ...]
-    """[steps of all turns]"""
-    returns: tuple[float, ...]
-    """[steps of all turns] `returns_of` the scores. The first is the reward of the episode."""
-
-
-def aligned(
-    episode: Episode, separator: str, scores: Sequence[float], form: Form, decode: Decode
-) -> SegmentScores | Failure:
-    """Joins the scores of all steps of an episode with their tokens."""
-    ends = [
-        token_ends(turn.completion, steps, decode)
-        for turn, steps in zip(episode.turns, segmented(episode, separator), strict=True)
-    ]
-    if None in ends:
-        why = "the text of a turn is not that of its tokens, so that no token can be said to belong to a step"
-        return Failure("segments_unaligned", why)
-    return SegmentScores(tuple(one for one in ends if one is not None), tuple(scores), tuple(returns_of(scores, form)))
+def graded(
+    episode: Episode, separator: str, scores: Sequence[float], *, returns: Sequence[float], decode: Decode
+) -> tuple[tuple[tuple[int, float, float], ...], ...] | Failure:
+    """Joins scores and returns of all steps of an episode with their tokens, as `Scored.segments`."""
+    rest, turns = iter(zip(scores, returns, strict=True)), []
+    for turn, steps in zip(episode.turns, segmented(episode, separator), strict=True):
+        ends = token_ends(turn.completion, steps, decode)
+        if ends is None:
+            why = "the text of a turn is not that of its tokens, so that no token can be said to belong to a step"
+            return Failure("segments_unaligned", why)
+        turns.append(tuple((end, *next(rest)) for end in ends))
+    return tuple(turns)
 
 
 def returns_of(scores: Sequence[float], form: Form) -> list[float]:

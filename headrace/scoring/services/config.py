@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -68,6 +69,12 @@ class EndpointConfig:
                 f"{self.name}: deadline = {self.deadline:g} ends before one attempt may (timeout = {self.timeout:g}); raise it"
             )
         return self
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """The settings that change scores, without those of fetching them."""
+        fetching = ("url", "concurrency", "timeout", "retries", "deadline", "token_file", "token_env")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in fetching}
 
     def token(self) -> str:
         """Raises ConfigError if the token cannot be had."""
