@@ -215,6 +215,18 @@ def test_a_deadline_ends_what_retries_would_not():
     assert "no usable answer within 61 s" in values[0].detail and "503" in values[0].detail and seconds < 61.0
 
 
+def test_the_time_in_which_the_process_was_stopped_is_no_part_of_the_deadline():
+    async def main() -> tuple[Any, int]:
+        loop, effort = asyncio.get_running_loop(), Effort()
+        assert isinstance(loop, virtual_time.VirtualTimeLoop)
+        post = ScriptedPost(lengths, faults=["500", "down"])
+        scoring = asyncio.ensure_future(HttpService(service(), post).call(ScoringJob("?", ("a",), ((1,),), {}), effort))
+        loop.call_later(0.1, loop.jump, 1000.0)
+        return await scoring, effort.attempts
+
+    assert virtual_time.run(main()) == ([1.0], 3)
+
+
 def test_requests_wait_for_their_turn_which_is_no_part_of_the_deadline():
     post = ScriptedPost(lengths, seconds=40.0)
     config = RewardConfig(services=(service(concurrency=2, timeout=60.0, deadline=60.0),))

@@ -58,30 +58,35 @@ class Endpoint:
         asked = loop.time()
         async with self._slots:  # waiting here does not count towards the deadline
             effort.waited += loop.time() - asked
-            return await self._attempts(packed, read, effort, until=loop.time() + self._config.deadline)
+            return await self._attempts(packed, read, effort)
 
-    async def _attempts(self, body: bytes, read: Callable[[Any], T], effort: Effort, until: float) -> T | Failure:
+    async def _attempts(self, body: bytes, read: Callable[[Any], T], effort: Effort) -> T | Failure:
         key = xxhash.xxh3_64_hexdigest(body)
         headers = {**self._headers, "Idempotency-Key": key}
         clock, number = asyncio.get_running_loop().time, 0
+        left = (
+            self._config.deadline
+        )  # counted down, so that the time in which this process was stopped (Ctrl-Z) is no part of it
         while True:
             number += 1
             effort.attempts += 1
             effort.retries += number > 1
+            seconds, began = min(self._config.timeout, left), clock()
             try:
-                seconds = min(self._config.timeout, until - clock())
                 return read(_json_of(await self._poster.post(self._url, body, headers, seconds), self._url))
             except NoAnswer as error:
                 bad = BadAnswer("reward_timeout" if error.late else "reward_unreachable", str(error))
             except BadAnswer as error:
                 bad = error
+            left -= min(clock() - began, seconds)
             pause = max(_pause(key, number), bad.wait)
             if bad.final or number > self._config.retries:
                 return Failure(bad.reason, f"{bad} (attempt {number})" if number > 1 else str(bad))
-            if clock() + pause >= until:
+            if pause >= left:
                 said = f"no usable answer within {self._config.deadline:g} s (deadline), after {number} attempts; the last: {bad}"
                 return Failure("reward_timeout", said)
             await asyncio.sleep(pause)
+            left -= pause
 
 
 def _pause(key: str, number: int) -> float:
