@@ -218,7 +218,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
         if not (
-            run.reward.specs or run.teachers or run.environment.rewards
+            run.reward.given or run.teachers or run.environment.rewards
         ):  # a command takes no function, unlike `headrace.train`
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '

@@ -46,6 +46,8 @@ from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.rollouts.branching import fork_problem
 from headrace.scoring.overlong import punished
+from headrace.scoring.parts.score_log import ScoreLog
+from headrace.scoring.parts.segmenting import Decode
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
@@ -125,17 +127,21 @@ class PreparedRun:
     encoder: ChatEncoder
     task: Task
     scorer: Scorer
+    scores: ScoreLog
+    """The scores that an earlier process of this run was given."""
     prompts: Sequence[Prompt]
     planned_teachers: Sequence[PlannedTeacher]
     environment: EnvironmentKind
 
 
 async def prepare(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, inputs: PythonInputs, logs: Path
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, *, inputs: PythonInputs, logs: Path, telemetry: Telemetry
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
-    scorer = await asyncio.to_thread(build_scorer, config, inputs.rewards, logs / "scorer.log")
+    scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
+    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log")
+    scorer = await asyncio.to_thread(make, decode=encoder.decode, telemetry=telemetry, scores=scores)
     answer, size = config.task.answer, config.rollout.group_size
     await try_in_loop(
         inputs.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
@@ -147,6 +153,7 @@ async def prepare(
         encoder=encoder,
         task=task,
         scorer=scorer,
+        scores=scores,
         prompts=prompts,
         planned_teachers=planned_teachers,
         environment=await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log"),
@@ -158,7 +165,8 @@ async def build(
 ) -> BuiltRun:
     # Endless: a model or a data set may have to be downloaded.
     async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
-        prepared = await prepare(config, *await open_model(config), inputs, logs)
+        model_dir, encoder = await open_model(config)
+        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         undo.push_async_callback(prepared.environment.close)
@@ -198,6 +206,7 @@ async def join(
 
     def begin() -> BuiltRun:
         storage.begin(restored.outlived)
+        prepared.scores.open(storage.run_dir, telemetry.warn)
         pools.engine.listen(storage.passes.write)
         restored.notebook.listen(storage.passes.note)
         return _built(
@@ -297,7 +306,7 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
     environment, system = config.environment, config.task.system
     if not environment.in_processes:
         return environment_kind(environment.kind)
-    alone = not config.reward.specs and not config.teachers
+    alone = not config.reward.given and not config.teachers
     if not environment.asks_gateway:
         from headrace.environments.function import open_function
 
@@ -341,22 +350,35 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             return RowsTask(config, seed, encoder, rows)
 
 
-def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
-    """A scorer of the config's reward functions, or of `rewards`, which were passed from Python. A run whose environment gives the reward,
-    or that only learns from teachers, has neither; its scorer gives no reward."""
-    from headrace.scoring.functions import FunctionScorer
+def build_scorer(
+    config: RunConfig,
+    rewards: Sequence[RewardFunction] = (),
+    log: Path | None = None,
+    *,
+    decode: Decode | None = None,
+    telemetry: Telemetry | None = None,
+    scores: ScoreLog | None = None,
+) -> Scorer:
+    """A scorer of the config's functions (or of `rewards`, which were passed from Python), services and judges. A run whose environment
+    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode`, `telemetry` and `scores`: see
+    `RewardScorer`."""
+    from headrace.scoring.reward_scorer import RewardScorer
     from headrace.scoring.teacher.stage import NoReward
 
-    if config.environment.rewards and not config.reward.specs and not rewards:
+    given = config.reward.given or rewards
+    if config.environment.rewards and not given:
         return NoReward()
-    if config.teachers and not config.reward.specs and not rewards:
+    if config.teachers and not given:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, rewards, log, config.sandbox.settings)
+    sandbox = config.sandbox.settings
+    return RewardScorer(
+        config.reward, rewards, log=log, sandbox=sandbox, decode=decode, telemetry=telemetry, scores=scores
+    )
 
 
 def export_weights(

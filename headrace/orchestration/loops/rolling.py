@@ -117,7 +117,9 @@ class Rolling:
         elif reason := algorithm.barren(rows):
             fact = ledger.ended(rolled, "dropped", reason)
         else:
-            fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            pairs = algorithm.pairs(rolled.scored)
+            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
+            fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 
     async def _rollouts_of(

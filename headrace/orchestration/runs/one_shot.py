@@ -64,7 +64,7 @@ def evaluate(
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
-    if not (config.reward.specs or config.environment.rewards) and all(
+    if not (config.reward.given or config.environment.rewards) and all(
         teacher.mode == "tokens" for teacher in config.teachers
     ):
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
@@ -96,7 +96,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             reading = for_reading(config)
             planned_teachers = await plan_teachers(reading, model_dir, encoder)
         task = build_task(config.task, encoder, config.seed, inputs.rows)
-        scorer = build_scorer(config, inputs.rewards)
+        scorer = build_scorer(config, inputs.rewards, decode=encoder.decode, telemetry=telemetry)
         environment = build_environment(config, encoder)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
