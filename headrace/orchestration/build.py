@@ -6,13 +6,12 @@ It imports no torch. The concrete classes of the workers are named in `workers/b
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
@@ -379,29 +378,3 @@ def build_scorer(
     return RewardScorer(
         config.reward, rewards, log=log, sandbox=sandbox, decode=decode, telemetry=telemetry, scores=scores
     )
-
-
-def export_weights(
-    config: RunConfig,
-    model_dir: Path,
-    *,
-    checkpoint: Path,
-    to: Path,
-    dtype: Literal["bfloat16", "float32"],
-    merge: bool,
-) -> None:
-    """Writes a directory that `transformers` loads: the checkpoint's weights, and the model's tokenizer and templates. The directory of
-    an adapter is for peft, unless `merge` adds the adapter to the base weights (in float32)."""
-    from headrace.trainer.step.learner import Assignment
-    from headrace.trainer.step.trainer import TorchTrainer
-
-    algo = config.algo.with_length(config.rollout.max_tokens)
-    masters = config.train.weights == "float32" or config.train.offload_optimizer
-    kept: Literal["float32", "bfloat16"] = (
-        "float32" if masters else "bfloat16"
-    )  # the dtype of the weights in the checkpoint
-    train = dataclasses.replace(config.train, dtype=kept, weights=kept, offload_optimizer=False)
-    adapters = {"": Assignment(train, algo, config.lora)} if config.lora.rank else {}
-    trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)
-    trainer.restore(checkpoint)
-    trainer.export(to, dtype, merge=merge)

@@ -20,7 +20,6 @@ from headrace.orchestration.build import (
     build_environment,
     build_scorer,
     build_task,
-    export_weights,
     open_model,
     open_telemetry,
 )
@@ -186,9 +185,14 @@ def export(
     if config.lora.quantise and not merge:
         said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
         print(f"{said}: --merge writes the policy that was trained", file=sys.stderr)
+    # Torch is imported here only: an evaluation's controller does without it.
+    from headrace.trainer.step.exporting import export_weights
+    from headrace.trainer.step.learner import Assignment
+
     model_dir = resolve_model(config.model.path)
+    trained = Assignment(config.train, config.algo.with_length(config.rollout.max_tokens), config.lora)
     try:
-        export_weights(config, model_dir, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
+        export_weights(model_dir, trained, seed=config.seed, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:
         raise HeadraceError(
             f"could not write {to}: {error}. The directory is incomplete: delete it, and export to a disk with more room"
