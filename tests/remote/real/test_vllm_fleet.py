@@ -203,6 +203,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(
     assert {one.version for one in probes} == set(range(steps + 1)) and all(one.ok for one in probes)
     assert not of(run, WorkerLost) and not servers()
     left, back = moves()
+    print(left, back, f"steps meanwhile: {trained[1] - trained[0]}", sep="\n")
     assert (left.state, back.state, left.member) == ("away", "serving", back.member)
     assert left.requests > 0 and left.tokens > 0, "and they went on elsewhere"
     assert not sum(one.lost_tokens for one in of(run, GroupEnded))
