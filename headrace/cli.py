@@ -178,6 +178,7 @@ def plan(arguments: argparse.Namespace) -> int:
         prompts=arguments.prompts,
         latency=arguments.reward_seconds,
         sweep=arguments.sweep,
+        network=arguments.network * 1e9,
     )
     return print_plan(request, arguments.price, arguments.json, arguments.picture)
 
@@ -320,6 +321,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
+    one.add_argument(
+        "--network",
+        type=_rate,
+        default=40.0,
+        metavar="GB/S",
+        help="from the trainer to an engine (default: %(default)g)",
+    )
     one.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
     one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
     one.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -371,6 +379,15 @@ def _command(
     parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(command=function)
     return parser
+
+
+def _rate(text: str) -> float:
+    try:
+        if (rate := float(text)) > 0:
+            return rate
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def _positive(text: str) -> int:

@@ -37,6 +37,7 @@ from headrace.settings.process_config import CheckpointConfig, ChosenConfig, Eva
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
+from headrace.weight_sync.config import Ends, WeightSyncConfig, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -65,6 +66,7 @@ class RunConfig:
     adapters: tuple[AdapterConfig, ...] = ()
     """Several adapters trained at once on one base. Each has settings of its own, on top of the run's."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     partial: PartialConfig = Field(default_factory=PartialConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -86,6 +88,11 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
+
+    @property
+    def ends(self) -> Ends:
+        """The ends of the way of weights."""
+        return Ends(self.engine.kind if self.engine.is_server else "", bool(self.adapters or self.lora.served_name))
 
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
@@ -144,6 +151,7 @@ def check(config: RunConfig) -> list[str]:
         *_length_problems(config),
         *_core_problems(config),
         *engine_problems(config.engine),
+        *weight_sync_problems(config.weight_sync, config.ends),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),

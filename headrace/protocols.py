@@ -225,8 +225,9 @@ class Transport(Protocol):
     """
 
     @classmethod
-    def open(cls) -> Transport:
-        """Raises OSError if this machine does not support it."""
+    def open(cls, form: Any = ...) -> Transport:
+        """Raises OSError if this machine does not support it. `form`: a `weight_sync.config.Encoding`, which transports that send no
+        bytes have no use for."""
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -254,6 +255,9 @@ class WeightSender(Protocol):
 
 class WeightReceiver(Protocol):
     """The engine's end of a transport."""
+
+    received: int
+    """Bytes of all updates that travelled to it, in their encoding. 0 where none travel."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns views of the published parameters by name, valid until the version after the next one is published. Raises

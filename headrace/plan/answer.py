@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 from headrace.models.resolve import cache_dir
 from headrace.plan.rates import hardware
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.plan.rates.travel import Travel, travel_of
 from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.simulate.distributions import Distribution, fixed, parse
@@ -27,7 +28,6 @@ class PlanRequest:
     run: Path | None = None
     """A run whose rates and lengths are used."""
     calibrate: bool = False
-    """Whether to measure the rates of this machine."""
     """Whether to measure the rates of this machine."""
     rates: Path | None = None
     """The file with measured rates; None for one in the cache, by the model's name."""
@@ -46,6 +46,16 @@ class PlanRequest:
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
+    network: float = hardware.NETWORK
+    """Bytes per second between trainer and engines."""
+
+    @property
+    def travel(self) -> Travel | None:
+        """The way of new weights, if the size of the model is given."""
+        if not self.model:
+            return None
+        settings, rate = self.config.weight_sync, self.config.train.learning_rate
+        return travel_of(settings, rate, hardware.shape(self.model).parameters, self.network)
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,7 @@ def _computed(request: PlanRequest) -> Rates:
         trainer=hardware.trainer_gpus(chip, shape),
         max_running=running,
         name=request.model,
+        travel=request.travel,
     )
 
 
@@ -190,7 +201,15 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
-        rates = hardware.rates(chip, shape, replica=replica, trainer=trainer, max_running=running, name=request.model)
+        rates = hardware.rates(
+            chip,
+            shape,
+            replica=replica,
+            trainer=trainer,
+            max_running=running,
+            name=request.model,
+            travel=request.travel,
+        )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

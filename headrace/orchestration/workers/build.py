@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
@@ -18,7 +20,9 @@ from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, Wei
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
+from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
@@ -27,14 +31,19 @@ if TYPE_CHECKING:
     from headrace.trainer.step.shadow import Shadow
 
 
-def open_transport() -> Transport:
-    """The transport from the trainer to an engine on the same machine."""
-    return TRANSPORTS["shared_memory"].open()
+def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transport:
+    """The transport from the trainer to engines. `form`: in which whole models travel, if bytes do."""
+    return TRANSPORTS[kind].open(form)
 
 
-def open_files(directory: Path) -> Transport:
-    """The way to a server. The directory is made anew, and goes in the end."""
-    return Files(str(directory))
+def open_http(form: Encoding, host: str) -> Http:
+    """`host`: the address at which the trainer's process listens for engines."""
+    return msgspec.structs.replace(Http.open(form), host=host)
+
+
+def open_files(directory: Path, form: Encoding = FULL) -> Transport:
+    """The way through a directory, which is made anew, and goes in the end."""
+    return Files(str(directory), form)
 
 
 def open_launcher(logs: Path) -> Launcher:
