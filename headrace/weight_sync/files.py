@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.errors import IdentityError
+from headrace.protocols import WeightSender
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
@@ -33,6 +34,8 @@ from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
+
+    from headrace.weight_sync.offers import Offer
 
 
 KEPT = 2
@@ -75,7 +78,7 @@ class Files(Struct, frozen=True, tag="files"):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class FilesSender:
+class FilesSender(WeightSender):
     """The trainer's end."""
 
     def __init__(self, directory: Path, manifests: Mapping[str, Manifest], form: Encoding) -> None:
@@ -90,14 +93,18 @@ class FilesSender:
         self._written: dict[str, list[tuple[Path, bool]]] = {}
         """Directories, and whether each is a full copy."""
 
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
-        """Writes the parameters of the model, or of `adapter`. Raises OSError if they cannot be written."""
+    ) -> Callable[[], WeightUpdate]:
         started = time.perf_counter()
+        offered = self._offers.copy(adapter.name if adapter else "", parameters)
+        seconds = time.perf_counter() - started
+        return lambda: self._written_down(version, offered(), seconds, adapter)
+
+    def _written_down(self, version: int, offer: Offer, seconds: float, adapter: AdapterSpec | None) -> WeightUpdate:
+        """Raises OSError if it cannot be written."""
         name = adapter.name if adapter else ""
         offers, manifest = self._offers, self._offers.manifests[name]
-        offer = offers.add(name, parameters)
         target = self._directory / (name or "model") / f"{version:06d}"
         written = self._written.setdefault(name, [])
         whole = not offer.base or target in [path for path, _ in written]  # what others differ from is not replaced
@@ -106,7 +113,7 @@ class FilesSender:
             kind="adapter" if adapter else "full",
             fingerprint=offer.fingerprint,
             nbytes=manifest.payload,
-            seconds=0.0,
+            seconds=seconds,
             where={"path": str(target)} | ({} if whole else {"base": offer.base, "delta": len(offer.delta)}),
             adapter=adapter,
         )
@@ -115,7 +122,7 @@ class FilesSender:
         else:
             write_changes(target, UpdateRecord(update, manifest, str(written[-1][0])), offer.delta)
         self._prune(written, target, whole)
-        return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
+        return update
 
     def _prune(self, written: list[tuple[Path, bool]], newest: Path, whole: bool) -> None:
         written[:] = [*(one for one in written if one[0] != newest), (newest, whole)]

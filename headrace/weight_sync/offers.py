@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.protocols import WeightSender
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, Stretch, anonymous_memory
 from headrace.weights import AdapterSpec, WeightUpdate
@@ -41,19 +42,23 @@ class Offers:
         self._since_anchor = 0
         self._lock = threading.Lock()
 
-    def add(self, name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> Offer:
-        """Publishes new weights in the slot that was filled longest ago, whose version can be fetched no more."""
+    def copy(self, name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], Offer]:
+        """Copies new weights into the slot that was filled longest ago, whose version can be fetched no more. Returns what offers them."""
         before = self._offers[name][-1] if self._offers[name] else None
         number = (before.number + 1) % self.slots.count(name) if before else 0
         with self._lock:
             self._offers[name] = [one for one in self._offers[name] if one.number != number]
         packed = self.slots.packed(name, number)
         packed.fill(parameters)
-        mark = packed.fingerprint()
-        delta = self._delta(before, number) if before and not name else None
-        offer = Offer(mark, number, before.fingerprint, delta) if before and delta else Offer(mark, number)
-        with self._lock:
-            self._offers[name].append(offer)
+
+        def offer() -> Offer:
+            mark = packed.fingerprint()
+            delta = self._delta(before, number) if before and not name else None
+            new = Offer(mark, number, before.fingerprint, delta) if before and delta else Offer(mark, number)
+            with self._lock:
+                self._offers[name].append(new)
+            return new
+
         return offer
 
     def _delta(self, before: Offer, number: int) -> bytes | None:
@@ -79,28 +84,34 @@ class Offers:
         return offer.delta if part == "delta" else self.slots.stretch(name, offer.number)
 
 
-class OfferingSender:
+class OfferingSender(WeightSender):
     """Protocol `WeightSender`."""
 
     def __init__(self, offers: Offers, where: Callable[[str, Offer], dict[str, Any]]) -> None:
         """`where`: returns the place of an offer's bytes."""
         self.offers, self._where = offers, where
 
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
+    ) -> Callable[[], WeightUpdate]:
         started = time.perf_counter()
         name = adapter.name if adapter else ""
-        offer = self.offers.add(name, parameters)
-        where = self._where(name, offer)
-        if offer.base:
-            where |= {"base": offer.base, "delta": len(offer.delta)}
-        return WeightUpdate(
-            version=version,
-            kind="adapter" if adapter else "full",
-            fingerprint=offer.fingerprint,
-            nbytes=self.offers.manifests[name].payload,
-            seconds=time.perf_counter() - started,
-            where=where,
-            adapter=adapter,
-        )
+        offered = self.offers.copy(name, parameters)
+        seconds = time.perf_counter() - started
+
+        def announced() -> WeightUpdate:
+            offer = offered()
+            where = self._where(name, offer)
+            if offer.base:
+                where |= {"base": offer.base, "delta": len(offer.delta)}
+            return WeightUpdate(
+                version=version,
+                kind="adapter" if adapter else "full",
+                fingerprint=offer.fingerprint,
+                nbytes=self.offers.manifests[name].payload,
+                seconds=seconds,
+                where=where,
+                adapter=adapter,
+            )
+
+        return announced

@@ -12,10 +12,11 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace.errors import IdentityError
+from headrace.protocols import WeightSender
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
@@ -50,28 +51,27 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
         os.close(self.fd)
 
 
-class SharedMemorySender:
+class SharedMemorySender(WeightSender):
     """The trainer's end."""
 
     def __init__(self, fd: int, manifests: Manifests, once: Collection[str]) -> None:
         self._slots, self._manifests = Slots(fd, manifests, once), manifests
 
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
-        """`adapter`: the adapter that the parameters belong to; None for the model's own."""
+    ) -> Callable[[], WeightUpdate]:
         started = time.perf_counter()
         name = adapter.name if adapter else ""
         slot = version % self._slots.count(name)
         packed = self._slots.packed(name, slot)
         packed.fill(parameters)
-        mark = packed.fingerprint()
-        return WeightUpdate(
+        seconds = time.perf_counter() - started
+        return lambda: WeightUpdate(
             version=version,
             kind="adapter" if adapter else "full",
-            fingerprint=mark,
+            fingerprint=packed.fingerprint(),
             nbytes=self._manifests[name].payload,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             where={"offset": self._slots.start(name, slot)},
             adapter=adapter,
         )

@@ -72,7 +72,7 @@ def ends_of(kind: str, form: Encoding) -> Iterator[Both]:
     both.transport.close()
 
 
-@pytest.fixture(params=["tcp", "files"])
+@pytest.fixture(params=["tcp", "http", "files"])
 def deltas(request: pytest.FixtureRequest) -> Iterator[Both]:
     yield from ends_of(request.param, Encoding(delta=True, anchor_every=5))
 

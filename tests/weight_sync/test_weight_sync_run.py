@@ -14,7 +14,7 @@ from headrace.config import dump_config, load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, WeightsLive
 
-WAYS = [("tcp", "full"), ("tcp", "delta"), ("files", "full"), ("files", "delta")]
+WAYS = [("tcp", "full"), ("tcp", "delta"), ("http", "full"), ("http", "delta"), ("files", "full"), ("files", "delta")]
 
 
 def config_of(directory: Path, model: Path, kind: str, encoding: str, **tables: Any) -> Config:
