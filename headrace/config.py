@@ -37,7 +37,7 @@ from headrace.settings.process_config import CheckpointConfig, ChosenConfig, Eva
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
-from headrace.weight_sync.config import Ends, WeightSyncConfig, weight_sync_problems
+from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -90,9 +90,11 @@ class RunConfig:
         return Path(self.out) / self.name
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> WeightEnds:
         """The ends of the way of weights."""
-        return Ends(self.engine.kind if self.engine.is_server else "", bool(self.adapters or self.lora.served_name))
+        return WeightEnds(
+            self.engine.kind if self.engine.is_server else "", bool(self.adapters or self.lora.served_name)
+        )
 
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:

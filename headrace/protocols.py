@@ -267,8 +267,9 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """The engine's end of a transport."""
 
-    received: int
-    """Bytes of all updates that travelled to it, in their encoding. 0 where none travel."""
+    @property
+    def received(self) -> int:
+        """Bytes of all updates that travelled to it, in their encoding. 0 where none travel."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns views of the published parameters by name, valid until the version after the next one is published. Raises

@@ -11,6 +11,7 @@ from headrace.config import RunConfig, load_config
 from headrace.errors import ConfigError
 from headrace.models.resolve import cache_dir
 from headrace.plan.rates import hardware
+from headrace.plan.rates.hardware import NETWORK
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.rates.travel import Travel, travel_of
 from headrace.plan.scenario import Scenario
@@ -46,7 +47,7 @@ class PlanRequest:
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
-    network: float = hardware.NETWORK
+    network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
     @property

@@ -44,7 +44,7 @@ class WeightSyncConfig:
         return Encoding(self.encoding == "delta", self.anchor_every)
 
 
-class Ends(NamedTuple):
+class WeightEnds(NamedTuple):
     """The facts about a run that decide how weights can travel."""
 
     server: str = ""
@@ -59,7 +59,7 @@ class Way(NamedTuple):
     """The reason, for people."""
 
 
-def way_of(settings: WeightSyncConfig, ends: Ends) -> Way:
+def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     """Chooses the transport."""
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
@@ -70,7 +70,7 @@ def way_of(settings: WeightSyncConfig, ends: Ends) -> Way:
     return Way("shared_memory", "trainer and engine are processes of this machine")
 
 
-def weight_sync_problems(settings: WeightSyncConfig, ends: Ends) -> Iterator[str]:
+def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
     fit = {"": ("shared_memory", "tcp", "http", "files"), "headrace": ("http", "files")}.get(ends.server, ("files",))

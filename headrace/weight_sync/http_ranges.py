@@ -103,7 +103,7 @@ class Shelves(Protocol):
     def find(self, name: str, fingerprint: str, part: Part) -> Stretch | bytes | None: ...
 
 
-class Tree:
+class Relays:
     """Who sends a full copy to whom."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class WeightServer(socketserver.ThreadingTCPServer):
 
     def __init__(self, shelves: Shelves, host: str, token: str) -> None:
         """Raises OSError if it cannot listen at that address."""
-        self.shelves, self.token, self.tree = shelves, token, Tree()
+        self.shelves, self.token, self.tree = shelves, token, Relays()
         self._places = threading.BoundedSemaphore(AT_ONCE)
         super().__init__((host, 0), _Handler)
         self.port = int(self.server_address[1])
@@ -368,6 +368,11 @@ class HttpReceiver(FetchingReceiver):
         self._token, self._http = token, HttpSource(token)
         super().__init__(manifests, self._http)
         self._server: WeightServer | None = None
+
+    @property
+    def from_others(self) -> int:
+        """Number of times that another engine sent it something."""
+        return self._http.others
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         others = self._http.others

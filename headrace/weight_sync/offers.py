@@ -25,7 +25,7 @@ class Offer(NamedTuple):
 
     fingerprint: str
     number: int
-    """Of its slot."""
+    """The number of its slot."""
     base: str = ""
     """The fingerprint of the version from which `delta` leads to this one; empty for a full copy (an anchor)."""
     delta: bytes = b""

@@ -83,7 +83,7 @@ class Question(Struct, frozen=True):
     part: Part
 
 
-class Reply(Struct, frozen=True):
+class WeightReply(Struct, frozen=True):
     nbytes: int = 0
     refused: str = ""
 
@@ -128,12 +128,12 @@ class TcpServer:
     def _answer(self, connection: socket.socket, asked: Question) -> None:
         found = self._offers.find(asked.name, asked.fingerprint, asked.part)
         if found is None:
-            _send_message(connection, Reply(refused="the trainer no longer has them, or never had"))
+            _send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
         elif isinstance(found, bytes):
-            _send_message(connection, Reply(len(found)))
+            _send_message(connection, WeightReply(len(found)))
             connection.sendall(found)
         else:
-            _send_message(connection, Reply(found.nbytes))
+            _send_message(connection, WeightReply(found.nbytes))
             found.send(connection)
 
 
@@ -175,7 +175,7 @@ class TcpSource:
                 with socket.create_connection((host, port), INTRODUCTION) as connection:
                     connection.settimeout(PATIENCE)
                     _send_message(connection, Question(self._token, name, update.fingerprint, part))
-                    reply = msgspec.msgpack.decode(_read_message(connection), type=Reply)
+                    reply = msgspec.msgpack.decode(_read_message(connection), type=WeightReply)
                     if not reply.refused:
                         return read(connection, reply.nbytes)
                     raise IdentityError(

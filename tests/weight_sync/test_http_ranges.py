@@ -6,6 +6,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,12 +16,13 @@ import torch
 from headrace.errors import IdentityError
 from headrace.weight_sync.config import FULL
 from headrace.weight_sync.directory import DirectoryReceiver
-from headrace.weight_sync.http_ranges import FANOUT, Http, HttpReceiver, HttpSource
+from headrace.weight_sync.http_ranges import FANOUT, Http, HttpReceiver, HttpSource, WeightServer
 from headrace.weight_sync.offers import OfferingSender
 from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.slots import Slots, Stretch, anonymous_memory
 from headrace.weights import WeightUpdate
 
-PARAMETERS = [("embed", torch.arange(400_000.0).view(1000, 400)), ("norm", torch.ones(7))]
+PARAMETERS = [("embed", torch.arange(8e6).view(2000, 4000)), ("norm", torch.ones(7))]
 MANIFESTS = {"": lay_out(PARAMETERS, torch.bfloat16)}
 NBYTES = MANIFESTS[""].nbytes
 
@@ -90,18 +92,21 @@ class Cut:
         while True:
             here, _ = self._listening.accept()
             self.answers += 1
-            with here, socket.create_connection((self._to.hostname or "", self._to.port or 0)) as there:
-                there.sendall(here.recv(1 << 16))
-                left = self._after
-                while left and (more := there.recv(min(left, 1 << 16))):
-                    here.sendall(more)
-                    left -= len(more)
+            threading.Thread(target=self._serve, args=(here,), daemon=True).start()
+
+    def _serve(self, here: socket.socket) -> None:
+        with here, socket.create_connection((self._to.hostname or "", self._to.port or 0)) as there:
+            there.sendall(here.recv(1 << 16))
+            left = self._after
+            while left and (more := there.recv(min(left, 1 << 16))):
+                here.sendall(more)
+                left -= len(more)
 
 
 def test_what_is_cut_off_goes_on_from_there(ends: Ends) -> None:
-    cut = Cut(ends.update, 300_000)
+    cut, each = Cut(ends.update, 3_000_000), 3_000_000
     assert is_right(ends.receiver(), cut.update)
-    assert cut.answers >= NBYTES // 300_000 and cut.answers < 2 * (NBYTES // 300_000) + 3
+    assert NBYTES // each <= cut.answers < 2 * (NBYTES // each) + 3
 
 
 def test_a_trainer_that_only_hangs_up_is_named(ends: Ends) -> None:
@@ -113,38 +118,57 @@ def test_a_trainer_that_only_hangs_up_is_named(ends: Ends) -> None:
     assert cut.answers == 3
 
 
-def test_engines_fetch_from_each_other(ends: Ends) -> None:
-    """The trainer is held busy by as many engines as it serves at a time; one of those before has the version."""
-    first = ends.receiver()
-    assert is_right(first, ends.update)
+@contextmanager
+def held_busy(ends: Ends) -> Iterator[None]:
+    """The trainer sends to as many as it does at a time, who read no more than the beginning."""
     path = f"/weights/-/{ends.update.fingerprint}/full"
     place = urlsplit(ends.update.where["url"])
-    busy = [socket.create_connection((place.hostname or "", place.port or 0)) for _ in range(FANOUT)]
-    for one in busy:  # they ask, and read no more than the beginning
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {ends.transport.token}\r\n\r\n".encode())
-        assert one.recv(10)
-    others = [ends.receiver() for _ in range(3)]
-    fetching = [threading.Thread(target=is_right, args=(one, ends.update)) for one in others]
-    for thread in fetching:
-        thread.start()
-    for thread in fetching:
-        thread.join(120)
-    assert all(one.received == NBYTES for one in others)
-    for one in busy:
-        one.close()
+    with ExitStack() as open_ones:
+        for _ in range(FANOUT):
+            one = open_ones.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.connect((place.hostname or "", place.port or 0))
+            one.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: Bearer {ends.transport.token}\r\n\r\n".encode())
+            assert one.recv(10)
+        yield
+
+
+def test_engines_fetch_from_each_other(ends: Ends) -> None:
+    first = ends.receiver()
+    assert is_right(first, ends.update)
+    with held_busy(ends):
+        others = [ends.receiver() for _ in range(3)]
+        fetching = [threading.Thread(target=is_right, args=(one, ends.update)) for one in others]
+        for thread in fetching:
+            thread.start()
+        for thread in fetching:
+            thread.join(120)
+        assert all(one.received == NBYTES for one in others)
+        assert all(one.from_others for one in others), "the trainer was busy all the time"
+
+
+class Liar:
+    """An engine that has other weights under this name."""
+
+    def __init__(self) -> None:
+        self.manifests, self.asked = MANIFESTS, 0
+        self._slots = Slots(anonymous_memory(), MANIFESTS)
+
+    def find(self, name: str, fingerprint: str, part: str) -> Stretch:
+        self.asked += 1
+        return self._slots.stretch("", 0)
 
 
 def test_an_engine_that_is_gone_or_has_other_weights_is_passed_over(ends: Ends) -> None:
-    source, liar = HttpSource(ends.transport.token), Http.open(FULL)
-    spoilt = liar.__class__(ends.transport.token).sender(MANIFESTS)
-    assert isinstance(spoilt, OfferingSender)
-    wrong = spoilt.send(0, [(name, tensor + 1) for name, tensor in PARAMETERS])
+    source, liar = HttpSource(ends.transport.token), Liar()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         gone = closed.getsockname()[1]
-    for port in (gone, urlsplit(wrong.where["url"]).port or 0):
-        source.announce(ends.update, port)
-    assert is_right(ends.receiver(), ends.update)
+    with held_busy(ends):
+        for port in (gone, WeightServer(liar, "127.0.0.1", ends.transport.token).port):
+            source.announce(ends.update, port)
+        for _ in range(2):  # one is sent to each
+            assert is_right(ends.receiver(), ends.update)
+        assert liar.asked == 1
 
 
 def test_a_server_that_was_not_prepared_for_a_run_fetches_its_layout_too(ends: Ends) -> None:

@@ -10,9 +10,10 @@ from tiny_run import Config, kill_after_a_step, of, tiny_config
 
 import headrace
 from headrace import cli
-from headrace.config import dump_config, load_config
+from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, WeightsLive
+from headrace.orchestration.wording import placement
 
 WAYS = [("tcp", "full"), ("tcp", "delta"), ("http", "full"), ("http", "delta"), ("files", "full"), ("files", "delta")]
 
@@ -70,18 +71,23 @@ def test_killed_resumed_and_replayed(tiny_llama: Path, tmp_path: Path, capsys: p
     assert "bit for bit" in capsys.readouterr().out
 
 
-def test_the_dry_run_says_which_way_and_why(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings: dict[str, str]
-    for settings, said in (
+def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    server = {"engine": {"kind": "headrace", "urls": ["http://10.0.0.2:8000"]}}
+    cases: list[tuple[Config, str]] = [
         ({}, "shared memory: two packed buffers (trainer and engine are processes of this machine)"),
-        ({"kind": "tcp", "encoding": "delta"}, 'TCP: deltas, full every 50 (weight_sync.kind = "tcp")'),
-    ):
-        config = config_of(tmp_path, tiny_llama, "auto", "full", weight_sync=settings)
-        (tmp_path / "config.toml").write_text(dump_config(load_config(config)))
-        assert cli.main(["train", str(tmp_path / "config.toml"), "--dry-run"]) == 0
-        assert said in " ".join(capsys.readouterr().out.split())
+        (
+            {"weight_sync": {"kind": "tcp", "encoding": "delta"}},
+            'TCP: deltas, full every 50 (weight_sync.kind = "tcp")',
+        ),
+        (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),
+        (
+            {**server, "weight_sync": {"host": "10.0.0.1"}},
+            "HTTP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
+        ),
+    ]
+    for tables, said in cases:
+        config = load_config(tiny_config(tmp_path, tiny_tokenizer, **tables) | tables)
+        assert placement(config, "")["weights"] == said
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_the_dry_run_says_which_way_and_why(
         ({"weight_sync": {"anchor_every": 3}}, 'weight_sync.anchor_every is about weight_sync.encoding = "delta"'),
         (
             {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
-            'engine.kind = "headrace" is a server; use weight_sync.kind = "files"',
+            'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',
         ),
     ],
 )

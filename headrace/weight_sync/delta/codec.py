@@ -31,13 +31,14 @@ PIECE = 1 << 23
 """Bytes of the buffer that are encoded at a time: two of them, and the changes between them, stay in the cache."""
 
 LEVEL = 1
-"""Of zstd. Level 3 takes twice as long and saves 2 %."""
+"""The level of zstd. Level 3 takes twice as long and saves 2 %."""
 
 _MAGIC = b"hrd1"
 _HEAD = struct.Struct("<4sBQ")
 
 
 class _Piece(NamedTuple):
+    width: int
     count: int
     frames: tuple[memoryview, ...]
 
@@ -83,14 +84,13 @@ def apply(image: memoryview, *deltas: bytes, by: Search | None = None) -> None:
     They are applied piece by piece, so that each piece of the image is read once."""
     by, whole = by or search(), np.frombuffer(image, np.uint8)
     readers = [_pieces(memoryview(delta), len(whole)) for delta in deltas]
-    widths = [delta[4] for delta in deltas]
     for start in range(0, len(whole), PIECE):
         part = whole[start : start + PIECE]
-        for width, pieces in zip(widths, readers, strict=True):
+        for pieces in readers:
             if (piece := next(pieces, None)) is None:
                 raise ValueError("the delta is shorter than the image")
             if piece.count:
-                by.apply(part, _decode_piece(piece, len(part)), width)
+                by.apply(part, _decode_piece(piece, len(part)), piece.width)
     if any(next(pieces, None) for pieces in readers):
         raise ValueError("the delta is longer than the image")
 
@@ -106,14 +106,14 @@ def _pieces(delta: memoryview, nbytes: int) -> Iterator[_Piece]:
             (count,) = struct.unpack_from("<I", delta, at)
             at += 4
             if not count:
-                yield _Piece(0, ())
+                yield _Piece(width, 0, ())
                 continue
             lengths = struct.unpack_from(f"<{1 + width}I", delta, at)
             at += 4 * len(lengths)
             ends = np.cumsum((at, *lengths)).tolist()
             if ends[-1] > len(delta):
                 raise ValueError("the delta is cut off")
-            yield _Piece(count, tuple(delta[a:b] for a, b in itertools.pairwise(ends)))
+            yield _Piece(width, count, tuple(delta[a:b] for a, b in itertools.pairwise(ends)))
             at = ends[-1]
     except struct.error as error:
         raise ValueError(f"the delta is cut off ({error})") from None

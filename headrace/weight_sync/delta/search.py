@@ -70,9 +70,8 @@ class NativeSearch:
         if len(self._room) <= width or len(self._room[0]) < count:
             self._room = [np.empty(count, np.uint8) for _ in range(1 + width)]
         gaps, planes, used = self._room[0], self._room[1 : 1 + width], c_int64()
-        places = _pointers(planes)
         found = self._library.headrace_delta_find(
-            width, *map(_at, (before, now)), count, _at(gaps), ctypes.byref(used), places
+            *(width, _at(before), _at(now), count), *(_at(gaps), ctypes.byref(used), _pointers(planes))
         )
         return Changes(gaps[: used.value], tuple(plane[:found] for plane in planes))
 
