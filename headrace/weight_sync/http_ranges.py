@@ -104,7 +104,7 @@ class Shelves(Protocol):
 
 
 class Relays:
-    """Who sends a full copy to whom."""
+    """The order in which engines are sent a full copy, and by whom."""
 
     def __init__(self) -> None:
         self._sending: Counter[str] = Counter()
