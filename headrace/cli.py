@@ -10,6 +10,7 @@ It uses argparse, because a dozen commands with a few options each need no depen
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
@@ -177,6 +178,9 @@ def plan(arguments: argparse.Namespace) -> int:
         lengths=arguments.lengths,
         prompts=arguments.prompts,
         latency=arguments.reward_seconds,
+        turns=arguments.turns,
+        tools=arguments.tool_seconds,
+        results=arguments.result_tokens,
         sweep=arguments.sweep,
         network=arguments.network * 1e9,
     )
@@ -321,13 +325,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
-    one.add_argument(
-        "--network",
-        type=_rate,
-        default=40.0,
-        metavar="GB/S",
-        help="from the trainer to an engine (default: %(default)g)",
-    )
+    one.add_argument("--network", type=_rate, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
+    one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
+    one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
+    one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")
     one.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
     one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
     one.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -382,11 +383,8 @@ def _command(
 
 
 def _rate(text: str) -> float:
-    try:
-        if (rate := float(text)) > 0:
-            return rate
-    except ValueError:
-        pass
+    if re.fullmatch(r"\d*\.?\d+", text) and float(text) > 0:
+        return float(text)
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
