@@ -39,7 +39,7 @@ _HEAD = struct.Struct("<4sBQ")
 
 class _Piece(NamedTuple):
     width: int
-    count: int
+    changed: int
     frames: tuple[memoryview, ...]
 
 
@@ -74,7 +74,7 @@ def _encode_piece(changes: Changes) -> list[bytes]:
     count = len(changes.planes[0])
     if not count:
         return [struct.pack("<I", 0)]
-    frames = [_compressor().compress(memoryview(stream)) for stream in (changes.gaps, *changes.planes)]
+    frames = [_compressor().compress(stream.data) for stream in (changes.gaps, *changes.planes)]
     return [struct.pack(f"<{1 + len(frames)}I", count, *map(len, frames)), *frames]
 
 
@@ -89,7 +89,7 @@ def apply(image: memoryview, *deltas: bytes, by: Search | None = None) -> None:
         for pieces in readers:
             if (piece := next(pieces, None)) is None:
                 raise ValueError("the delta is shorter than the image")
-            if piece.count:
+            if piece.changed:
                 by.apply(part, _decode_piece(piece, len(part)), piece.width)
     if any(next(pieces, None) for pieces in readers):
         raise ValueError("the delta is longer than the image")
@@ -121,7 +121,7 @@ def _pieces(delta: memoryview, nbytes: int) -> Iterator[_Piece]:
 
 def _decode_piece(piece: _Piece, room: int) -> Changes:
     gaps, *planes = (_decompressed(frame, room) for frame in piece.frames)
-    if any(len(plane) != piece.count for plane in planes):
+    if any(len(plane) != piece.changed for plane in planes):
         raise ValueError("the planes of the delta differ in length")
     return Changes(gaps, tuple(planes))
 
