@@ -154,8 +154,7 @@ def check(config: RunConfig) -> list[str]:
         ),
         *_length_problems(config),
         *_core_problems(config),
-        *engine_problems(config.engine),
-        *weight_sync_problems(config.weight_sync, config.ends),
+        *_engine_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -215,6 +214,10 @@ def _sampling_problems(config: RunConfig) -> list[str]:
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
     return problems
+
+
+def _engine_problems(config: RunConfig) -> list[str]:
+    return [*engine_problems(config.engine), *weight_sync_problems(config.weight_sync, config.ends)]
 
 
 def _length_problems(config: RunConfig) -> list[str]:
