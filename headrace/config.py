@@ -31,7 +31,7 @@ from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.sandbox.config import SandboxConfig
-from headrace.scoring.config import RewardConfig, sandbox_problems
+from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -148,18 +148,19 @@ def check(config: RunConfig) -> list[str]:
         *lora_problems(
             config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
         ),
-        *_sampling_problems(config),
         *curriculum_problems(
             config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
         ),
         *_length_problems(config),
         *_core_problems(config),
-        *_engine_problems(config),
+        *engine_problems(config.engine),
+        *weight_sync_problems(config.weight_sync, config.ends),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
+        *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
         *chat_problems(
             config.environment,
             chat=config.task.chat,
@@ -173,18 +174,8 @@ def check(config: RunConfig) -> list[str]:
             penalty=bool(config.algo.length_penalty),
             routing=config.rollout.keep_routing,
         ),
+        *_learning_problems(config),
     ]
-    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
-        problems.append(
-            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
-            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
-            'lora.publish = "adapter"'
-        )
-    if config.rollout.group_size < config.algo.min_rollouts:
-        problems.append(
-            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
-            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
-        )
     if config.train.warmup_steps >= config.train.steps:
         problems.append(
             f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
@@ -205,19 +196,33 @@ def check(config: RunConfig) -> list[str]:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _sampling_problems(config: RunConfig) -> list[str]:
-    rollout = config.rollout
-    problems = []
-    if rollout.temperature == 0:
-        problems.append(
+def _learning_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.temperature == 0:
+        yield (
             "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
-    return problems
-
-
-def _engine_problems(config: RunConfig) -> list[str]:
-    return [*engine_problems(config.engine), *weight_sync_problems(config.weight_sync, config.ends)]
+    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
+        yield (
+            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
+            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
+            'lora.publish = "adapter"'
+        )
+    if config.algo.credit == "segment" and not config.reward.segmented:
+        yield (
+            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
+            'reward.functions or reward.services, or algo.credit = "rollout"'
+        )
+    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+        yield (
+            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
+            'or "drop"'
+        )
+    if config.rollout.group_size < config.algo.min_rollouts:
+        yield (
+            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
 
 
 def _length_problems(config: RunConfig) -> list[str]:
@@ -248,7 +253,8 @@ def _length_problems(config: RunConfig) -> list[str]:
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
-    one_weight = algo.recipe.loss.weighs_rollouts or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
+    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.pairs
+    one_weight = whole or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,

@@ -36,12 +36,12 @@ from headrace.weight_sync.config import way_of
 from headrace.weight_sync.http_ranges import Http
 from headrace.weights import Manifest
 
-DIALECTS: dict[str, Callable[[Path], Dialect]] = {
-    "headrace": lambda model_dir: HeadraceDialect(),
-    "vllm": lambda model_dir: VllmDialect(end_tokens(model_dir)),
-    "sglang": lambda model_dir: SglangDialect(end_tokens(model_dir)),
+DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
+    "headrace": lambda model_dir, check_every: HeadraceDialect(),
+    "vllm": lambda model_dir, check_every: VllmDialect(end_tokens(model_dir), check_every),
+    "sglang": lambda model_dir, check_every: SglangDialect(end_tokens(model_dir)),
 }
-"""The dialect of each `engine.kind`, made from the model's directory."""
+"""The dialect of each `engine.kind`, made from the model's directory and `watch.identity_every`."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
@@ -137,7 +137,7 @@ def _server(
     fetching = HeadraceDialect(transport.token) if isinstance(transport, Http) else None
     engine = RemoteEngine(
         Connection(url, token),
-        fetching or DIALECTS[settings.kind](model_dir),
+        fetching or DIALECTS[settings.kind](model_dir, config.watch.identity_every),
         patience=math.inf if waits_alone else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,
