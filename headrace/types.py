@@ -14,6 +14,7 @@ Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -219,11 +220,22 @@ class Turn(Struct, frozen=True):
     completion: Completion
     parents: tuple[int, ...] = ()
     """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
+    rewrites: tuple[int, ...] = ()
+    """The index of the turn whose conversation it continues, if a template has rewritten the messages up to that turn."""
     agent: str = ""
     """The role that the policy plays in it, if the episode has several; empty for the only one, or the first."""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
     """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
+
+    def moved(self, place: Callable[[int], int]) -> Turn:
+        """Returns the turn with the new indices of the turns that it names.
+
+        >>> reply.moved(lambda number: number + 2).parents
+        (2,)
+        """
+        parents, rewrites = tuple(map(place, self.parents)), tuple(map(place, self.rewrites))
+        return msgspec.structs.replace(self, parents=parents, rewrites=rewrites)
 
 
 class Episode(Struct, frozen=True):

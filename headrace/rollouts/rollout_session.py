@@ -150,9 +150,14 @@ class RolloutSession:
         parent = self._parent(fresh, after)
         done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
         reply = read(done) if read else {}
-        parents = () if parent is None else (parent,)
         self._turns[number] = Turn(
-            tuple(context), done, parents=parents, agent=role, messages=tuple(map(dict, messages)), reply=reply
+            tuple(context),
+            done,
+            parents=() if parent is None else (parent,),
+            rewrites=(self._number(after),) if fresh and after else (),
+            agent=role,
+            messages=tuple(map(dict, messages)),
+            reply=reply,
         )
         self._rewards[number] = {}
         return done
@@ -277,10 +282,7 @@ class RolloutSession:
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""
         place = {number: index for index, number in enumerate(sorted(self._turns))}
-        return tuple(
-            msgspec.structs.replace(turn, parents=tuple(place[parent] for parent in turn.parents))
-            for _, turn in sorted(self._turns.items())
-        )
+        return tuple(turn.moved(lambda number: place[number]) for _, turn in sorted(self._turns.items()))
 
 
 def _is_number(value: object) -> bool:
