@@ -14,7 +14,6 @@ Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -108,8 +107,7 @@ class Request(Struct, frozen=True):
 
 
 class VersionSpan(Struct, frozen=True):
-    """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
-    A request that uses an adapter has the adapter's versions.
+    """A run of tokens sampled by the same weights, from token `start` to the start of the next span; with an adapter, by its versions.
 
     >>> before = VersionSpan(start=0, version=4, kv_version=4)
     >>> after = VersionSpan(start=2, version=5, kv_version=4)  # new weights went live; the KV entries of before were kept
@@ -186,8 +184,7 @@ class Completion(Struct, frozen=True):
     error: str = ""
     """The cause, if `stop` is `error`."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, each given those before it, all
-    under the version of the first span."""
+    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, under the version of the first span."""
     prompt_top: TopLogprobs | None = None
     """[prompt - 1, k] the most probable tokens at the same positions."""
     top: TopLogprobs | None = None
@@ -227,15 +224,6 @@ class Turn(Struct, frozen=True):
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
     """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
-
-    def moved(self, place: Callable[[int], int]) -> Turn:
-        """Returns the turn with the new indices of the turns that it names.
-
-        >>> reply.moved(lambda number: number + 2).parents
-        (2,)
-        """
-        parents, rewrites = tuple(map(place, self.parents)), tuple(map(place, self.rewrites))
-        return msgspec.structs.replace(self, parents=parents, rewrites=rewrites)
 
 
 class Episode(Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits, TokenListener
+from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
@@ -282,7 +283,7 @@ class RolloutSession:
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""
         place = {number: index for index, number in enumerate(sorted(self._turns))}
-        return tuple(turn.moved(lambda number: place[number]) for _, turn in sorted(self._turns.items()))
+        return tuple(moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
 
 
 def _is_number(value: object) -> bool:
