@@ -227,6 +227,8 @@ def test_a_server_ends_with_its_controller_though_it_is_stopped() -> None:
 @pytest.mark.parametrize("how", ["end", "kill"])
 def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: str) -> None:
     async def go() -> None:
+        for server in servers():  # one that is ready might fork the worker before it is given up
+            os.kill(server.pid, signal.SIGSTOP)
         worker = ForkLauncher(tmp_path).worker(Job("engine", "engine"), lambda method, payload: None)
         await worker.start()
         if how == "kill":
@@ -238,7 +240,11 @@ def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: s
         await worker.end()
         assert not worker._process.has_started
 
-    asyncio.run(go())
+    try:
+        asyncio.run(go())
+    finally:
+        for server in servers():
+            os.kill(server.pid, signal.SIGCONT)
 
 
 # --- a process that somebody else forked -----------------------------------------------------------------------------------
