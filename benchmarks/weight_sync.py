@@ -4,15 +4,18 @@
 
 First, for each learning rate: steps of AdamW (float32 weights, gradients of real text in bfloat16 autocast) from the model's own weights; the
 difference of the last two versions in bfloat16. Then, for each transport and encoding, both ends in this process: versions are published and
-received in turn, and beside each the same bytes are copied plainly. Seconds are medians of CPU time of this process (all threads), except where
-the clock is named.
+received in turn, and beside each the same bytes are copied plainly, and sent from one bare socket to another over the loopback (sendfile from
+memory, recv_into memory: no protocol, no fingerprint). Seconds are medians of CPU time of this process (all threads), except where the clock is
+named.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +30,9 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.delta.codec import apply, encode
 from headrace.weight_sync.packed import PackedBuffer, lay_out
+from headrace.weight_sync.slots import Slots, anonymous_memory
 from headrace.weight_sync.transport import TRANSPORTS
+from headrace.weights import Manifest
 
 TEXT = sorted(Path(__file__).parent.parent.glob("docs/*.md"))
 Image = dict[str, torch.Tensor]
@@ -100,11 +105,32 @@ def encodings(directory: Path, rates: list[float], count: int, rounds: int) -> l
     return kept
 
 
+class Loopback:
+    """Two connected sockets, and memory at both ends."""
+
+    def __init__(self, nbytes: int) -> None:
+        manifests = {"": Manifest((), nbytes)}
+        self._source, self._target = (Slots(anonymous_memory(), manifests, [""]) for _ in range(2))
+        for slots in (self._source, self._target):
+            np.frombuffer(slots.buffer("", 0), np.uint8)[:] = 1
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self._one = socket.create_connection(listening.getsockname())
+            self._other, _ = listening.accept()
+
+    def carry(self) -> None:
+        sending = threading.Thread(target=self._source.stretch("", 0).send, args=(self._one,))
+        sending.start()
+        into, at = self._target.buffer("", 0), 0
+        while at < len(into):
+            at += self._other.recv_into(into[at:])
+        sending.join()
+
+
 def ways(images: list[Image], rounds: int) -> None:
     print(
-        "\n| transport | encoding | MB | send, ms | fetch, ms | verify, ms | plain copy, ms | fetch / copy | fetch / copy by the clock |"
+        "\n| transport | encoding | MB | send, ms | fetch, ms | verify, ms | plain copy, ms | bare loopback, ms | fetch / copy | fetch / loopback | the same by the clock |"
     )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for kind in TRANSPORTS:
         for encoding in ("full", "delta"):
             if (kind, encoding) != ("shared_memory", "delta"):
@@ -119,8 +145,9 @@ def way(images: list[Image], kind: str, encoding: str, rounds: int) -> None:
     sender, receiver = transport.sender(manifests), transport.receiver(manifests)
     source, target = (np.ones(manifests[""].nbytes, np.uint8) for _ in range(2))
     found: dict[str, list[float]] = {
-        name: [] for name in ("send", "receive", "verify", "copy", "clock", "copied", "hashed")
+        name: [] for name in ("send", "receive", "verify", "copy", "bare", "clock", "carried", "hashed")
     }
+    loopback = Loopback(manifests[""].nbytes)
     travelled = 0
     for version in range(2 * rounds + 3):
         now, then = time.process_time, time.perf_counter
@@ -132,6 +159,8 @@ def way(images: list[Image], kind: str, encoding: str, rounds: int) -> None:
         del views
         np.copyto(target, source)
         copied, then_copied = now(), then()
+        loopback.carry()
+        carried, then_carried = now(), then()
         receiver.receive(update)  # held already: only verified
         verified, then_verified = now(), then()
         if version < 3:  # new pages; and the first difference follows a full copy
@@ -141,10 +170,11 @@ def way(images: list[Image], kind: str, encoding: str, rounds: int) -> None:
             "send": sent - began,
             "receive": received - sent,
             "copy": copied - received,
-            "verify": verified - copied,
+            "bare": carried - copied,
+            "verify": verified - carried,
             "clock": then_received - then_sent,
-            "copied": then_copied - then_received,
-            "hashed": then_verified - then_copied,
+            "carried": then_carried - then_copied,
+            "hashed": then_verified - then_carried,
         }.items():
             found[name].append(value)
     transport.close()
@@ -152,7 +182,8 @@ def way(images: list[Image], kind: str, encoding: str, rounds: int) -> None:
     fetch, fetch_clock = middle["receive"] - middle["verify"], middle["clock"] - middle["hashed"]
     print(
         f"| {kind} | {encoding} | {travelled / 1e6:.2f} | {1e3 * middle['send']:.0f} | {1e3 * fetch:.0f} | {1e3 * middle['verify']:.0f} | "
-        f"{1e3 * middle['copy']:.0f} | {fetch / middle['copy']:.2f} | {fetch_clock / middle['copied']:.2f} |",
+        f"{1e3 * middle['copy']:.0f} | {1e3 * middle['bare']:.0f} | {fetch / middle['copy']:.2f} | {fetch / middle['bare']:.2f} | "
+        f"{fetch_clock / middle['carried']:.2f} |",
         flush=True,
     )
 

@@ -10,7 +10,6 @@ It uses argparse, because a dozen commands with a few options each need no depen
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import textwrap
@@ -334,7 +333,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
-    one.add_argument("--network", type=_rate, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
+    one.add_argument("--network", type=float, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
     one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
     one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
     one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")
@@ -389,12 +388,6 @@ def _command(
     parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
     parser.set_defaults(command=function)
     return parser
-
-
-def _rate(text: str) -> float:
-    if re.fullmatch(r"\d*\.?\d+", text) and float(text) > 0:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def _positive(text: str) -> int:

@@ -94,9 +94,13 @@ class RunConfig:
     @property
     def ends(self) -> WeightEnds:
         """The ends of the way of weights."""
-        return WeightEnds(
-            self.engine.kind if self.engine.is_server else "", bool(self.adapters or self.lora.served_name)
-        )
+        server = self.engine.kind if self.engine.is_server else ""
+        return WeightEnds(server, bool(self.adapters or self.lora.served_name))
+
+    @property
+    def longest_rollout(self) -> int:
+        """The most tokens that can be sampled for one rollout, all its turns together."""
+        return self.rollout.max_tokens * self.environment.turns
 
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
@@ -168,11 +172,7 @@ def check(config: RunConfig) -> list[str]:
             seeds=config.task.kind == "seeds",
         ),
         *turn_problems(
-            config.environment.turns,
-            text_teachers=[one.name for one in config.teachers if one.mode == "text"],
-            length=config.algo.name if config.algo.with_length(1) != config.algo else "",
-            penalty=bool(config.algo.length_penalty),
-            routing=config.rollout.keep_routing,
+            config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,8 @@ class Answer:
 
 def answer(request: PlanRequest, say: Say) -> Answer:
     """Simulates the request. Raises ConfigError with the remedy if something is missing or cannot be simulated."""
+    if not 0 < request.network < math.inf:
+        raise ConfigError(f"--network {request.network / 1e9:g} must be above 0 (gigabytes a second)")
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)

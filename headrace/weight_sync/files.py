@@ -35,7 +35,7 @@ from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.offers import Offer
+    from headrace.weight_sync.offers import OfferedVersion
 
 
 KEPT = 2
@@ -101,7 +101,9 @@ class FilesSender(WeightSender):
         seconds = time.perf_counter() - started
         return lambda: self._written_down(version, offered(), seconds, adapter)
 
-    def _written_down(self, version: int, offer: Offer, seconds: float, adapter: AdapterSpec | None) -> WeightUpdate:
+    def _written_down(
+        self, version: int, offer: OfferedVersion, seconds: float, adapter: AdapterSpec | None
+    ) -> WeightUpdate:
         """Raises OSError if it cannot be written."""
         name = adapter.name if adapter else ""
         offers, manifest = self._offers, self._offers.manifests[name]

@@ -36,7 +36,7 @@ from headrace.weights import Manifest, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.offers import Offer, OfferingSender
+    from headrace.weight_sync.offers import OfferedVersion, OfferingSender
 
 FANOUT = 2
 """Full copies that a server sends at a time."""
@@ -74,7 +74,7 @@ class Http(Struct, frozen=True, tag="http"):
         offers = Offers(manifests, once, self.encoding)
         server = WeightServer(offers, self.host, self.token)
 
-        def where(name: str, offer: Offer) -> dict[str, Any]:
+        def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
             server.tree.forget(name, offer.fingerprint)
             return {"url": server.url}
 

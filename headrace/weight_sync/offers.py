@@ -20,7 +20,7 @@ WORTH = 2
 """A difference travels if it is this many times smaller than the whole."""
 
 
-class Offer(NamedTuple):
+class OfferedVersion(NamedTuple):
     """One version that can be fetched."""
 
     fingerprint: str
@@ -37,12 +37,12 @@ class Offers:
     def __init__(self, manifests: Manifests, once: Collection[str], encoding: Encoding) -> None:
         self.slots = Slots(anonymous_memory(), manifests, once)
         self.manifests, self._encoding = manifests, encoding
-        self._offers: dict[str, list[Offer]] = {name: [] for name in manifests}
+        self._offers: dict[str, list[OfferedVersion]] = {name: [] for name in manifests}
         """The newest last."""
         self._since_anchor = 0
         self._lock = threading.Lock()
 
-    def copy(self, name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], Offer]:
+    def copy(self, name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], OfferedVersion]:
         """Copies new weights into the slot that was filled longest ago, whose version can be fetched no more. Returns what offers them."""
         before = self._offers[name][-1] if self._offers[name] else None
         number = (before.number + 1) % self.slots.count(name) if before else 0
@@ -51,17 +51,21 @@ class Offers:
         packed = self.slots.packed(name, number)
         packed.fill(parameters)
 
-        def offer() -> Offer:
+        def offer() -> OfferedVersion:
             mark = packed.fingerprint()
             delta = self._delta(before, number) if before and not name else None
-            new = Offer(mark, number, before.fingerprint, delta) if before and delta else Offer(mark, number)
+            new = (
+                OfferedVersion(mark, number, before.fingerprint, delta)
+                if before and delta
+                else OfferedVersion(mark, number)
+            )
             with self._lock:
                 self._offers[name].append(new)
             return new
 
         return offer
 
-    def _delta(self, before: Offer, number: int) -> bytes | None:
+    def _delta(self, before: OfferedVersion, number: int) -> bytes | None:
         """Returns None where a full copy is to be sent."""
         if not self._encoding.delta or before.number == number or self._since_anchor >= self._encoding.anchor_every:
             self._since_anchor = 0
@@ -87,7 +91,7 @@ class Offers:
 class OfferingSender(WeightSender):
     """Protocol `WeightSender`."""
 
-    def __init__(self, offers: Offers, where: Callable[[str, Offer], dict[str, Any]]) -> None:
+    def __init__(self, offers: Offers, where: Callable[[str, OfferedVersion], dict[str, Any]]) -> None:
         """`where`: returns the place of an offer's bytes."""
         self.offers, self._where = offers, where
 

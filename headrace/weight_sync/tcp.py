@@ -29,7 +29,7 @@ from headrace.weight_sync.slots import Manifests, Part
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
-    from headrace.weight_sync.offers import Offer, OfferingSender, Offers
+    from headrace.weight_sync.offers import OfferedVersion, OfferingSender, Offers
 
 LONGEST = 4096
 """Bytes of a question, and of the answer before the weights."""
@@ -102,7 +102,7 @@ class TcpServer:
         self._places = threading.BoundedSemaphore(AT_ONCE)
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
 
-    def where(self, name: str, offer: Offer) -> dict[str, Any]:
+    def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
         return {"host": self._host, "port": self._port}
 
     def _accept(self) -> None:

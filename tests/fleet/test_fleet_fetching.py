@@ -105,4 +105,6 @@ def test_an_engine_that_is_killed_with_half_of_a_version(wide_llama: Path, tmp_p
     assert {"base" in fact.update.where for fact in live} == {True, False}, "full copies, and differences between them"
     engines = [round(fact.load.received / fact.update.where.get("delta", fact.update.nbytes)) for fact in live]
     assert engines[0] == engines[-1] == 2
-    assert next(count for fact, count in zip(live, engines, strict=True) if fact.t > away) == 1, "it went live in the other one"
+    assert next(count for fact, count in zip(live, engines, strict=True) if fact.t > away) == 1, (
+        "it went live in the other one"
+    )
