@@ -37,6 +37,7 @@ from headrace.settings.process_config import CheckpointConfig, ChosenConfig, Eva
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
+from headrace.trainer.parallel import parallel_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -147,6 +148,7 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *parallel_problems(config.train, config.lora, itself=any(teacher.student for teacher in config.teachers)),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *chat_problems(
             config.environment,
@@ -288,7 +290,7 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
 # --- several adapters ------------------------------------------------------------------------------------------------
 
 _SHARED = {
-    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights"),
+    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths"),
     "lora": ("quantise",),
     "rollout": ("keep_routing",),
 }
