@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 300.0
+DEADLINE = 120.0
 """Seconds for one piece of work, on a machine that is ten times slower than usual."""
 
 

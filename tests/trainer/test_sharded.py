@@ -136,7 +136,7 @@ CASES = {
     "mixtral": Case(model="mixtral"),
     "recorded experts": Case(model="qwen3_moe", routing=True),
     "sampling masks": Case(model="qwen3", masks=True),
-    "a teacher": Case(model="llama", algo={"name": "gkd"}, top=3),
+    "a teacher": Case(model="llama", algo={"name": "opd_topk", "distill": {"k": 3}}, top=3),
     "kept": Case(
         model="llama",
         algo={"denominator": "kept", "old": "trainer", "correction": {"mode": "mask", "low": 0.5, "high": 2.0}},
@@ -161,7 +161,7 @@ def test_two_ranks_have_the_gradient_of_one_device(name: str, two: RankProcesses
 def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -> None:
     """Rounding to bfloat16 falls otherwise where sums are in another order; a stale copy of a weight would be off by half."""
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}), 1e-2)
-    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel={"gather": "bfloat16"}), 3e-2)
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel={"gather": "bfloat16"}), 6e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}), 3e-2)
 
 
@@ -238,7 +238,7 @@ def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tenso
     one.score([3, 1, 4, 1, 5])  # without a backward pass that would free what it gathered
     reports = steps(one, case, 3)
     score = one.score([3, 1, 4, 1, 5])
-    parameters = list(one._model.parameters())
+    parameters = [p for p in one._model.parameters() if "lora" not in case or not p.requires_grad]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     return reports, weights(one), score, held / sum(p.numel() for p in parameters)
 
@@ -331,13 +331,13 @@ def test_what_ranks_export_one_device_loads(two: RankProcesses, tmp_path: Path) 
         assert torch.equal(parameter, saved[key]), key
 
 
-def read_outside(directory: Path, case: Case) -> bool:
+def kinds_of_head(directory: Path, case: Case) -> tuple[bool, bool]:
+    """Whether the head's matrix is in parts: within the root's call, and after it."""
     one = case.trainer(directory, Sharded(case.ranks, CPU))
-    inside = within(one._model, lambda: one._model.get_output_embeddings().weight.shape)
-    return inside == one._model.get_output_embeddings().weight.shape and isinstance(
-        one._model.get_output_embeddings().weight, DTensor
-    )
+    in_parts = lambda: isinstance(one._model.get_output_embeddings().weight, DTensor)  # noqa: E731
+    with torch.no_grad():
+        return within(one._model, in_parts), in_parts()
 
 
 def test_weights_lie_in_parts_outside_of_the_root(two: RankProcesses) -> None:
-    assert two.run(read_outside, tiny_models.saved("qwen3"), Case(model="qwen3")) == [True, True]
+    assert two.run(kinds_of_head, tiny_models.saved("qwen3"), Case(model="qwen3")) == [(False, True)] * 2
