@@ -94,7 +94,7 @@ def test_ranks_that_die_or_are_stopped_cost_no_step(
 def test_the_death_after_the_last_allowed_one_ends_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "ended", parallel={"shard": 2}, max_deaths=0)
     directory = Path(config["out"]) / "ended"
-    harm = when_step(directory, 2, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGKILL))
+    harm = when_step(directory, 3, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGKILL))
     with pytest.raises(WorkerDied, match="the trainer process of rank 0 was killed by SIGKILL") as caught:
         headrace.train(config)
     harm.join()

@@ -65,7 +65,7 @@ class RankGroup:
         self._watching.append(loop.create_task(self._find_stopped()))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        calls = [
+        calls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
             for rank, worker in enumerate(self._workers)
         ]
@@ -73,7 +73,8 @@ class RankGroup:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if any(_failed(one) for one in calls):
                 await self._settle(calls)
-            return calls[0].result()
+            answer: T = calls[0].result()
+            return answer
         finally:
             for one in calls:
                 one.cancel()
@@ -88,8 +89,9 @@ class RankGroup:
     async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Raises the error of a call that failed on some rank."""
         assert self._ended is not None
-        everyone = asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.wait([everyone, self._ended], return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
+        everyone: asyncio.Future[Any] = asyncio.gather(*calls, return_exceptions=True)
+        some: list[asyncio.Future[Any]] = [everyone, self._ended]
+        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
         errors = [error for one in calls if (error := _failed(one))]
         if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
             raise WorkerDied("trainer", await self.watch())
