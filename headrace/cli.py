@@ -177,6 +177,9 @@ def plan(arguments: argparse.Namespace) -> int:
         lengths=arguments.lengths,
         prompts=arguments.prompts,
         latency=arguments.reward_seconds,
+        turns=arguments.turns,
+        tools=arguments.tool_seconds,
+        results=arguments.result_tokens,
         sweep=arguments.sweep,
     )
     return print_plan(request, arguments.price, arguments.json, arguments.picture)
@@ -320,6 +323,9 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
+    one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
+    one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
+    one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")
     one.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
     one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
     one.add_argument("--json", action="store_true", help="print everything as JSON")

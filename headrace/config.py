@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.curriculum.config import CurriculumConfig, curriculum_problems
@@ -25,6 +26,7 @@ from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
+from headrace.rollouts.branching import fork_problems
 from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
@@ -149,6 +151,7 @@ def check(config: RunConfig) -> list[str]:
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *parallel_problems(config.train, config.lora, itself=any(teacher.student for teacher in config.teachers)),
+        *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *chat_problems(
             config.environment,
@@ -230,6 +233,19 @@ def _length_problems(config: RunConfig) -> list[str]:
             "raise task.held_out or lower eval.prompts"
         )
     return problems
+
+
+def _fork_problems(config: RunConfig) -> Iterator[str]:
+    algo = config.algo
+    one_weight = algo.recipe.loss.weighs_rollouts or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
+    return fork_problems(
+        config.rollout.forks,
+        turns=config.environment.turns,
+        credit=algo.credit,
+        length_penalty=bool(algo.length_penalty),
+        kl_in_reward=algo.reference_in_reward,
+        per_rollout=algo.name if one_weight else "",
+    )
 
 
 def _core_problems(config: RunConfig) -> list[str]:

@@ -38,15 +38,24 @@ class Agent(Protocol):
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
     def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
-        """Returns the limit (`turns` or `tokens`) that a turn after this context would exceed; empty if it may be asked for. Once it has
+        """Returns the limit (`turns`, `tokens` or `seconds`) that a turn after this context would exceed; empty if it may be asked for. Once it has
         returned a limit the episode counts as cut off, and no more turns can be had."""
 
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:
         """Gives a turn a reward, which is added to those that `play` returns. `of`: its completion, which `turn` has returned; None: that
         of the turn that was sampled last."""
 
+    @property
+    def kept(self) -> Sequence[bytes]:
+        """The notes of this rollout, in order, those of earlier processes of the run included."""
+
+    def keep(self, note: bytes) -> None:
+        """Keeps a note, which a later process finds in `kept` if this one is killed. It is written before the call returns, behind all
+        tokens that the environment has been given."""
+
     def again(self) -> None:
-        """Forgets the turns: the environment was lost and begins again. A turn with the context of a recorded one is not sampled again."""
+        """Forgets the turns, but not the notes: the environment was lost and begins again. A turn with the context of a recorded one is
+        not sampled again."""
 
 
 class Environment(Protocol):
@@ -74,18 +83,27 @@ class Limits:
     """Total time that the environment itself may take between its turns. 0 sets no limit."""
     tokens: int = 0
     """The most tokens of a path of the episode: prompt, completions and what lies between them. 0: the engine's context."""
+    whole: float = 0.0
+    """Seconds since its begin, sampling included, after which the episode is cut off at its next turn. 0 sets no limit."""
 
 
 async def _nothing_to_close() -> None:
     pass
 
 
-Resumes = Literal["replayed", "restarted"]
-"""The ways to resume a rollout that was in progress when the run was killed. In both its environment is made again, and a turn with
-the same context as the recorded one is not sampled again.
+Resumes = Literal["replayed", "restarted", "exported", "stateless"]
+"""The ways to resume a rollout that was in progress when the run was killed. In all of them its environment is made again, and a turn
+with the same context as the recorded one is not sampled again.
 
-replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was.
-restarted: it may ask for others. Then the tokens of its recorded turns are lost, and counted (`GroupEnded.lost_tokens`)."""
+replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was. What it does between its
+turns, it does again.
+restarted: it may ask for others. Then the tokens of its recorded turns are lost, and counted (`GroupEnded.lost_tokens`).
+exported: it keeps its state with each turn (`Agent.keep`), and goes on from the last one. Nothing before that turn is done again.
+stateless: it has no state but the conversation, and goes on from the last turn too. A tool call that was finished is not made again,
+even if others of the same turn were not."""
+
+KEPT: tuple[Resumes, ...] = ("exported", "stateless")
+"""Those that go on from the last turn."""
 
 
 @dataclass(frozen=True)

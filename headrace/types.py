@@ -93,8 +93,7 @@ class Request(Struct, frozen=True):
     """Empty for a fork."""
     sampling: Sampling
     prefix: tuple[int, ...] = ()
-    """Tokens already sampled for this request, for example before an engine died. They are forwarded, not sampled again, they
-    count towards `max_tokens`, and the engine does not return them."""
+    """Tokens already sampled for this request. They are forwarded, not sampled again or returned, and count towards `max_tokens`."""
     priority: int = 0
     """Requests with a lower number are admitted first, those with equal numbers in their order of arrival."""
     adapter: str = ""
@@ -112,7 +111,6 @@ class Request(Struct, frozen=True):
 
 class VersionSpan(Struct, frozen=True):
     """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
-
     A request that uses an adapter has the adapter's versions.
 
     >>> before = VersionSpan(start=0, version=4, kv_version=4)
@@ -144,7 +142,6 @@ class TopLogprobs(Struct, frozen=True):
 
 class SamplingMask(Struct, frozen=True):
     """The vocabulary that top-k, top-p and min-p left at each position, as compressed sparse rows.
-
     An empty row means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
 
     >>> mask = SamplingMask(array("i", [9, 20]).tobytes(), array("q", [0, 2, 2]).tobytes())  # T = 2; nothing cut at the second
@@ -158,10 +155,8 @@ class SamplingMask(Struct, frozen=True):
 
 class RoutingTrace(Struct, frozen=True):
     """The experts chosen at every forwarded position: the prompt and the completion without its last token.
-
-    The choices are those that made the KV entries in use. For a position whose entries another request computed, they are that
-    request's; for a position computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been
-    freed to make room), they are the last ones.
+    The choices are those that made the KV entries in use: those of another request that computed them, and the last ones for a position
+    computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been freed to make room).
 
     >>> routing = RoutingTrace(layers=2, k=1, width=1, experts=bytes([3, 0, 1, 7]))  # two positions, two layers
     """
@@ -212,9 +207,7 @@ class Completion(Struct, frozen=True):
         return [span.kv_version for span in self._unrolled()]
 
     def _unrolled(self) -> list[VersionSpan]:
-        if not self.spans:
-            return []
-        ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
+        ends = [*(s.start for s in self.spans[1:]), *([len(self.tokens)] if self.spans else ())]
         return [span for span, end in zip(self.spans, ends, strict=True) for _ in range(span.start, end)]
 
 
@@ -247,7 +240,7 @@ class Episode(Struct, frozen=True):
 
     turns: tuple[Turn, ...]
     cut: str = ""
-    """The limit at which the episode was cut off: `turns` or `tokens`. Empty if its environment ended it."""
+    """The limit at which the episode was cut off: `turns`, `tokens` or `seconds`. Empty if its environment ended it."""
 
     @property
     def last(self) -> Completion:
@@ -278,6 +271,19 @@ class TeacherTrace(Struct, frozen=True):
     """[T, k] the teacher's most probable tokens, if whole distributions are compared."""
 
 
+class Branch(Struct, frozen=True):
+    """One end of an episode that branches: the turns from `first` on and before `end`, and what they earned. `cut`: as of an episode.
+
+    >>> branch = Branch(first=1, end=3, reward=1.0, rewards={"exact": 1.0})  # turns 1 and 2 follow turn 0, as others do
+    """
+
+    first: int
+    end: int
+    reward: float
+    rewards: dict[str, float]
+    cut: str = ""
+
+
 class Scored(Struct, frozen=True):
     """An episode with its rewards, each by the name of the function or service that gave it.
 
@@ -296,6 +302,8 @@ class Scored(Struct, frozen=True):
     """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
+    branches: tuple[Branch, ...] = ()
+    """The ends of an episode that branches (`rollout.forks`); `reward` and `rewards` are then their means."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
@@ -383,8 +391,7 @@ class Batch(Struct, frozen=True):
     adapter: str = ""
     """The adapter that it trains; empty where all weights are trained."""
     skippable: bool = True
-    """Whether the step is skipped if the algorithm rejects all its tokens. A step that is replayed takes this from its journal:
-    runs from before 2026-11-22 never skipped one."""
+    """Whether the step is skipped if the algorithm rejects all its tokens; runs from before 2026-11-22 never skipped one."""
     steps: int = 0
     """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
 

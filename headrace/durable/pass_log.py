@@ -1,9 +1,9 @@
-"""`passes/step-<s>.bin`: the output of every forward pass of the engine since the checkpoint of step s.
+"""`passes/step-<s>.bin`: the output of every forward pass of the engine since the checkpoint of step s, and the notes of environments.
 
-Tokens that were sampled for unfinished groups after a checkpoint are recovered from here. Each checkpoint begins a new file, which is
-removed together with it. A frame holds length, number, checksum and the encoded `StepOutput`. It is written at once and never flushed: a
-kill of this process loses none, and a loss of power costs tokens, which are sampled again. All passes are numbered, also those that could
-not be written: passes after a gap are not used, because a completion with a gap would be wrong.
+Tokens that were sampled for unfinished groups after a checkpoint are recovered from here, and with them the states of their environments. Each checkpoint begins a new file, which is
+removed together with it. A frame holds length, number, checksum and the encoded `StepOutput` or `PassNote`. It is written at once and never flushed: a
+kill of this process loses none, and a loss of power costs tokens, which are sampled again. All frames are numbered, also those that could
+not be written: frames after a gap are not used, because a completion with a gap would be wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -20,9 +21,23 @@ import xxhash
 from headrace.durable.atomic_files import AppendFile
 from headrace.errors import HeadraceError
 from headrace.steps import StepOutput
+from headrace.types import Struct
 
 _HEAD = struct.Struct("<IQQ")
+_NOTE = 1 << 31
+"""Added to the length of a frame that holds a note."""
+
+
+class PassNote(Struct, frozen=True):
+    """A note that an environment keeps of a rollout. It follows all tokens that the environment knew."""
+
+    rollout: str
+    """The key of the rollout's first turn."""
+    note: bytes
+
+
 _output = msgspec.msgpack.Decoder(StepOutput)
+_note = msgspec.msgpack.Decoder(PassNote)
 
 
 class PassLog:
@@ -34,8 +49,8 @@ class PassLog:
         self._directory, self._warn = run_dir / "passes", warn
         self._file: AppendFile | None = None
         later = _files(run_dir, step)  # a checkpoint that could not be written has begun a file too
-        self.number = max([number, *(known + 1 for path in later for known, _, _ in _frames(path))])
-        """Number of the next pass."""
+        self.number = max([number, *(known.number + 1 for path in later for known in _frames(path))])
+        """Number of the next frame."""
         self.begin(max([step, *map(_step_of, later)]))
 
     def begin(self, step: int) -> None:
@@ -48,11 +63,17 @@ class PassLog:
             self._give_up(f"{self._directory} cannot be written ({error})")
 
     def write(self, output: bytes) -> None:
+        self._append(output, 0)
+
+    def note(self, rollout: str, note: bytes) -> None:
+        self._append(msgspec.msgpack.encode(PassNote(rollout, note)), _NOTE)
+
+    def _append(self, content: bytes, mark: int) -> None:
         number, self.number = self.number, self.number + 1
         if self._file is None:
             return
         try:
-            self._file.append(_HEAD.pack(len(output), number, _sum(number, output)) + output)
+            self._file.append(_HEAD.pack(len(content) | mark, number, _sum(number, content)) + content)
         except HeadraceError as error:
             self._give_up(str(error))
 
@@ -73,22 +94,22 @@ class PassLog:
         self._warn(f"{problem}: if the run is killed before the next checkpoint, its unfinished rollouts start again")
 
 
-def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[StepOutput]:
-    """The passes since the checkpoint of `step`, in order, up to the first that is missing, incomplete or damaged.
+def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[StepOutput | PassNote]:
+    """The passes and notes since the checkpoint of `step`, in order, up to the first that is missing, incomplete or damaged.
 
-    `first`: number of the first pass that is not in the checkpoint. A file can hold earlier ones, if its checkpoint was written twice."""
+    `first`: number of the first frame that is not in the checkpoint. A file can hold earlier ones, if its checkpoint was written twice."""
     files = _files(run_dir, step)
     if not files or _step_of(files[0]) != step:
         return  # its file could not be written, so there is a gap before the passes of the other files
     expected = first
     for path in files:
-        for number, content, _ in _frames(path):
-            if number < (first or 0):
+        for frame in _frames(path):
+            if frame.number < (first or 0):
                 continue
-            if expected not in (None, number):
+            if expected not in (None, frame.number):
                 return
-            yield _output.decode(content)
-            expected = number + 1
+            yield (_note if frame.is_note else _output).decode(frame.content)
+            expected = frame.number + 1
 
 
 def discard_passes(run_dir: Path, step: int) -> None:
@@ -99,24 +120,33 @@ def discard_passes(run_dir: Path, step: int) -> None:
 
 def whole_frames(path: Path) -> int:
     """Number of bytes up to the end of the last complete frame."""
-    return max((end for _, _, end in _frames(path)), default=0)
+    return max((frame.end for frame in _frames(path)), default=0)
 
 
-def _frames(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Number, content and end (byte position) of each frame. Read one at a time, since a file may be larger than the memory."""
+class _Frame(NamedTuple):
+    number: int
+    content: bytes
+    end: int
+    """Its byte position."""
+    is_note: bool
+
+
+def _frames(path: Path) -> Iterator[_Frame]:
+    """Yields the whole frames. They are read one at a time, since a file may be larger than the memory."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         size, at = os.fstat(file.fileno()).st_size, 0
         while at + _HEAD.size <= size:
-            length, number, found = _HEAD.unpack(file.read(_HEAD.size))
+            marked, number, found = _HEAD.unpack(file.read(_HEAD.size))
+            length = marked & ~_NOTE
             if length > size - at - _HEAD.size:
                 return
             content = file.read(length)
             if _sum(number, content) != found:
                 return
             at += _HEAD.size + length
-            yield number, content, at
+            yield _Frame(number, content, at, bool(marked & _NOTE))
 
 
 def _sum(number: int, output: bytes) -> int:

@@ -18,7 +18,7 @@ ToolPlace = Literal["template", "hermes"]
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
 _OF_COMMANDS = ("command", "directory", "processes")
-_OF_ALL = ("max_turns", "max_tokens", "seconds", "tools")
+_OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -37,7 +37,8 @@ class EnvironmentConfig:
     `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
-    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
+    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
+    class whose `step(agent, reply)` returns what the model reads next."""
     command: tuple[str, ...] = ()
     """process: the command that plays a rollout, as a list of words or as one text. It reads the prompt and the columns
     of the row as JSON from its input, and the last line that it prints is its reward."""
@@ -53,6 +54,9 @@ class EnvironmentConfig:
     seconds: float = Field(default=600.0, ge=0)
     """Seconds that the function or the process itself may take between its turns, tools included. After that the rollout
     has failed (`environment_timeout`). 0 sets no limit."""
+    episode_seconds: float = Field(default=0.0, ge=0)
+    """Seconds since its begin, sampling included, after which a rollout is cut off at its next turn, and trained with what it has.
+    0: the others of its group wait for it. (`staleness.overdue = "cancel"` ends groups that have become too old.)"""
     tool_seconds: float = Field(default=120.0, ge=0)
     """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
     tool_characters: int = Field(default=8000, gt=0)
@@ -60,10 +64,13 @@ class EnvironmentConfig:
     tools: ToolPlace = "template"
     """The place where tools are described to the model. template: the model's chat template writes them, and chooses
     the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
-    resumes: Resumes = "replayed"
-    """How a rollout goes on when the run was killed: the function is called again, and a turn that was sampled after the
-    same tokens is not sampled again. replayed: it is expected to ask for the same turns, and the run warns if it does not.
-    restarted: it may ask for others."""
+    resumes: Resumes | Literal["auto"] = "auto"
+    """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
+    auto: exported for a class with `export_state` and `restore`, else replayed.
+    exported: the state that the class exported with the last turn is restored, and the rollout goes on in that turn.
+    stateless: the same for a class without a state of its own. No tool call that was finished is made again.
+    replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
+    restarted: it is called again, and may ask for others."""
     workers: int = Field(default=2, gt=0)
     """Number of processes that play rollouts. Each plays many at once: async functions in one event loop, others in a
     thread each."""
@@ -151,7 +158,9 @@ class EnvironmentConfig:
     @property
     def limits(self) -> Limits:
         if self.in_processes:
-            return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
+            return Limits(
+                self.max_turns, tokens=self.max_tokens, whole=self.episode_seconds
+            )  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property

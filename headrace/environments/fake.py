@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from headrace.playing import Agent, EnvironmentKind, Limits, Resumes
+import msgspec
+
+from headrace.playing import KEPT, Agent, EnvironmentKind, Limits, Resumes
 from headrace.types import Completion, Prompt
 
 ChatReply = Callable[[Completion, int], Sequence[int]]
@@ -32,13 +34,24 @@ class ScriptedTurns:
     """Seconds between two turns. Only `asyncio.sleep`, so that it works in virtual time."""
     reward: float = 0.5
     """Its own reward, by the name `scripted`."""
+    keeps: bool = False
+    """Whether it keeps what it said: then `reply` is not asked again after a kill."""
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
+        said = [msgspec.msgpack.decode(note) for note in agent.kept]
         done = await agent.turn(self.prompt.tokens)
-        for _ in range(self.turns - 1):
-            await asyncio.sleep(self.seconds)
-            done = await agent.turn(self.reply(done, self.seed))
+        for number in range(self.turns - 1):
+            if number == len(said):
+                said.append(await self._reply(agent, done))
+            done = await agent.turn(said[number])
         return {"scripted": self.reward}
+
+    async def _reply(self, agent: Agent, done: Completion) -> Sequence[int]:
+        await asyncio.sleep(self.seconds)
+        said = self.reply(done, self.seed)
+        if self.keeps:
+            agent.keep(msgspec.msgpack.encode(said))
+        return said
 
 
 def scripted(
@@ -51,7 +64,8 @@ def scripted(
     resumes: Resumes = "replayed",
 ) -> EnvironmentKind:
     """`limits`: as many turns as it asks for, unless given."""
-    make = partial(ScriptedTurns, turns=turns, reply=reply, seconds=seconds, reward=reward)
+    keeps = resumes in KEPT
+    make = partial(ScriptedTurns, turns=turns, reply=reply, seconds=seconds, reward=reward, keeps=keeps)
     return EnvironmentKind(make, limits or Limits(turns=turns), resumes)
 
 

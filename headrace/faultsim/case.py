@@ -46,6 +46,8 @@ class Case(Struct, frozen=True):
     """The rewards of every `stragglers`-th prompt come so late that all other groups could overtake its group. 0 for none."""
     turns: int = 1
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
+    resumes: Literal["replayed", "exported"] = "replayed"
+    """How an environment of several turns goes on after a kill."""
     members: int = 1
     """Engines; more than one are a fleet."""
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
@@ -83,7 +85,8 @@ class Case(Struct, frozen=True):
     def synchronous(self) -> bool:
         """Whether the weights depend on nothing but settings and seed."""
         waits = self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
-        return waits and self.curriculum == "uniform"
+        said = self.turns == 1 or self.resumes == "replayed"  # others say something else in each life (`kept_notes.py`)
+        return waits and said and self.curriculum == "uniform"
 
 
 def case_of(seed: int) -> Case:

@@ -19,6 +19,7 @@ from headrace.faultsim.chance import Chance
 from headrace.faultsim.chosen_anew import ChosenAnew
 from headrace.faultsim.engine_worker import Truth
 from headrace.faultsim.faults import Disk, Fault, rot, rot_journal
+from headrace.faultsim.kept_notes import KeptNotes
 from headrace.faultsim.oracles import (
     Admission,
     Counts,
@@ -78,6 +79,7 @@ class RunHistory:
         """Whether that happened just before this life."""
         self._spoiled: set[tuple[str, int]] = set()
         """Damaged checkpoints: their names, and when they were sealed."""
+        self.notes = KeptNotes()
         self.weights = ""
         """The trainer's weights at the end."""
 
@@ -133,6 +135,7 @@ class RunHistory:
         self.trained = {known: taken for known, taken in self.trained.items() if known < step}
         self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
         self.reached.clear()
+        self.notes.forget()
 
     def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan) -> None:
         """Checks C7: no token that had reached the controller is sampled again."""
@@ -298,6 +301,9 @@ class Referee:
         assert ticket in written, f"C7: ticket {ticket} is reported as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
         if fact.reason not in ("overdue", "interrupted", SKIPPED):
+            assert not fact.lost_tokens or self._history.passes_lost, (
+                f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
+            )
             expected = fate_of(case.seed, ticket, fact.prompt_id, case.group_size, case.turns)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"

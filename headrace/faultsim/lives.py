@@ -22,8 +22,6 @@ from headrace.algo.config import AlgoConfig
 from headrace.durable.journal import Journal
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.environments.fake import scripted
-from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
@@ -69,10 +67,6 @@ SILENCE = 30.0
 """Virtual seconds after which a fleet goes on without a member that does not answer."""
 
 
-THINKS = 0.2
-"""Virtual seconds of an environment between two turns."""
-
-
 class Life:
     """One process of the controller, from its start to its end, its kill or an error."""
 
@@ -97,6 +91,8 @@ class Life:
             await pipeline.redo(self._restored.redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
+            excused = self._history.passes_lost or not self._history.truth.remembers
+            self._history.notes.resumes(self._parts.notebook, self._buffer.in_flight, excused)
             await go_live(self._parts)
             self._misfortunes(pipeline, parts[0])
             await self._pipeline_to_its_end(pipeline)
@@ -233,6 +229,7 @@ class Life:
         storage.begin(self._restored.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
+        self._restored.notebook.listen(self._history.notes.watching(storage.passes.note, lambda: self._disk.dead))
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance, case.stragglers)
         held_out = task.held_out(2) if case.evaluate_every else []
@@ -242,7 +239,7 @@ class Life:
             telemetry=self._telemetry,
             engine=engine,
             trainer=trainer,
-            environment=SINGLE_TURN if case.turns == 1 else scripted(case.turns, seconds=THINKS),
+            environment=self._history.notes.environment(case, self._number),
             scorer=scorer,
             evaluated_by=scorer,
             held_out=held_out,

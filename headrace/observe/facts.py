@@ -85,6 +85,12 @@ class GroupEnded(Fact, frozen=True):
     talk: dict[str, int] = {}
     """Counts over the rollouts of an environment that talks: `turns`, those that were `forked` (on a path of their own, because the chat
     template rewrote earlier messages), results of tools (`calls`), and among them those with a problem, by its name."""
+    turns: tuple[int, ...] = ()
+    """Turns of each rollout; empty if all have one. So are the next two."""
+    read: tuple[int, ...] = ()
+    """Tokens of each rollout that lie between its turns: results of tools, what others said."""
+    between: tuple[float, ...] = ()
+    """Seconds of each rollout in which no turn was sampled."""
 
 
 class FirstFailure(Fact, frozen=True):

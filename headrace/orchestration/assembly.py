@@ -28,6 +28,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout_session import Decode
 from headrace.settings.process_config import EvalConfig
@@ -41,6 +42,7 @@ class RestoredState:
     curriculum: Curriculum
     buffer: Buffer
     interrupts: Interrupts
+    notebook: Notebook
     redo: Sequence[JournalStep]
     """The steps after the checkpoint, which the trainer must repeat before anything else."""
     outlived: bool
@@ -63,11 +65,15 @@ def restore_state(
     buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
     curriculum = open_curriculum(task, plan.curriculum, plan.seed, plan.rollout.group_size)
-    redo, outlived = recover(saved, curriculum, buffer, interrupts, plan) if saved else ([], False)
+    notebook = Notebook(plan.adapter)
+    redo, outlived = (
+        recover(saved, curriculum, buffer, interrupts, notebook=notebook, plan=plan) if saved else ([], False)
+    )
     return RestoredState(
         curriculum=curriculum,
         buffer=buffer,
         interrupts=interrupts,
+        notebook=notebook,
         redo=redo,
         outlived=outlived,
         step=saved.saved_step if saved else 0,
@@ -102,6 +108,7 @@ def assemble(
         curriculum=curriculum,
         engine=engine,
         interrupts=interrupts,
+        notebook=restored.notebook,
         trainer=trainer,
         environment=environment,
         scorer=scorer,

@@ -44,6 +44,7 @@ from headrace.orchestration.wording import headline, placement
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
+from headrace.rollouts.branching import fork_problem
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.extras import EXTRAS, install, is_installed
@@ -198,6 +199,7 @@ async def join(
     def begin() -> BuiltRun:
         storage.begin(restored.outlived)
         pools.engine.listen(storage.passes.write)
+        restored.notebook.listen(storage.passes.note)
         return _built(
             config,
             prepared,
@@ -300,7 +302,10 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         from headrace.environments.function import open_function
 
         sandbox = config.sandbox.settings
-        return open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
+        kind = open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
+        if problem := fork_problem(config.rollout.forks, kind, environment.setting):
+            raise ConfigError(problem)
+        return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
     from headrace.environments.agents.agent_environment import open_agents

@@ -15,6 +15,7 @@ from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.simulate.distributions import Distribution, fixed, parse
+from headrace.simulate.surroundings import TurnShape
 
 Say = Callable[[str], None]
 
@@ -27,7 +28,6 @@ class PlanRequest:
     run: Path | None = None
     """A run whose rates and lengths are used."""
     calibrate: bool = False
-    """Whether to measure the rates of this machine."""
     """Whether to measure the rates of this machine."""
     rates: Path | None = None
     """The file with measured rates; None for one in the cache, by the model's name."""
@@ -43,6 +43,12 @@ class PlanRequest:
     prompts: str = ""
     latency: str = ""
     """Distribution of the seconds that the reward of one rollout takes."""
+    turns: str = ""
+    """Distribution of the turns of a rollout, if it may have several; empty for the measured one. So are the next two."""
+    tools: str = ""
+    """Distribution of the seconds between two turns."""
+    results: str = ""
+    """Distribution of the tokens between two turns."""
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
@@ -66,8 +72,6 @@ class Answer:
 
 def answer(request: PlanRequest, say: Say) -> Answer:
     """Simulates the request. Raises ConfigError with the remedy if something is missing or cannot be simulated."""
-    if request.config.environment.turns > 1:
-        raise ConfigError('headrace plan simulates rollouts of one turn: plan with environment.kind = "single_turn"')
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)
@@ -145,6 +149,7 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
     return Scenario(
         rates=rates,
         completions=_completions(request, rates, notes),
+        shape=_shape(request, rates, notes),
         staleness=config.staleness,
         rollout=config.rollout,
         algo=config.algo,
@@ -158,6 +163,38 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
         recompute=config.engine.swap == "recompute",
         identity_every=config.watch.identity_every,
         seed=config.seed,
+    )
+
+
+def _shape(request: PlanRequest, rates: Rates, notes: list[str]) -> TurnShape:
+    """Returns the turns of a rollout: those of the command line, those of the run, or a guess that is noted."""
+    config = request.config.environment
+    given = {"--turns": request.turns, "--tool-seconds": request.tools, "--result-tokens": request.results}
+    if config.turns == 1:
+        if asked := [name for name, text in given.items() if text]:
+            raise ConfigError(
+                f"{asked[0]} is for rollouts of several turns, and environment.kind = {config.kind} has one"
+            )
+        return TurnShape()
+    assumed = {"--turns": fixed((config.turns + 1) // 2), "--tool-seconds": fixed(1.0), "--result-tokens": fixed(100)}
+    known = {"--turns": rates.turns, "--tool-seconds": rates.tools, "--result-tokens": rates.results}
+    found = {name: parse(text) if text else known[name] or assumed[name] for name, text in given.items()}
+    if guessed := [name for name in given if not given[name] and known[name] is None]:
+        words = {
+            "--turns": f"{found['--turns'].mean:g} turns, half of environment.max_turns",
+            "--tool-seconds": "1 s between two turns",
+            "--result-tokens": "100 tokens between two turns",
+        }
+        notes.append(
+            f"rollouts are assumed to have {', '.join(words[name] for name in guessed)}; set {', '.join(guessed)} if you know better, "
+            "or plan from a run"
+        )
+    return TurnShape(
+        turns=found["--turns"],
+        tools=found["--tool-seconds"],
+        results=found["--result-tokens"],
+        most=config.turns,
+        seconds=config.episode_seconds,
     )
 
 

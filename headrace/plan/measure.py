@@ -41,7 +41,7 @@ class Prediction(Struct, frozen=True):
     step_seconds: tuple[float, ...]
     """Seconds of every step from the first on, measured from the step before."""
     drawn_length: float
-    """Mean tokens of a completion over all groups that ended."""
+    """Mean tokens that a rollout sampled, over all groups that ended."""
     trained_length: float
     """The same over the trained groups. If the two differ, the settings are biased against long completions."""
     dropped: dict[str, int]
@@ -89,7 +89,7 @@ class Gauge:
         match fact:
             case StepTrained():
                 assert self.pool is not None
-                self.trained.add(len(row.tokens) for group in fact.groups for row in group.rows)
+                self.trained.add(one.episode.sampled for group in fact.groups for one in group.scored)
                 self.steps.append(
                     _Step(fact.t, fact.report.loss_tokens, fact.lags, self._trainer, self.pool.snapshot())
                 )

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
 from headrace.plan.parts.shared_cores import Shared
@@ -58,6 +59,7 @@ def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:
             solved=scenario.solved,
             overhead=rates.overhead,
         ),
+        environment=scenario.shape.kind() if scenario.shape.several else SINGLE_TURN,
         observer=observer,
         steps=scenario.steps,
         seed=seed,

@@ -10,6 +10,7 @@ from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate.distributions import Distribution, fixed
+from headrace.simulate.surroundings import TurnShape
 
 COARSENESS = 16
 """Simulated tokens of a mean completion at most: enough to see in which part of it weights were swapped."""
@@ -42,6 +43,8 @@ class Scenario:
     identity_every: int = 0
     """Versions between two probes of C3."""
     seed: int = 0
+    shape: TurnShape = TurnShape()
+    """The turns of a rollout; `completions` are then those of one turn."""
     grain: int = 0
     """Real tokens that one simulated token stands for; 0 chooses it. The lag is resolved to multiples of it."""
 

@@ -1,23 +1,31 @@
 """One prompt -> G episodes: environments ask for turns, the engine samples them, and whatever fails is data with a reason.
 
-Nothing of an environment is saved. When a run is resumed, the environment of each rollout that was under way is made again, and asks for
-its turns again: a turn whose request has the same name was sampled already, so that it costs nothing. The name contains a digest of
-all tokens before the turn (`name_of_turn`), so that what was recorded is used for no other context than its own.
+When a run is resumed, the environment of each rollout that was under way is made again, and asks for its turns again: a turn whose
+request has the same name was sampled already, so that it costs nothing. The name contains a digest of all tokens before the turn
+(`name_of_turn`), so that what was recorded is used for no other context than its own. An environment that exports its state finds it
+among its notes (`notebook.py`), and goes on from there; nothing else of an environment is saved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import xxhash
 
 from headrace.playing import EnvironmentKind
 from headrace.rollout_key import RolloutKey
+from headrace.rollouts.branching import as_tree, path_to, pivot_of
+from headrace.rollouts.notebook import Note, Page
+from headrace.rollouts.rollout import ForksConfig
 from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
-from headrace.types import Failure, Prompt, Scored
+from headrace.types import Completion, Episode, Failure, Prompt, Scored
+
+OpenPage = Callable[[int, Sequence[Note]], Page]
+"""Opens the page of a rollout, behind the notes of another one."""
 
 
 def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "") -> RolloutKey:
@@ -26,19 +34,101 @@ def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "
     return RolloutKey(ticket, asked.rollout, asked.turn, adapter, context)
 
 
+def _unsaved(rollout: int, before: Sequence[Note]) -> Page:
+    return Page(before=before)
+
+
 async def roll_out(
-    kind: EnvironmentKind, prompt: Prompt, seeds: Sequence[int], *, ask: Ask, decode: Decode, room: Room = ENDLESS
+    kind: EnvironmentKind,
+    prompt: Prompt,
+    seeds: Sequence[int],
+    *,
+    ask: Ask,
+    decode: Decode,
+    room: Room = ENDLESS,
+    page: OpenPage = _unsaved,
+    forks: ForksConfig | None = None,
 ) -> list[Played | Failure]:
-    """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get."""
-    agents = [RolloutSession(rollout, ask, decode, limits=kind.limits, room=room) for rollout in range(len(seeds))]
-    return await asyncio.gather(
-        *(agent.play(kind.make, prompt, seed) for agent, seed in zip(agents, seeds, strict=True))
-    )
+    """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get, and behind each its alternatives.
+    `page`: opens the notes of a rollout, which are not saved unless it is given."""
+    players = _Players(kind, prompt, seeds, ask=ask, decode=decode, room=room, page=page)
+    each = await asyncio.gather(*(players.family(rollout, forks) for rollout in range(len(seeds))))
+    return [one for family in each for one in family]
+
+
+class _Players:
+    """Plays the rollouts of one prompt."""
+
+    def __init__(
+        self,
+        kind: EnvironmentKind,
+        prompt: Prompt,
+        seeds: Sequence[int],
+        *,
+        ask: Ask,
+        decode: Decode,
+        room: Room,
+        page: OpenPage,
+    ) -> None:
+        self._kind, self._prompt, self._seeds = kind, prompt, seeds
+        self._ask, self._decode, self._room, self._page = ask, decode, room, page
+
+    async def family(self, rollout: int, forks: ForksConfig | None) -> list[Played | Failure]:
+        """Plays one rollout, and then its alternatives."""
+        page = self._page(rollout, ())
+        done = await self._play(rollout, rollout, page, self._ask)
+        if isinstance(done, Failure) or forks is None or not forks.alternatives:
+            return [done if isinstance(done, Failure) else dataclasses.replace(done, rollout=rollout)]
+        pivot, turns = pivot_of(done.episode, forks, self._seeds[rollout]), done.episode.turns
+        before = page.until(pivot)
+        first = len(self._seeds) + rollout * forks.alternatives
+
+        async def alternative(number: int) -> Played | Failure:
+            ask = _Continued(self._ask, done.episode, pivot)
+            return await self._play(number, rollout, self._page(number, before), ask)
+
+        others = await asyncio.gather(*(alternative(first + i) for i in range(forks.alternatives)))
+        shared = [one for one in others if isinstance(one, Failure) or one.episode.turns[:pivot] == turns[:pivot]]
+        assert len(shared) == len(others), "an alternative has other turns before its fork"
+        return [
+            one if isinstance(one, Failure) else dataclasses.replace(one, rollout=rollout, pivot=pivot)
+            for one in (done, *others)
+        ]
+
+    async def _play(self, number: int, rollout: int, page: Page, ask: Ask) -> Played | Failure:
+        """`rollout`: the one whose seed the environment gets."""
+        session = RolloutSession(number, ask, self._decode, limits=self._kind.limits, room=self._room, page=page)
+        return await session.play(self._kind.make, self._prompt, self._seeds[rollout])
+
+
+class _Continued:
+    """Answers the turns before a fork with those of the rollout that branches, and asks for the others."""
+
+    def __init__(self, ask: Ask, episode: Episode, pivot: int) -> None:
+        self._ask, self._episode, self._pivot = ask, episode, pivot
+
+    async def __call__(self, asked: TurnAsked) -> Completion:
+        if asked.turn >= self._pivot:
+            return await self._ask(asked)
+        if asked.context != path_to(self._episode, asked.turn):
+            raise ValueError("an environment that was restored asks for other turns than before its fork")
+        return self._episode.turns[asked.turn].completion
 
 
 def with_rewards(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
     """Adds the environments' rewards to those of the scorer. The two never share a name."""
     return [one if isinstance(one, Failure) else _with_rewards(one, of) for one, of in zip(judged, played, strict=True)]
+
+
+def as_trees(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
+    """Joins the rollouts that branch from one turn. Alternatives that failed are left out of their tree, and stay as failures."""
+    families: dict[int, list[Scored]] = {}
+    pivots = {of.rollout: of.pivot for of in played}
+    for one, of in zip(judged, played, strict=True):
+        if isinstance(one, Scored):
+            families.setdefault(of.rollout, []).append(one)
+    failures = [one for one in judged if isinstance(one, Failure)]
+    return [*(as_tree(family, pivots[rollout]) for rollout, family in families.items()), *failures]
 
 
 def _with_rewards(scored: Scored, played: Played) -> Scored | Failure:

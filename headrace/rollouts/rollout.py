@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.types import Request, Sampling
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class ForksConfig:
+    alternatives: int = Field(default=0, ge=0)
+    """The number of times that each rollout of a group is played again from one of its turns. All that follow that turn, the
+    rollout's own end included, are compared with each other; the turns before it with those of the other rollouts, by the mean
+    reward of all that follow them. Needs an environment of several turns that exports its state. 0: no forks."""
+    turn: Literal["first", "last", "random", "entropy"] = "random"
+    """The turn at which a rollout branches: its first, its last, any, or the one whose tokens were the least probable on
+    average, which estimates the entropy."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -33,9 +45,15 @@ class RolloutConfig:
     keep_routing: bool = False
     """Record which experts every token was routed to, and route it to the same ones in the trainer. For
     mixture-of-experts models."""
+    forks: ForksConfig = Field(default_factory=ForksConfig)
     patience: int = Field(default=200, gt=0)
     """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
     and says why. Failed groups are not counted here (`watch.failed_pause`)."""
+
+    @property
+    def rollouts(self) -> int:
+        """The number of rollouts of a prompt, alternatives included."""
+        return self.group_size * (1 + self.forks.alternatives)
 
     @property
     def truncates(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits
+from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
 
@@ -65,12 +66,29 @@ class Played:
     rewards: Mapping[str, float]
     turn_rewards: tuple[dict[str, float], ...] = ()
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
+    between: float = field(default=0.0, compare=False, kw_only=True)
+    """Seconds in which no turn was sampled: those of tools, and of the environment itself."""
+    rollout: int = field(default=0, compare=False, kw_only=True)
+    """The rollout whose turns before `pivot` it shares; its own number if it is no alternative."""
+    pivot: int = field(default=0, compare=False, kw_only=True)
+    """The turn at which that rollout branches."""
 
 
 class RolloutSession:
     """Protocol `Agent`."""
 
-    def __init__(self, rollout: int, ask: Ask, decode: Decode, *, limits: Limits, room: Room = ENDLESS) -> None:
+    def __init__(
+        self,
+        rollout: int,
+        ask: Ask,
+        decode: Decode,
+        *,
+        limits: Limits,
+        room: Room = ENDLESS,
+        page: Page | None = None,
+    ) -> None:
+        """`page`: the notes of its environment."""
+        self._page = page or Page()
         self._rollout, self._ask, self._decode, self._limits = rollout, ask, decode, limits
         self._longest = min(limits.tokens or room.context, room.context) - room.turn
         """The most tokens that a turn may come after."""
@@ -81,7 +99,9 @@ class RolloutSession:
         """Turns that are being sampled."""
         self._failure: Failure | None = None
         self._broken: BaseException | None = None
-        """The error that ended the engine. It ends the run, even if the environment catches it."""
+        """The error of the engine or of the disk. It ends the run, even if the environment catches it."""
+        self._began = self._sampled_since = self._sampling_seconds = 0.0
+        """Seconds on the loop's clock: when it began, when it was last asked for a turn, and how long turns were sampled."""
         self._begin()
 
     def _begin(self) -> None:
@@ -94,6 +114,7 @@ class RolloutSession:
 
     async def play(self, make: Callable[[Prompt, int], Environment], prompt: Prompt, seed: int) -> Played | Failure:
         """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
+        self._began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._limits.seconds or None) as self._clock:
                 try:
@@ -138,6 +159,8 @@ class RolloutSession:
             self._cut = "turns"
         elif len(self._path_to(context, self._parent(fresh, after))) > self._longest:
             self._cut = "tokens"
+        elif self._limits.whole and asyncio.get_running_loop().time() - self._began > self._limits.whole:
+            self._cut = "seconds"
         return self._cut
 
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:
@@ -148,6 +171,17 @@ class RolloutSession:
         else:
             given = self._rewards[max(self._turns) if of is None else self._number(of)]
             given[name] = given.get(name, 0.0) + float(value)
+
+    @property
+    def kept(self) -> tuple[bytes, ...]:
+        return tuple(note.content for note in self._page.notes)
+
+    def keep(self, note: bytes) -> None:
+        try:
+            self._page.keep(Note(self._asked, note))
+        except Exception as error:  # of the disk, which the environment did not cause
+            self._broken = error
+            raise
 
     def again(self) -> None:
         self._begin()
@@ -192,15 +226,18 @@ class RolloutSession:
         assert self._clock is not None
         self._sampling += 1
         if self._sampling == 1:
-            until = self._clock.when()
-            self._left = None if until is None else until - asyncio.get_running_loop().time()
+            until, now = self._clock.when(), asyncio.get_running_loop().time()
+            self._left, self._sampled_since = None if until is None else until - now, now
             self._clock.reschedule(None)
 
     def _start_clock(self) -> None:
         assert self._clock is not None
         self._sampling -= 1
-        if not self._sampling and self._left is not None:
-            self._clock.reschedule(asyncio.get_running_loop().time() + self._left)
+        now = asyncio.get_running_loop().time()
+        if not self._sampling:
+            self._sampling_seconds += now - self._sampled_since
+            if self._left is not None:
+                self._clock.reschedule(now + self._left)
 
     def _over(self, reason: str, detail: str) -> RolloutOver:
         self._fail(reason, detail)
@@ -231,7 +268,8 @@ class RolloutSession:
             )
         given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
         named = {str(name): float(value) for name, value in rewards.items()}
-        return Played(Episode(self._in_order(), self._cut), named, given)
+        between = asyncio.get_running_loop().time() - self._began - self._sampling_seconds
+        return Played(Episode(self._in_order(), self._cut), named, given, between=between)
 
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""

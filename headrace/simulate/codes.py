@@ -5,16 +5,23 @@ real pipeline in seconds. Times are computed from real lengths; only the lag is 
 
     prompt      (number, real length, difficulty code)
     completion  (real length, 0, 0, ...): ceil(length / grain) tokens
+    result      (real length, mark): what lies between two turns; the mark makes it a sequence of its own
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from headrace.simulate.distributions import normal_quantile
 from headrace.types import Row
 
 _SCALE = 1 << 30
+PROMPT = 3
+"""Simulated tokens of a prompt."""
+RESULT = 2
+"""Simulated tokens of a result."""
 
 
 def prompt_tokens(number: int, length: float, u: float) -> tuple[int, int, int]:
@@ -28,15 +35,50 @@ def difficulty(prompt: tuple[int, ...]) -> float:
     return normal_quantile((prompt[2] + 0.5) / _SCALE)
 
 
+def result_tokens(length: float, seed: int, number: int) -> tuple[int, int]:
+    """Encodes the result before turn `number` of a rollout. `seed`: of its environment."""
+    return max(1, round(length)), hash((seed, number))
+
+
 def completion_tokens(length: int, grain: int) -> tuple[int, ...]:
     return (length, *(0,) * (-(-length // grain) - 1))
 
 
+class CodePart(NamedTuple):
+    """A completion or a result in a sequence of codes."""
+
+    real: int
+    """Real tokens."""
+    start: int
+    end: int
+    """Its simulated tokens are those from `start` on and before `end`."""
+    sampled: bool
+
+
+def parts_of(codes: Sequence[int], grain: int, start: int = 0) -> Iterator[CodePart]:
+    """Yields what the codes from `start` on stand for: completions, with a result between two of them."""
+    sampled = True
+    while start < len(codes):
+        end = min(start + (-(-codes[start] // grain) if sampled else RESULT), len(codes))
+        yield CodePart(min(codes[start], (end - start) * grain) if sampled else codes[start], start, end, sampled)
+        start, sampled = end, not sampled
+
+
+def context_length(prompt: Sequence[int], grain: int) -> int:
+    """Returns the real tokens of a request's prompt: those of the prompt itself, and of all turns and results behind it."""
+    if len(prompt) < PROMPT:
+        return len(prompt)  # of the probe, which is no code
+    return prompt[1] + sum(part.real for part in parts_of(prompt, grain, PROMPT))
+
+
 def real_tokens(row: Row, grain: int) -> int:
-    """Returns the sampled real tokens that the row stands for."""
-    return min(row.tokens[0], len(row.tokens) * grain) if row.tokens else 0
+    """Returns the real tokens that the row stands for: sampled ones and results."""
+    return sum(part.real for part in parts_of(row.tokens, grain))
 
 
 def loss_tokens(row: Row, grain: int) -> int:
-    """Returns those of them that are in the loss."""
-    return round(real_tokens(row, grain) * sum(row.mask) / len(row.mask)) if row.mask else 0
+    """Returns the sampled ones in the loss."""
+    total = 0.0
+    for part in parts_of(row.tokens, grain):
+        total += part.real * sum(row.mask[part.start : part.end]) / (part.end - part.start)
+    return round(total)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
+from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.rollouts.rollout import seed_of
-from headrace.simulate.codes import difficulty, prompt_tokens
-from headrace.simulate.distributions import Distribution, solve_shift
+from headrace.simulate.codes import PROMPT, difficulty, prompt_tokens, result_tokens
+from headrace.simulate.distributions import Distribution, fixed, solve_shift
 from headrace.types import Episode, Failure, Prompt, Request, Scored
 
 _SEEDS = 1 << 63
@@ -30,9 +32,53 @@ class CompletionLengths:
     def __call__(self, request: Request) -> tuple[int, bool]:
         """Returns real tokens, and whether max_tokens ends the completion."""
         own = (request.sampling.seed + 0.5) / _SEEDS
-        shared = difficulty(request.prompt) if self._completions.correlation else 0.0
+        shared = difficulty(request.prompt[:PROMPT]) if self._completions.correlation else 0.0
         wanted = max(1, round(self._completions.draw(own, shared)))
         return min(wanted, self._limit), wanted >= self._limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnShape:
+    """The turns of rollouts: how many, and what lies between two of them."""
+
+    turns: Distribution = fixed(1)
+    results: Distribution = fixed(1)
+    """Tokens that the model reads between two turns."""
+    tools: Distribution = fixed(0)
+    """Seconds between two turns."""
+    most: int = 1
+    """The most turns (`environment.max_turns`)."""
+    seconds: float = 0.0
+    """`environment.episode_seconds`."""
+
+    @property
+    def several(self) -> bool:
+        return self.most > 1
+
+    def kind(self) -> EnvironmentKind:
+        def make(prompt: Prompt, seed: int) -> SimulatedTurns:
+            return SimulatedTurns(prompt, seed, self)
+
+        return EnvironmentKind(make, Limits(self.most, whole=self.seconds), "replayed")
+
+
+class SimulatedTurns:
+    """Protocol `Environment`: turns with tools between them that take time. All draws follow from its seed and the prompt's difficulty."""
+
+    def __init__(self, prompt: Prompt, seed: int, shape: TurnShape) -> None:
+        self._prompt, self._seed, self._shape = prompt, seed, shape
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        shape, shared = self._shape, difficulty(self._prompt.tokens)
+        await agent.turn(self._prompt.tokens)
+        for number in range(1, max(1, round(shape.turns.draw(uniform(self._seed, "turns"), shared)))):
+            await asyncio.sleep(shape.tools.draw(uniform(self._seed, "tools", number), shared))
+            length = shape.results.draw(uniform(self._seed, "results", number), shared)
+            read = result_tokens(length, self._seed, number)
+            if agent.cut_off(read):
+                break
+            await agent.turn(read)
+        return {}
 
 
 class SimulatedTask:

@@ -176,6 +176,7 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         passes = PassLog(self.directory, step, _fail)
         self.engine.listen(passes.write)
+        self.restored.notebook.listen(passes.note)
         saved_step = step if self._saved and self._saved.state else -1
         snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved_step, scored_by=self.mark)
         return Journal(self.directory, flushes=False), snapshots

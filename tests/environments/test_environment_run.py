@@ -38,6 +38,30 @@ async def slow(agent, prompt, answer):
     reply = await agent.chat(f"{len(reply.text)}?")
     return reply.text.count("e") / max(len(reply.text), 1)
 
+class Exported:
+    """Looks a word up between two turns. The log has a line for each look; what it finds differs every time."""
+
+    def __init__(self, prompt, answer, seed):
+        self.prompt, self.seed, self.looks = prompt, seed, []
+
+    async def step(self, agent, reply):
+        if reply is None:
+            return self.prompt
+        if len(self.looks) == 2:
+            return sum(self.looks) / 1e12
+        await asyncio.sleep(0.2)
+        with LOG.open("a") as log:
+            log.write(f"{os.getpid()} {self.seed} {len(self.looks)}\\n")
+        self.looks.append(int.from_bytes(os.urandom(4), "big"))
+        agent.reward("look", len(self.looks))
+        return f"{self.looks[-1]}?"
+
+    def export_state(self):
+        return {"looks": self.looks}
+
+    def restore(self, state):
+        self.looks = state["looks"]
+
 async def fails(agent, prompt, answer):
     raise RuntimeError(f"no game has the answer {answer}")
 
@@ -111,6 +135,30 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, 
     for one in (one for step in steps for group in step.groups for one in group.scored):
         said, more = one.episode.turns
         assert more.messages[0]["content"] == f"{len(said.completion.text)}?" and more.parents == (0,)
+
+
+def test_a_class_that_exports_its_state_goes_on_in_its_turn(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_llama, "Exported", train={"steps": 4})
+    directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
+    kill_after_a_step(config, directory)
+    while any(alive(int(line.split()[0])) for line in log.read_text().splitlines()):
+        time.sleep(0.05)
+    before = [tuple(line.split()[1:]) for line in log.read_text().splitlines()]
+    assert headrace.train(resume=directory).reason == "finished"
+    lines = [tuple(line.split()[1:]) for line in log.read_text().splitlines()]
+    looked = {seed for seed, _ in before}
+    went_on = {seed for seed, look in lines[len(before) :] if look == "1"} & looked
+    assert went_on, "no episode was between its looks: kill it at another moment"
+    twice = {line for line in lines if lines.count(line) > 1 and line[0] != "0"}  # 0: the rehearsal's
+    over = {(seed, str(int(look) - 1)) for seed, look in before}
+    assert not twice & over, "a step was taken again, though a later one had begun"
+    steps = list(read_steps(directory))
+    assert len(steps) == 4 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
+    for one in (one for step in steps for group in step.groups for one in group.scored):
+        assert [turn.parents for turn in one.episode.turns] == [(), (0,), (1,)]
+        looks = [int(turn.messages[0]["content"].rstrip("?")) for turn in one.episode.turns[1:]]
+        assert one.rewards["Exported"] == sum(looks) / 1e12, "the state has what the model was shown"
+        assert one.turn_rewards == ({"look": 1.0}, {"look": 2.0}, {})
 
 
 def test_the_rehearsal_plays_an_episode(tiny_llama: Path, tmp_path: Path) -> None:

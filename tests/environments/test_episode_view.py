@@ -76,7 +76,7 @@ def test_an_episode_is_shown_whole_with_what_was_not_sampled() -> None:
         "2 turns" in text and "add returned: 12" in text and "<10><11><30><31><20><21>" in text and "context 2" in text
     )
     html = rollouts([one])
-    assert 'class="between"' in html and "<li>add returned: 12</li>" in html and "between turns, not sampled" in html
+    assert 'class="between"' in html and "2 turns as a graph" in html and "between turns, not sampled" in html
 
 
 def test_where_the_template_rewrote_history_the_last_path_is_shown_and_it_is_said() -> None:
@@ -84,6 +84,57 @@ def test_where_the_template_rewrote_history_the_last_path_is_shown_and_it_is_sai
     assert one.tokens == (20, 21) and one.left_out == ("", "")
     assert "turn 2, on a path of its own: the chat template rewrites earlier messages: It is 12." in one.story
     assert one.story[-1] == "cut off at its limit of turns"
+
+
+def turn(parents: tuple[int, ...], text: str, agent: str = "", version: int = 3, **rest: Any) -> Turn:
+    said = {"role": "assistant", "content": text}
+    return Turn((7,), completion(20, 21, version=version, text=text), parents, agent, reply=said, **rest)
+
+
+def test_an_episode_is_drawn_as_a_graph() -> None:
+    """Two agents, a branch, a tool that fails, a swap in the middle of a turn, text that is not to be trusted."""
+    swapped = Completion((20, 21, 22), (-0.5,) * 3, (VersionSpan(0, 3, 3), VersionSpan(1, 5, 3, True)), "length", "<b>")
+    turns = (
+        turn((), "white begins", "white"),
+        turn((), "black begins", "black"),
+        turn((0,), "white goes on", "white", messages=(RESULT, WRONG)),
+        turn((0,), "white does something else", "white", version=4),
+        Turn((7,), swapped, (1,), "black", reply={"role": "assistant", "content": "<b>", "tool_calls": [CALL]}),
+        turn((), "white anew", "white"),
+    )
+    rewards = ({}, {}, {"white.won": 1.0}, {"white.won": -1.0}, {"black.won": 0.0}, {})
+    one = view(Scored(Episode(turns, "turns"), 0.0, {"white.won": 0.0, "black.won": 0.0}, turn_rewards=rewards))
+    graph = one.graph
+    assert [seen.lane for seen in graph] == [0, 1, 0, 2, 1, 3], "who continues a turn first stays in its lane"
+    assert [seen.rewritten for seen in graph] == [False] * 5 + [True]
+    assert [(part.count, part.version, part.lag, part.mixed) for part in graph[4].tokens] == [
+        (1, 3, 2, False),
+        (2, 5, 0, True),
+    ]
+    assert [seen.advantage for seen in graph] == [0.5] * 6 and [h.problem for h in graph[2].heard] == [
+        "",
+        "unknown_tool",
+    ]
+    html = rollouts([one])
+    drawn = html[html.index('<ol class="graph"') :]
+    assert drawn.count("<li>") == 6 and "--lanes:4" in drawn and "cut off at its limit of turns" in drawn
+    rows = drawn.split("<li>")[1:]
+    assert 'class="down c1" style="--at:0"' in rows[0] and 'class="dot c2" style="--at:1"' in rows[1]
+    assert 'class="through c1" style="--at:0"' in rows[2] and 'class="up c1" style="--at:0"' in rows[2]
+    assert 'class="across c1" style="--at:0;--to:2"' in rows[3], "a branch leaves the lane of its parent"
+    assert "✓ add</b> 12" in rows[2] and "✗ x (unknown tool)" in rows[2] and 'chip good">white.won 1' in rows[2]
+    assert "&lt;b&gt;" in rows[4] and "<b></div>" not in rows[4] and "versions 3 to 5" in rows[4]
+    assert "2 tokens of version 5, lag 0, mixed weights" in rows[4] and "cut off" in rows[4]
+    assert "begins anew" in rows[5] and "begins anew" not in rows[1]
+
+
+def test_advantages_are_those_of_the_turns_own_rows() -> None:
+    """The rows of two rollouts with two paths each lie behind each other."""
+    both = Scored(Episode((turn((), "a"), turn((0,), "b"), turn((0,), "c"))), 0.0, {})
+    rows = tuple(row for n in (0, 1) for _, row in rows_of(PROMPT, both, [n + 0.25, n + 0.5, n + 0.75]))
+    step = JournalStep(5, 1.0, 6, (Group(0, PROMPT, (both, both), rows),), TrainReport(5, 6))
+    seen = [one.advantage for one in view_rollout(step, step.groups[0], 1).graph]
+    assert seen == [1.25, 1.5, 1.75]
 
 
 def test_reward_functions_see_all_messages() -> None:

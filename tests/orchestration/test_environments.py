@@ -115,6 +115,24 @@ def test_a_later_turn_is_sampled_after_all_that_precedes_it() -> None:
     assert (second.context, second.parents, second.completion.tokens) == ((7, 8), (0,), (51,))
 
 
+def test_an_episode_that_takes_too_long_is_cut_off_at_its_next_turn() -> None:
+    """Turns take 2 s and tools 3: after 7 s a third turn would begin, and the limit is 6. Sampling counts, unlike for `seconds`."""
+    limits = Limits(turns=9, seconds=100.0, whole=6.0)
+
+    async def play(agent: Agent) -> Mapping[str, float]:
+        await agent.turn(PROMPT.tokens)
+        while not agent.cut_off((7,)):
+            await asyncio.sleep(3)
+            if agent.cut_off((7,)):
+                break
+            await agent.turn((7,))
+        return {"turns": 1.0}
+
+    found = played(play, Answers(2.0), limits)
+    assert isinstance(found, Played) and found.episode.cut == "seconds" and found.episode.truncated
+    assert len(found.episode.turns) == 2 and found.between == pytest.approx(3.0) and found.rewards == {"turns": 1.0}
+
+
 def test_the_key_of_a_turn_says_what_it_was_sampled_after() -> None:
     def key(turn: int, *context: int) -> str:
         return str(name_of_turn(3, PROMPT, TurnAsked(1, turn, context), "math"))
@@ -322,8 +340,35 @@ def test_where_the_environment_goes_another_way_its_old_turns_are_lost_and_count
     assert sum(fact.lost_tokens for fact in ended) == vain
     assert {request.id for request in second.engine.requests}.isdisjoint(name for name in begun if keys[name].turn == 1)
     assert check_rows(second, first), "C5"
-    said = [fact.message for fact in second.facts.of(Warned) if "can be replayed" in fact.message]
+    said = [fact.message for fact in second.facts.of(Warned) if "declares resumes" in fact.message]
     assert len(said) == (resumes == "replayed"), "one that says it can be replayed is warned of, once"
+
+
+def test_an_exported_state_is_what_the_episode_goes_on_from(tmp_path: Path) -> None:
+    """Its replies differ between processes: one that was given before the kill comes from its notes, in checkpoint and pass log."""
+
+    def world(life: int) -> FakeWorld:
+        kind = scripted(3, seconds=0.4, reply=lambda done, seed: (90 + life,), resumes="exported")
+        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(seconds_per_token=0.3), environment=kind)
+
+    first = world(1)
+    virtual_time.run(first.run(interrupt_after=8.0))
+    state = load_controller(first.checkpoints.all()[-1])
+    assert state.notes, "no rollout was behind its first turn: choose another moment"
+    tickets = {key.ticket for name in state.notes if (key := RolloutKey.read(name))}
+    second = world(2)
+    virtual_time.run(second.run(resume=True))
+    assert not any(fact.lost_tokens for fact in second.facts.of(GroupEnded))
+    groups = [group for batch in second.trainer.batches for group in batch.groups]
+    said = [
+        turn.context
+        for group in groups
+        if group.ticket in tickets
+        for one in group.scored
+        for turn in one.episode.turns[1:]
+    ]
+    assert said.count((91,)) >= sum(map(len, state.notes.values())) and (92,) in said
+    assert not second.parts.notebook.state(range(1000)), "notes are kept for nobody"
 
 
 def test_held_out_prompts_are_played_too(tmp_path: Path) -> None:

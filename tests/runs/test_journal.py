@@ -36,7 +36,7 @@ from headrace.durable.journal import (
     read_journal,
     read_steps,
 )
-from headrace.durable.pass_log import PassLog, discard_passes, read_passes
+from headrace.durable.pass_log import PassLog, PassNote, discard_passes, read_passes
 from headrace.errors import HeadraceError
 from headrace.observe.facts import StepTrained
 from headrace.reports import TrainReport
@@ -391,6 +391,17 @@ def test_passes_come_back_and_go_on_over_a_restart(tmp_path: Path) -> None:
     log(tmp_path, OUTPUTS[4:6]).close()
     assert tuple(read_passes(tmp_path, 0)) == OUTPUTS[:6]
     assert tuple(read_passes(tmp_path, 1)) == ()
+
+
+def test_notes_lie_between_the_passes(tmp_path: Path) -> None:
+    passes = log(tmp_path, OUTPUTS[:1])
+    passes.note("t3/1", b"one")
+    passes.write(msgspec.msgpack.encode(OUTPUTS[1]))
+    passes.note("t3/1", b"")
+    passes.close()
+    found = tuple(read_passes(tmp_path, 0))
+    assert found == (OUTPUTS[0], PassNote("t3/1", b"one"), OUTPUTS[1], PassNote("t3/1", b""))
+    assert tuple(read_passes(tmp_path, 0, first=3)) == found[3:], "they are numbered as passes are"
 
 
 def test_a_file_goes_with_its_checkpoint(tmp_path: Path) -> None:

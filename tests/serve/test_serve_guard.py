@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.serve.app import ROUTES
 from headrace.serve.config import ServeConfig
 from headrace.settings.secrets import read_token
 from headrace.web.limits import is_loopback
+from headrace.web.server import bind
 
 TOKEN = "0123456789abcdef0123"
 
@@ -93,3 +95,20 @@ def test_settings_that_are_none_are_refused(
 ) -> None:
     assert main(["serve", str(tmp_path), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_an_answer_in_two_parts_does_not_wait_for_an_acknowledgement() -> None:
+    async def go() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(
+            lambda reader, writer: accepted.set_result(writer), sock=bind("127.0.0.1", 0)
+        )
+        _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer = await accepted
+        delay = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        client.close()
+        writer.close()
+        server.close()
+        return delay
+
+    assert asyncio.run(go()) == 1

@@ -268,13 +268,14 @@ OF_RECOVERY = (
         "tokens_of_old_tickets_only", RECOVERY, "C7", "tokens are kept of tickets in the checkpoint, not of those drawn since",
         "    steps = list(_apply(saved.records, curriculum, buffer))\n    buffer.release", "    buffer.release",
         (
-            "    return steps, begun is None\n",
-            "    return list(_apply(saved.records, curriculum, buffer)), begun is None\n",
+            "    return steps, outlived\n",
+            "    return list(_apply(saved.records, curriculum, buffer)), outlived\n",
         ),
     ),
     _one(
         "passes_outlive", RECOVERY, "C5", "passes are used of tickets that a loss of power took out of the journal",
-        "return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else found", "return found",
+        "return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else _Begun(found, notes)",
+        "return _Begun(found, notes)",
     ),
     _one(
         "recovered_slots_kept", RECOVERY, "C6", "slots of steps in the journal are never given back",

@@ -134,6 +134,14 @@ def test_rollouts_of_two_turns_are_killed_in_both() -> None:
     assert {key.turn for key in keys} == {0, 1} and all(bool(key.context) == bool(key.turn) for key in keys)
 
 
+def test_environments_that_export_their_state_go_on_from_their_last_turn() -> None:
+    """What they say differs between lives, so that a note that is lost would cost tokens; and no note may be lost."""
+    cases = [case for case in map(case_of, range(200)) if any(fault.kind == "kill" for fault in case.faults)][:16]
+    histories = [trial(msgspec.structs.replace(case, turns=3, resumes="exported")) for case in cases]
+    assert sum(history.killed for history in histories) >= 16
+    assert sum(history.notes.went_on for history in histories) >= 8, "hardly a rollout was killed behind its first turn"
+
+
 def test_equal_cases_run_equally() -> None:
     case = next(case for case in map(case_of, range(100)) if len(case.faults) > 3)
     one, other = trial(case), trial(case)

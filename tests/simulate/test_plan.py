@@ -18,7 +18,7 @@ from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, StepRow
+from headrace.observe.records import METRICS, StepRow, read_metrics
 from headrace.plan.answer import PlanRequest, answer
 from headrace.plan.charts import draw
 from headrace.plan.rates import hardware
@@ -30,6 +30,7 @@ from headrace.plan.reasons import bias, bottleneck
 from headrace.plan.sweep import Option, recommended, sweep
 from headrace.reports import EngineStats, LoadReport, TrainReport
 from headrace.simulate.distributions import fixed, parse
+from headrace.simulate.surroundings import TurnShape
 from headrace.weights import WeightUpdate
 
 
@@ -151,6 +152,25 @@ def test_rates_of_a_run_are_those_that_made_its_metrics(tmp_path: Path):
     assert rates.completions is not None and rates.completions.values[-1] == 14
 
 
+def test_rates_of_a_run_of_several_turns(tmp_path: Path):
+    """Rollouts of two and four turns, whose tools took 3 s and 2 s each time, and whose results had 30 tokens."""
+    Recorder(tmp_path).close()
+    facts = read_metrics(write_run(tmp_path))
+    several = {"turns": (2, 4, 2, 2), "read": (30, 90, 30, 30), "between": (3.0, 6.0, 3.0, 3.0)}
+    groups = [isinstance(fact, GroupEnded) and len(fact.lengths) == 4 for fact in facts]
+    changed = [
+        msgspec.structs.replace(fact, **several) if ours else fact for fact, ours in zip(facts, groups, strict=True)
+    ]
+    (tmp_path / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in changed))
+    rates, _ = rates_of_run(tmp_path, config_of())
+    assert rates.turns is not None and rates.tools is not None and rates.results is not None
+    assert sorted(set(rates.turns.values)) == [1, 2, 4] and rates.turns.values.count(4) == 12
+    assert sorted(set(rates.tools.values)) == [2, 3] and rates.tools.values.count(2) == 36, "three gaps each"
+    assert set(rates.results.values) == {30}
+    assert rates.completions is not None and set(rates.completions.values) == {5, 3, 7}, "tokens of a turn"
+    assert rates.prompts == fixed(314 - 90), "on average 90 of the tokens forwarded for a group lay between turns"
+
+
 def test_a_run_that_is_too_short_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="too few"):
         rates_of_run(write_run(tmp_path, steps=2), config_of())
@@ -228,6 +248,28 @@ def test_a_pool_too_small_for_the_model_is_refused():
         answer(PlanRequest(config=config_of(), hardware="tpu", model="7b", gpus=8), silent)
     with pytest.raises(ConfigError, match="leaves one of the pools too small"):
         answer(PlanRequest(config=config_of(), hardware="h100", model="7b", gpus=8, trainer_gpus=8), silent)
+
+
+TURNS = {"function": "env.py:play", "max_turns": 6, "episode_seconds": 90.0}
+
+
+def test_several_turns_are_planned(tmp_path: Path):
+    config = config_of(environment=TURNS, reward={"function": ""})
+    guessed = answer(question(tmp_path, config=config, steps=8), silent)
+    (note,) = guessed.notes
+    assert "3 turns, half of environment.max_turns, 1 s between two turns, 100 tokens" in note
+    assert "set --turns, --tool-seconds, --result-tokens" in note
+    given = {"turns": "2", "tools": "pareto:mean=20,alpha=1.5", "results": "30"}
+    found = answer(question(tmp_path, config=config, steps=8, **given), silent)
+    assert not found.notes and found.asked.scenario.shape == TurnShape(
+        turns=fixed(2), tools=parse(given["tools"]), results=fixed(30), most=6, seconds=90.0
+    )
+    assert found.asked.prediction.seconds_per_step > guessed.asked.prediction.seconds_per_step
+    measured = msgspec.structs.replace(RATES, turns=fixed(4), tools=fixed(2), results=fixed(9))
+    of_run = answer(question(tmp_path, config=config, steps=8, measured=measured), silent).asked.scenario.shape
+    assert (of_run.turns, of_run.tools, of_run.results) == (fixed(4), fixed(2), fixed(9))
+    with pytest.raises(ConfigError, match="--tool-seconds is for rollouts of several turns"):
+        answer(question(tmp_path, tools="3"), silent)
 
 
 def test_what_was_assumed_is_said():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
+from headrace.engine.fake import FakeEngine
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.facts import StepTrained, WeightsLive
 from headrace.plan.measure import predict
@@ -33,9 +36,10 @@ from headrace.simulate import distributions, virtual_time
 from headrace.simulate.codes import completion_tokens, prompt_tokens
 from headrace.simulate.distributions import Distribution, empirical, fixed, parse
 from headrace.simulate.makers import request, update
-from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
+from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask, TurnShape
 from headrace.simulate.world import FactList
 from headrace.steps import StepOutput, write_down
+from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Request
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
@@ -440,6 +444,94 @@ def test_an_asynchronous_step_takes_what_the_slower_part_takes():
     assert found.trainer_idle == pytest.approx(0.0, abs=1e-9)
     generating = scenario(max_lag=1, rates=Rates(msgspec.structs.replace(FLAT, max_running=16), TrainerRates(1e-5)))
     assert predict(generating).seconds_per_step == pytest.approx(0.2, rel=0.02)
+
+
+THREE = TurnShape(turns=fixed(3), results=fixed(5), tools=fixed(2.0), most=8)
+
+
+def test_turns_and_tools_are_part_of_a_step():
+    """Three times 20 passes of 10 ms, twice 2 s, 16 · 70 + 4 · 10 tokens trained at 1 ms of which 16 · 60 were sampled, 30 ms to publish."""
+    found = predict(scenario(shape=THREE))
+    assert found.seconds_per_step == pytest.approx(0.6 + 4 + 1.16 + 0.03)
+    assert found.tokens_per_second == pytest.approx(16 * 60 / 5.79)
+    assert found.engine_idle == pytest.approx((4 + 1.19) / 5.79), "who waits for a tool holds no slot of the engine"
+    assert found.trained_length == pytest.approx(60)
+
+
+def test_a_turn_computes_what_is_new_and_all_of_it_after_a_swap():
+    """1 ms a prompt token: four prompts of 10, then 16 results of 5 in each of two turns. With weights that go live between two turns all
+    that precedes the second is computed."""
+    slow = msgspec.structs.replace(FLAT, prefill=1e-3)
+    found = predict(scenario(shape=THREE, rates=Rates(slow, TrainerRates(0.001, publish=0.03))))
+    assert found.seconds_per_step == pytest.approx(5.79 + 0.04 + 2 * 0.08)
+
+    async def work(now: Any) -> list[float]:
+        one, times = engine(slow), []
+        await one.load(update(0, "simulated"))
+        first = sized("t0/0", 20, 10)
+        done = await one.generate(first)
+        for version, length in ((0, 5), (1, 5)):
+            if version:
+                await one.load(update(version, "simulated"))
+            context = (*first.prompt, *done.tokens, length, version)
+            before = now()
+            await one.generate(sized(f"t0/0.{version + 1}", 20, tokens=context))
+            times.append(now() - before)
+        return times
+
+    times, _ = in_virtual_time(work)
+    assert times == pytest.approx([0.2 + 5e-3, 0.2 + 35e-3])
+
+
+def test_an_episode_that_is_over_its_seconds_is_cut_off():
+    """Turns end after 0.2, 2.4 and 4.6 s; the next would begin after 6.6."""
+    shape = TurnShape(turns=fixed(8), results=fixed(5), tools=fixed(2.0), most=8, seconds=5.0)
+    found = predict(scenario(shape=shape))
+    assert found.trained_length == pytest.approx(60) and found.seconds_per_step == pytest.approx(6.6 + 1.16 + 0.03)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_the_plan_of_several_turns_is_what_a_run_over_fakes_takes(max_lag: int):
+    """The same environments, with tools of a heavy tail, over an engine that is simulated token by token."""
+    shape = TurnShape(
+        turns=parse("lognormal:mean=3,sigma=0.5,correlation=0.3"),
+        results=fixed(7),
+        tools=parse("pareto:mean=2,alpha=1.5"),
+        most=6,
+    )
+    rates = Rates(FLAT, TrainerRates(0.0, step=0.5))
+    planned = predict(
+        scenario(shape=shape, rates=rates, completions=fixed(12), max_lag=max_lag, max_tokens=16, steps=16)
+    )
+    staleness = StalenessConfig(groups_per_step=4, max_lag=max_lag)
+    world = FakeWorld(
+        None,
+        staleness,
+        engine=FakeEngine(seconds_per_token=0.01, script=lambda one: (1,) * 12),
+        trainer=FakeTrainer(seconds_per_step=0.5),
+        task=SimulatedTask(fixed(10), 0),
+        environment=shape.kind(),
+        rollout=RolloutConfig(group_size=4, max_tokens=16),
+        steps=16,
+    )
+    virtual_time.run(world.run())
+    ends = [fact.t for fact in world.facts.of(StepTrained)]
+    found = [after - before for before, after in itertools.pairwise(ends)]
+    assert planned.step_seconds == pytest.approx(tuple(found), abs=0.03), "three passes"
+    assert len({round(one, 1) for one in found}) > 3, "the tail shows"
+
+
+@pytest.mark.parametrize("grain", [1, 8])
+def test_several_turns_with_coarse_tokens_take_as_long(grain: int):
+    shape = TurnShape(turns=parse("lognormal:mean=3,sigma=0.5"), results=fixed(40), tools=fixed(1.0), most=6)
+    lengths = parse("lognormal:mean=200,sigma=0.6")
+    rates = Rates(msgspec.structs.replace(FLAT, prefill=1e-4, context=1e-7), TrainerRates(1e-5, publish=0.03))
+    exact, coarse = (
+        predict(scenario(shape=shape, rates=rates, completions=lengths, max_tokens=1000, max_lag=1, grain=one))
+        for one in (1, grain)
+    )
+    assert coarse.seconds_per_step == pytest.approx(exact.seconds_per_step, rel=1e-6)
+    assert coarse.tokens_per_second == pytest.approx(exact.tokens_per_second, rel=1e-6)
 
 
 @pytest.mark.parametrize("grain", [1, 8])

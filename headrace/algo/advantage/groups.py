@@ -48,7 +48,7 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
-        if self._algo.credit != "rollout":
+        if self._algo.credit != "rollout" or any(one.branches for one in scored):
             return self._rows_of_turns(prompt, scored)
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
@@ -69,6 +69,8 @@ class Algorithm:
 
     def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """An advantage for every turn of every rollout."""
+        if self._algo.credit == "rollout":
+            return self._branch_advantages(scored)
         compare = lambda column: self._advantage.function(GroupRewards(column))  # noqa: E731
         if self._algo.credit == "turn":
             return turn_advantages([turn_returns(one, self._kl(one)) for one in scored], compare)
@@ -77,6 +79,27 @@ class Algorithm:
             [advantages[turn.agent] for turn in one.episode.turns]
             for one, advantages in zip(scored, of_agents, strict=True)
         ]
+
+    def _branch_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
+        """Compares rollouts by the mean rewards of their branches, which goes to the turns before the fork, and the branches of each rollout with
+        one another, which goes to the turns of each."""
+        found = []
+        for one, advantage in zip(scored, self._advantage.function(self._group(scored)), strict=True):
+            of_turns = [advantage] * len(one.episode.turns)
+            for branch, value in zip(one.branches, self._of_branches(one), strict=True):
+                of_turns[branch.first : branch.end] = [value] * (branch.end - branch.first)
+            found.append(of_turns)
+        return found
+
+    def _of_branches(self, one: Scored) -> list[float]:
+        if not one.branches:
+            return []
+        counts = [len(turn.completion.tokens) for turn in one.episode.turns]
+        shared = sum(counts[: one.branches[0].first])
+        lengths = tuple(shared + sum(counts[branch.first : branch.end]) for branch in one.branches)
+        rewards = tuple(branch.reward for branch in one.branches)
+        named = _by_name([branch.rewards for branch in one.branches])
+        return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights))
 
     def barren(self, rows: Sequence[Row]) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
@@ -106,9 +129,7 @@ class Algorithm:
         lengths = tuple(one.episode.sampled for one in scored)
         if self._algo.length_penalty and rewards:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
-        names = dict.fromkeys(name for one in scored for name in one.rewards)
-        named = {name: tuple(one.rewards.get(name, math.nan) for one in scored) for name in names}
-        return GroupRewards(rewards, lengths, named, self._weights)
+        return GroupRewards(rewards, lengths, _by_name([one.rewards for one in scored]), self._weights)
 
     def _kl(self, one: Scored) -> float:
         """coef · Σ_t of the rollout's divergence from the reference."""
@@ -139,6 +160,11 @@ class Algorithm:
             rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
         rewards[last] += reward
         return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+
+
+def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
+    names = dict.fromkeys(name for one in rewards for name in one)
+    return {name: tuple(one.get(name, math.nan) for one in rewards) for name in names}
 
 
 def _taught(row: Row) -> bool:

@@ -73,7 +73,7 @@ def row_of(
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
-    kept = overlong == "train" or not one.episode.cut
+    masked = _masked_from(one, path[-1]) if overlong == "mask" else len(turns)
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
@@ -86,7 +86,8 @@ def row_of(
         tokens += piece.tokens
         advantages += [float(advantage if isinstance(advantage, (int, float)) else advantage[piece.turn])] * count
         logprobs += done.logprobs if piece.sampled else [0.0] * count
-        mask += [piece.sampled and kept and _trains(done, overlong) and piece.turn not in trained] * count
+        trains = piece.turn < masked and piece.turn not in trained and _trains(done, overlong)
+        mask += [piece.sampled and trains] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
         kv_versions += kv if piece.sampled else versions[len(kv_versions) :]
     return Row(
@@ -101,6 +102,14 @@ def row_of(
         teacher=_teacher(one, pieces),
         kv_versions=tuple(kv_versions) if kv_versions != versions else (),
     )
+
+
+def _masked_from(one: Scored, leaf: int) -> int:
+    """Returns the first turn that is out of the loss because the path to `leaf` was cut off; beyond the last one if it was not."""
+    if one.episode.cut:
+        return 0
+    cut = [branch.first for branch in one.branches if branch.cut and branch.first <= leaf < branch.end]
+    return cut[0] if cut else len(one.episode.turns)
 
 
 def reference_of(one: Scored, path: Sequence[int]) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,8 +29,8 @@ LIVES = 3
 """How often a rollout is played at most, where others end its process."""
 
 
-def check_function(settings: FunctionSettings) -> None:
-    """Loads the function once in a process of its own. Raises ConfigError if it cannot be loaded."""
+def check_function(settings: FunctionSettings) -> FunctionLoaded:
+    """Loads the function once in a process of its own, and returns what it is. Raises ConfigError if it cannot be loaded."""
     try:
         code, out, err = run_once(MODULE, settings.arguments(check=True))
     except subprocess.TimeoutExpired:
@@ -43,6 +43,10 @@ def check_function(settings: FunctionSettings) -> None:
         raise ConfigError(f"the process that loads {settings.what} {ending(code)}; it said: {said}")
     if first.error:
         raise ConfigError(first.error)
+    return first
+
+
+Beginning = tuple[RolloutAsked, RolloutListener]
 
 
 class Pool:
@@ -55,14 +59,15 @@ class Pool:
         self._starting = asyncio.Lock()
         self._alone = asyncio.Semaphore(workers)
 
-    async def play(self, asked: RolloutAsked, listener: Callable[[], RolloutListener]) -> RolloutDone:
-        """Returns how the rollout ended. `listener`: makes the one that answers it, for each time that it is played. Raises
+    async def play(self, begin: Callable[[], Awaitable[Beginning]]) -> RolloutDone:
+        """Returns how the rollout ended. `begin`: says how it begins, and who answers it, for each time that it is played. Raises
         `RolloutFailed` if it ended its process, and what the listener raises."""
         alone = False
         for _ in range(LIVES):
+            asked, listener = await begin()
             try:
                 async with self._place(alone) as process:
-                    ended = await process.play(asked, listener())
+                    ended = await process.play(asked, listener)
             except ProcessLost as lost:  # it could not be started
                 raise RolloutFailed("environment_died", f"its process {lost}") from None
             except Lost as lost:

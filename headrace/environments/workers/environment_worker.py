@@ -14,12 +14,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
 from headrace.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
 from headrace.environments.workers.loading import load_player
 from headrace.environments.workers.player import Player, ToolLimits
+from headrace.environments.workers.step_driver import exports, is_stepped
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
@@ -50,13 +52,15 @@ def main(arguments: list[str]) -> None:
     except ConfigError as error:
         sender.send(pack(FunctionLoaded(str(error))))
         return
-    sender.send(pack(FunctionLoaded()))
+    sender.send(pack(FunctionLoaded(stepped=is_stepped(function), exports=exports(function))))
     if not settings["check"]:
-        asyncio.run(_serve(orders, sender, function, ToolLimits(settings["seconds"], settings["characters"])))
+        asyncio.run(_serve(orders, sender, function, settings))
 
 
-async def _serve(orders: BinaryIO, sender: FrameSender, function: Any, limits: ToolLimits) -> None:
-    player, loop = Player(function, lambda frame: sender.send(pack(frame)), limits), asyncio.get_running_loop()
+async def _serve(orders: BinaryIO, sender: FrameSender, function: Any, settings: Mapping[str, Any]) -> None:
+    limits = ToolLimits(settings["seconds"], settings["characters"])
+    player = Player(function, lambda frame: sender.send(pack(frame)), limits, settings["resumes"])
+    loop = asyncio.get_running_loop()
 
     def obey(order: FromController) -> None:
         loop.call_soon_threadsafe(player.obey, order)

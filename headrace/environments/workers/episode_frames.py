@@ -36,11 +36,23 @@ class WrittenCall(Struct, frozen=True, kw_only=True):
 # -- from the controller ------------------------------------------------------------------------------------------------------
 
 
+class ResumedTurn(Struct, frozen=True, kw_only=True):
+    """The turn in which a rollout goes on. Its reply is the answer to the first `ChatAsked`."""
+
+    state: bytes = b""
+    """The state that was exported when the turn was asked for, as msgpack; empty for an environment without state."""
+    role: str = ""
+    results: tuple[dict[str, Any], ...] = ()
+    """The results of the tool calls of the turn's reply that were finished, as messages."""
+
+
 class Play(Struct, frozen=True, tag="play"):
     id: int
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     seed: int
+    resumed: ResumedTurn | None = None
+    """None: the rollout begins."""
 
 
 class ChatReply(Struct, frozen=True, kw_only=True, tag="reply"):
@@ -68,6 +80,10 @@ class FunctionLoaded(Struct, frozen=True, tag="ready"):
     """The first frame: empty, or why the function could not be loaded."""
 
     error: str = ""
+    stepped: bool = False
+    """Whether it is a class that goes from turn to turn (`step_driver.py`)."""
+    exports: bool = False
+    """Whether that class exports its state."""
 
 
 class ChatAsked(Struct, frozen=True, tag="chat"):
@@ -76,12 +92,24 @@ class ChatAsked(Struct, frozen=True, tag="chat"):
     tools: list[dict[str, Any]] | None = None
     role: str = ""
     """The agent of the rollout that is to answer."""
+    state: bytes = b""
+    """The state of the environment before the turn, as msgpack; empty unless it is exported."""
+    resumes: bool = False
+    """Whether it asks for the reply of the turn in which the rollout goes on, instead of another one."""
 
 
 class Rewarded(Struct, frozen=True, tag="rewarded"):
     id: int
     name: str
     value: float
+    role: str = ""
+
+
+class ToolAnswered(Struct, frozen=True, tag="answered"):
+    """The result of a tool call, sent as soon as it is there by environments without state."""
+
+    id: int
+    message: dict[str, Any]
     role: str = ""
 
 
@@ -102,7 +130,7 @@ class Beat(Struct, frozen=True, tag="beat"):
 
 
 FromController = Play | ChatReply | Cancel
-FromProcess = FunctionLoaded | ChatAsked | Rewarded | RolloutDone | Beat
+FromProcess = FunctionLoaded | ChatAsked | Rewarded | ToolAnswered | RolloutDone | Beat
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(FromController).decode

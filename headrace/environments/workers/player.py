@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace.environments.workers.episode_frames import (
@@ -21,8 +22,10 @@ from headrace.environments.workers.episode_frames import (
     Rewards,
     RolloutDone,
 )
+from headrace.environments.workers.step_driver import StepDriver, is_stepped
 from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
 from headrace.environments.workers.tools import Toolbox, in_thread, is_async
+from headrace.playing import Resumes
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Failure
 
@@ -39,8 +42,15 @@ class ToolLimits:
 class Player:
     """The rollouts of one process. Its methods are called in the loop's thread."""
 
-    def __init__(self, function: Callable[..., Any], send: Callable[[FromProcess], None], limits: ToolLimits) -> None:
-        self._function, self._send, self._limits = function, send, limits
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        send: Callable[[FromProcess], None],
+        limits: ToolLimits,
+        resumes: Resumes = "replayed",
+    ) -> None:
+        """`function`: what plays a rollout; a class is stepped (`step_driver.py`). `resumes`: how its rollouts go on after a kill."""
+        self._function, self._send, self._limits, self._resumes = function, send, limits, resumes
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[ChatReply]] = {}
@@ -76,7 +86,14 @@ class Player:
         self._owners[task] = order.id
         _owner.set(order.id)
         box = Toolbox(self._limits.seconds, self._limits.characters)
-        agent = AsyncAgent(order.id, order.seed, ask=self._ask, tell=self._send, box=box)
+        agent = AsyncAgent(
+            order.id,
+            order.seed,
+            ask=self._ask,
+            tell=self._send,
+            box=box,
+            keeps_calls=self._resumes == "stateless",
+        )
         rewards: Rewards | None = None
         failure: Failure | None = None
         try:
@@ -93,12 +110,21 @@ class Player:
         self._send(RolloutDone(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
 
     async def _called(self, agent: AsyncAgent, order: Play) -> Any:
-        offered = {**order.columns, "prompt": order.prompt}
+        offered = {"seed": order.seed, **order.columns, "prompt": order.prompt}
+        if is_stepped(self._function):
+            given = arguments(self._function, offered, agent=False)
+            keeps = self._resumes == "exported"
+            driver = StepDriver(self._function, agent, partial(self._in_thread, agent), keeps=keeps)
+            return await driver.play(given, order.resumed)
+        del offered["seed"]
         given = arguments(self._function, offered)
         if is_async(self._function):
             return await self._function(agent, **given)
+        return await self._in_thread(agent, lambda blocking: self._function(blocking, **given))
+
+    async def _in_thread(self, agent: AsyncAgent, work: Callable[[BlockingAgent], Any]) -> Any:
         waits = _Waits(self._loop)
-        answer = in_thread(lambda: self._function(BlockingAgent(agent, waits.wait), **given), f"rollout {order.id}")
+        answer = in_thread(lambda: work(BlockingAgent(agent, waits.wait)), f"rollout {_owner.get()}")
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -171,11 +197,13 @@ def _number(value: object) -> float | str:
         return repr(value)[:60]
 
 
-def arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns that the function's signature names, or all if it takes `**columns`. Raises TypeError for one that is missing."""
-    first, *parameters = inspect.signature(function).parameters.values()
+def arguments(function: Callable[..., Any], offered: Mapping[str, Any], *, agent: bool = True) -> dict[str, Any]:
+    """Returns the columns that the function's signature names, or all if it takes `**columns`. `agent`: whether its first parameter is
+    the agent. Raises TypeError for one that is missing."""
+    parameters = [*inspect.signature(function).parameters.values()]
+    first = parameters.pop(0).name if agent else ""
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        given = {name: value for name, value in offered.items() if name != first.name}
+        given = {name: value for name, value in offered.items() if name != first}
     else:
         given = {one.name: offered[one.name] for one in parameters if one.name in offered}
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
@@ -191,7 +219,13 @@ def _named(one: inspect.Parameter) -> bool:
 
 
 def signature_problem(function: Any) -> str:
-    """Says why the function cannot be called as `fn(agent, prompt=, **columns)`; empty if it can."""
+    """Says why the function cannot be called as `fn(agent, prompt=, **columns)`, or the class cannot be stepped; empty if it can."""
+    if isinstance(function, type):
+        return (
+            ""
+            if is_stepped(function)
+            else "is a class without step(agent, reply), which says what the model reads next"
+        )
     if not inspect.isroutine(function):
         return f"is a {type(function).__name__}, not a function"
     first, *others = [*inspect.signature(function).parameters.values(), None]

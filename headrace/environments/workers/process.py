@@ -21,8 +21,10 @@ from headrace.environments.workers.episode_frames import (
     FromProcess,
     FunctionLoaded,
     Play,
+    ResumedTurn,
     Rewarded,
     RolloutDone,
+    ToolAnswered,
     pack,
     receive,
 )
@@ -30,6 +32,7 @@ from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.playing import Resumes
 from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
 
@@ -58,6 +61,8 @@ class FunctionSettings(Struct, frozen=True, kw_only=True):
     """Bytes of memory; 0 sets no limit."""
     sandbox: str = DEFAULT.as_text()
     """The settings of the sandbox (`SandboxSettings`)."""
+    resumes: Resumes = "replayed"
+    """How rollouts go on after a kill."""
 
     def arguments(self, check: bool = False) -> list[str]:
         rest = {
@@ -66,6 +71,7 @@ class FunctionSettings(Struct, frozen=True, kw_only=True):
             "memory": self.memory,
             "check": check,
             "sandbox": self.sandbox,
+            "resumes": self.resumes,
             "library": msgspec.to_builtins(self.library),
         }
         return [self.spec, json.dumps(rest)]
@@ -77,6 +83,8 @@ class RolloutAsked(Struct, frozen=True):
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     seed: int
+    resumed: ResumedTurn | None = None
+    """The turn in which it goes on; None if it begins."""
 
 
 class RolloutListener(Protocol):
@@ -86,6 +94,8 @@ class RolloutListener(Protocol):
         """Raises what ends the rollout."""
 
     def rewarded(self, given: Rewarded) -> None: ...
+
+    def answered(self, given: ToolAnswered) -> None: ...
 
 
 class Lost(Exception):
@@ -143,7 +153,7 @@ class EnvironmentProcess(UserProcess):
         heard = self._heard[id] = asyncio.Queue()
         over, left = False, self._settings.seconds
         try:
-            self._send(Play(id, asked.prompt, asked.columns, asked.seed))
+            self._send(Play(id, asked.prompt, asked.columns, asked.seed, asked.resumed))
             while True:
                 frame, left = await self._next(heard, left)
                 match frame:
@@ -154,6 +164,8 @@ class EnvironmentProcess(UserProcess):
                         self._send(await self._answered(frame, listener))
                     case Rewarded():
                         listener.rewarded(frame)
+                    case ToolAnswered():
+                        listener.answered(frame)
                     case RolloutDone():
                         over = True
                         self.left += frame.leaves
@@ -215,7 +227,7 @@ class EnvironmentProcess(UserProcess):
                 match frame:
                     case Beat(blocked_by=id) if id >= 0:
                         self._lose(id, "was killed, because an async function kept its event loop from running")
-                    case ChatAsked(id=id) | Rewarded(id=id) | RolloutDone(id=id):
+                    case ChatAsked(id=id) | Rewarded(id=id) | ToolAnswered(id=id) | RolloutDone(id=id):
                         if id in self._heard:
                             self._heard[id].put_nowait(frame)
         except TimeoutError:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded
+from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded, ToolAnswered
 from headrace.environments.workers.tools import Toolbox
 
 Message = dict[str, Any]
@@ -42,6 +42,8 @@ class AgentReply:
     """`stop`, `length` (cut off at rollout.max_tokens), or `limit`: the rollout is at its limit, nothing was sampled, and no more turns
     can be had."""
     tokens: int
+    role: str = ""
+    """The agent that replies; empty for the one that the function was called with."""
 
     def __str__(self) -> str:
         return self.text
@@ -56,16 +58,21 @@ class AsyncAgent:
         seed: int,
         *,
         ask: Callable[[ChatAsked], Awaitable[ChatReply]],
-        tell: Callable[[Rewarded], None],
+        tell: Callable[[Rewarded | ToolAnswered], None],
         box: Toolbox,
         name: str = "",
+        keeps_calls: bool = False,
     ) -> None:
+        """`keeps_calls`: whether the result of each tool call outlasts this process."""
         self.seed = seed
         """A number for everything random, the same when the rollout is played again."""
         self.name = name
         """Its role; empty for the agent that the function is called with."""
         self._id, self._ask, self._tell, self._box = id, ask, tell, box
         self._roles: dict[str, AsyncAgent] = {}
+        self._keeps_calls = keeps_calls
+        self._results: Mapping[str, Message] = {}
+        """The results of tool calls that an earlier process has made, by the ids of the calls."""
 
     def role(self, name: str) -> AsyncAgent:
         """Returns another agent of this rollout, which is the same policy with a conversation, tools and rewards of its own: another player
@@ -78,7 +85,13 @@ class AsyncAgent:
             )
         if name not in self._roles:
             self._roles[name] = AsyncAgent(
-                self._id, self.seed, ask=self._ask, tell=self._tell, box=self._box.another(), name=name
+                self._id,
+                self.seed,
+                ask=self._ask,
+                tell=self._tell,
+                box=self._box.another(),
+                name=name,
+                keeps_calls=self._keeps_calls,
             )
         return self._roles[name]
 
@@ -91,15 +104,36 @@ class AsyncAgent:
         model may call from now on; None: those of the turn before.
 
         Raises ValueError for messages that are none, and for what the chat template refuses."""
+        return await self.ask(messages, tools)
+
+    async def ask(
+        self,
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] | None,
+        state: bytes = b"",
+    ) -> AgentReply:
+        """Does what `chat` does. `state`: that of the environment, which is kept with the turn."""
         schemas = None if tools is None else await self._box.offer(tools)
-        reply = await self._ask(ChatAsked(self._id, messages_of(messages), schemas, self.name))
+        return await self._reply(ChatAsked(self._id, messages_of(messages), schemas, self.name, state))
+
+    async def equip(self, tools: Sequence[Callable[..., Any]]) -> None:
+        """Takes the tools that the model was offered in an earlier process."""
+        await self._box.offer(tools)
+
+    async def resumed(self, results: Sequence[Message]) -> AgentReply:
+        """Returns the reply of the turn in which the rollout goes on. `results`: those of its tool calls that were finished."""
+        self._results = {one["tool_call_id"]: one for one in results}
+        return await self._reply(ChatAsked(self._id, [], None, self.name, resumes=True))
+
+    async def _reply(self, asked: ChatAsked) -> AgentReply:
+        reply = await self._ask(asked)
         if reply.refused:
             raise ValueError(reply.refused)
         calls = tuple(
             CalledTool(one.name, {} if one.problem else json.loads(one.arguments), one.id, one.problem)
             for one in reply.calls
         )
-        return AgentReply(reply.text, calls, "limit" if reply.over else reply.stop, reply.tokens)
+        return AgentReply(reply.text, calls, "limit" if reply.over else reply.stop, reply.tokens, self.name)
 
     async def call(self, reply: AgentReply) -> list[Message]:
         """Runs the tools that the reply calls, all at once, and returns their results as messages for `chat`. A call that is malformed,
@@ -111,6 +145,14 @@ class AsyncAgent:
         self._tell(Rewarded(self._id, str(name), float(value), self.name))
 
     async def _answer(self, call: CalledTool) -> Message:
+        if call.id in self._results:
+            return self._results[call.id]
+        message = await self._made(call)
+        if self._keeps_calls:
+            self._tell(ToolAnswered(self._id, message, self.name))
+        return message
+
+    async def _made(self, call: CalledTool) -> Message:
         content, problem = ("", "malformed") if call.problem else await self._box.use(call.name, call.arguments)
         if call.problem:
             content = f"error: the tool call cannot be read: {call.problem}"

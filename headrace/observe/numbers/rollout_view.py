@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from headrace.durable.journal import JournalStep
+from headrace.observe.numbers.turn_view import TurnView, story, view_turns
 from headrace.observe.records import answer_of
-from headrace.observe.texts import clip
-from headrace.types import Completion, Episode, Group, Row, Scored, Struct, VersionSpan
+from headrace.types import Completion, Episode, Group, Row, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token; joined, they are the whole text."""
@@ -65,6 +64,10 @@ class RolloutView(Struct, frozen=True, kw_only=True):
 
     story: tuple[str, ...] = ()
     """The turns of an episode in words: calls of tools, their results, rewards of single turns."""
+    graph: tuple[TurnView, ...] = ()
+    """The turns of all paths."""
+    cut: str = ""
+    """The limit at which the episode was cut off; empty if none."""
 
     @property
     def sampled(self) -> list[int]:
@@ -128,7 +131,9 @@ def view_rollout(
         trainer=tuple(trainer),
         answer=answer_of(group.prompt),
         extracted=one.extracted,
-        story=tuple(_story(one)),
+        story=tuple(story(one)),
+        graph=view_turns(step, group, rollout),
+        cut=one.episode.cut,
     )
 
 
@@ -160,28 +165,6 @@ def _spans(path: Sequence[_Piece]) -> tuple[VersionSpan, ...]:
         spans += [replace(span, start=span.start + start) for span in (piece.sampled.spans if piece.sampled else ())]
         start += len(piece.tokens)
     return tuple(spans)
-
-
-def _story(one: Scored) -> Iterator[str]:
-    """Yields lines about the turns of a chat. Single completions have none."""
-    turns = one.episode.turns
-    for number, turn in enumerate(turns if len(turns) > 1 or one.turn_rewards else ()):
-        begun = turn.agent in {one.agent for one in turns[:number]}
-        forked = begun and not turn.parents
-        begins = f" of {turn.agent}" if turn.agent else ""
-        begins += ", on a path of its own: the chat template rewrites earlier messages" if forked else ""
-        for message in turn.messages if number else ():
-            who = f"{message.get('name', '')} returned" if message.get("role") == "tool" else message.get("role")
-            yield f"{who}: {clip(str(message.get('content')), 200)}"
-        calls = [call["function"] for call in turn.reply.get("tool_calls", ())]
-        called = "; ".join(f"calls {call['name']}({clip(json.dumps(call['arguments']), 200)})" for call in calls)
-        said = str(turn.reply.get("content", turn.completion.text)).strip()
-        given = one.turn_rewards[number] if one.turn_rewards else {}
-        rewards = ", ".join(f"{name} {value:g}" for name, value in given.items())
-        words = [clip(said, 200)] * bool(said) + [called] * bool(called) + [f"reward {rewards}"] * bool(rewards)
-        yield f"turn {number + 1}{begins}: {' · '.join(words) or '(nothing)'}"
-    if one.episode.cut:
-        yield f"cut off at its limit of {one.episode.cut}"
 
 
 def view_step(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 from headrace.observe.diagnosis.troubles import measured_on
@@ -21,6 +22,8 @@ Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""
 
 MAX_NOTE = 300
+COLOURS = 6
+"""Colours of curves, which are used again for more."""
 
 
 def failures(data: ReportData) -> str:
@@ -65,6 +68,24 @@ def throughput(data: ReportData) -> str:
 
 def _trained_rate(one: Bin) -> float:
     return _share(sum(row.report.loss_tokens for row in one.rows), sum(end - start for start, end in one.spans))
+
+
+def agents(data: ReportData) -> str:
+    """Draws the rewards of each agent, where an episode has several: in a game their sum says nothing. Empty if there is one agent."""
+    names = dict.fromkeys(turn.agent for one in data.samples for turn in one.graph)
+    lines: list[Line] = [
+        (f"c{place % COLOURS + 1}", name, partial(_of_agent, name))
+        for place, name in enumerate(name for name in names if name)
+    ]
+    note = "sum of the rewards that an agent's own turns were given; mean over the trained rollouts"
+    return _lines(data, "Reward of each agent", lines, note, any_sign=True) if lines else ""
+
+
+def _of_agent(name: str, one: Bin) -> float:
+    """Rewards of a role are named `role.name`."""
+    own = [[value for reward, value in row.components.items() if reward.startswith(f"{name}.")] for row in one.rows]
+    known = [sum(values) for values in own if values]
+    return _share(sum(known), len(known))
 
 
 def held_out(data: ReportData) -> str:
@@ -117,14 +138,17 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _lines(data: ReportData, title: str, lines: Sequence[Line], note: str, share: bool = False) -> str:
-    """Draws one curve per line. A chart of shares leaves out curves that are always 0, except the first."""
+def _lines(
+    data: ReportData, title: str, lines: Sequence[Line], note: str, *, share: bool = False, any_sign: bool = False
+) -> str:
+    """Draws one curve per line. A chart of shares leaves out curves that are always 0, except the first. `any_sign`: whether values may
+    be negative."""
     values = {name: [value(one) for one in data.bins] for _, name, value in lines}
     shown = [line for line in lines if not share or any(one > 0 for one in values[line[1]])] or lines[:1]
     every = [one for _, name, _ in shown for one in values[name]]
     if not any(map(math.isfinite, every)):
         return ""
-    within = (0.0, 1.0) if share else (0.0, math.inf)
+    within = (0.0, 1.0) if share else (-math.inf if any_sign else 0.0, math.inf)
     chart = Chart(of_steps(data), extent(every, zero=True, within=within), percent=share)
     for colour, name, _ in shown:
         chart.line([(one.x, y) for one, y in zip(data.bins, values[name], strict=True)], colour)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.observe.numbers.measures import trimmed, trimmed_tokens
 from headrace.observe.records import StepRow
-from headrace.observe.report.curves import failures, held_out, lengths_over_steps, throughput
+from headrace.observe.report.curves import agents, failures, held_out, lengths_over_steps, throughput
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
@@ -29,6 +29,7 @@ def all_plots(data: ReportData) -> str:
 def _learning(data: ReportData) -> Sequence[str]:
     return (
         reward(data),
+        agents(data),
         held_out(data),
         failures(data),
         lengths_over_steps(data),

@@ -9,6 +9,7 @@ from html import escape
 from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
 from headrace.observe.report.draw.tables import table
+from headrace.observe.report.episode_graph import anchor, episodes
 from headrace.observe.report.lag_charts import LAST, lag_class
 from headrace.observe.texts import clip, counted, number
 
@@ -23,7 +24,11 @@ def rollouts(views: Sequence[RolloutView]) -> str:
         "The best and the worst rollout of one group, for steps spread over the run. headrace inspect shows any other."
     )
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    return f'<p class="note">{note}</p>{_legend(views)}' + table(head, [_row(one) for one in views], "rollouts")
+    return (
+        f'<p class="note">{note}</p>{_legend(views)}'
+        + table(head, [_row(one) for one in views], "rollouts")
+        + episodes(views)
+    )
 
 
 def _legend(views: Sequence[RolloutView]) -> str:
@@ -67,8 +72,9 @@ def _row(one: RolloutView) -> tuple[str, ...]:
 
 
 def _story(one: RolloutView) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in one.story)
-    return f'<ol class="turns">{lines}</ol>' if lines else ""
+    """Returns a link to the graph of an episode of several turns."""
+    several = len(one.graph) > 1
+    return f'<p class="note"><a href="#{anchor(one)}">{len(one.graph)} turns as a graph</a></p>' if several else ""
 
 
 def _tokens(one: RolloutView) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained
 from headrace.reports import TrainReport
@@ -26,6 +26,8 @@ class Rolled:
     """Seconds since the ticket was drawn."""
     lost_tokens: int = 0
     """Number of tokens sampled for rollouts that were cancelled or started again."""
+    between: tuple[float, ...] = ()
+    """Seconds that each scored rollout spent between its turns."""
 
     @property
     def commonest_failure(self) -> str:
@@ -51,7 +53,20 @@ class Rolled:
             lost_tokens=self.lost_tokens,
             kinds=dict(Counter(failure.kind for failure in self.failures)),
             talk=talk_of([one.episode for one in self.scored]),
+            **self._paces(),
         )
+
+    def _paces(self) -> dict[str, Any]:
+        """The fields of `GroupEnded` about several turns; none if every rollout has one."""
+        episodes = [one.episode for one in self.scored]
+        if all(len(one.turns) == 1 for one in episodes):
+            return {}
+        read = (sum(len(turn.context) for turn in one.turns if turn.parents) for one in episodes)
+        return {
+            "turns": tuple(len(one.turns) for one in episodes),
+            "read": tuple(read),
+            "between": tuple(round(seconds, 3) for seconds in self.between),
+        }
 
 
 def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Scorer, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout_session import Decode
 
@@ -33,6 +34,8 @@ class Parts:
     engine: Engine
     interrupts: Interrupts
     """The engine with the chosen way of interrupting rollouts."""
+    notebook: Notebook
+    """The notes of environments about rollouts in flight."""
     trainer: Trainer
     environment: EnvironmentKind
     scorer: Scorer

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.rollouts.episodes import roll_out, with_rewards
+from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
 from headrace.rollouts.rollout_session import Played, Room, TurnAsked
 from headrace.types import Completion, Failure, Group, Prompt, Scored
 
@@ -84,7 +85,7 @@ class Rolling:
         started = self._clock()
         try:
             async with self._parts.interrupts.group():
-                scored, failures = await self._rollouts_of(ticket, prompt)
+                scored, failures, between = await self._rollouts_of(ticket, prompt)
             rolled = Rolled(
                 ticket=ticket,
                 prompt=prompt,
@@ -92,6 +93,7 @@ class Rolling:
                 failures=failures,
                 seconds=self._clock() - started,
                 lost_tokens=self._not_asked_again(ticket),
+                between=between,
             )
             self._rewards += [one.reward for one in scored]
             self._judge(rolled)
@@ -105,6 +107,7 @@ class Rolling:
             )
             self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget_group(ticket)
+        self._parts.notebook.forget_group(ticket)
 
     def _judge(self, rolled: Rolled) -> None:
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
@@ -117,12 +120,15 @@ class Rolling:
             fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
         self._budgets.spend(rolled, fact)
 
-    async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
+    async def _rollouts_of(
+        self, ticket: int, prompt: Prompt
+    ) -> tuple[tuple[Scored, ...], tuple[Failure, ...], tuple[float, ...]]:
+        """Returns the scored rollouts, the failures, and the seconds that each scored one spent between its turns."""
         parts, rollout = self._parts, self._plan.rollout
         room = parts.engine.capabilities.context_length
         if len(prompt.tokens) + rollout.max_tokens > room:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
-            return (), (Failure("prompt_too_long", detail),) * rollout.group_size
+            return (), (Failure("prompt_too_long", detail),) * rollout.group_size, ()
 
         async def ask(asked: TurnAsked) -> Completion:
             return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked))
@@ -135,6 +141,8 @@ class Rolling:
                 ask=ask,
                 decode=parts.decode,
                 room=Room(room, rollout.max_tokens),
+                page=partial(parts.notebook.page, ticket),
+                forks=rollout.forks,
             )
         played = [result for result in results if isinstance(result, Played)]
         episodes = [one.episode for one in played]
@@ -143,18 +151,21 @@ class Rolling:
         if episodes:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):
                 judged = with_rewards(await parts.scorer.score(prompt, episodes), played)
-        scored = tuple(result for result in judged if isinstance(result, Scored))
-        return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
+        between = {of.rollout: of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
+        joined = as_trees(judged, played)
+        scored = tuple(result for result in joined if isinstance(result, Scored))
+        failures = tuple(result for result in [*results, *joined] if isinstance(result, Failure))
+        return scored, failures, tuple(between.values())
 
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
         parts = self._parts
         lost = sum(len(one.tokens) for one in parts.interrupts.unused(ticket).values())
-        if lost and parts.environment.resumes == "replayed" and not self._diverged:
+        if lost and parts.environment.resumes != "restarted" and not self._diverged:
             self._diverged = True
             parts.telemetry.warn(
-                f"an environment that declares that it can be replayed asked for other turns than before the run was killed (ticket {ticket}), so "
-                f"{lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
+                f'an environment that declares resumes="{parts.environment.resumes}" asked for other turns than before the run was killed (ticket '
+                f"{ticket}), so {lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
                 'declare resumes="restarted"'
             )
         return lost

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import (
@@ -31,13 +32,14 @@ from headrace.durable.journal import (
     read_journal,
     read_only,
 )
-from headrace.durable.pass_log import discard_passes, read_passes
+from headrace.durable.pass_log import PassNote, discard_passes, read_passes
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, joined
 from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
@@ -197,9 +199,15 @@ def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
 
 
 def recover(
-    saved: SavedRun, curriculum: Curriculum, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan
+    saved: SavedRun,
+    curriculum: Curriculum,
+    buffer: Buffer,
+    interrupts: Interrupts,
+    *,
+    notebook: Notebook,
+    plan: LoopPlan,
 ) -> tuple[list[JournalStep], bool]:
-    """Brings curriculum, buffer and interrupts to the moment of the kill. Returns the steps that the trainer must repeat, and `outlived`: whether
+    """Brings curriculum, buffer, interrupts and notes to the moment of the kill. Returns the steps that the trainer must repeat, and `outlived`: whether
     the passes since the checkpoint cannot be used. That is so if they contain tickets whose records a loss of power removed from the
     journal; these tickets are drawn and sampled again, under the same names.
 
@@ -215,11 +223,15 @@ def recover(
         key = RolloutKey.read(name)
         if key is None or key.adapter != plan.adapter or key.ticket not in in_flight:
             return None
-        return plan.recorded(key) if key.index < plan.rollout.group_size else None
+        return plan.recorded(key) if key.index < plan.rollout.rollouts else None
 
     begun = _begun(saved, asked, plan.adapter)
-    interrupts.restore(_of_checkpoint(saved, asked) if begun is None else begun)
-    return steps, begun is None
+    outlived = begun is None
+    if begun is None:
+        begun = _Begun(_of_checkpoint(saved, asked), _notes_of_checkpoint(saved, asked))
+    interrupts.restore(begun.completions)
+    notebook.restore(begun.notes)
+    return steps, outlived
 
 
 def _apply(records: Iterable[AnyRecord], curriculum: Curriculum, buffer: Buffer) -> Iterator[JournalStep]:
@@ -255,10 +267,24 @@ def _of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, Completion]:
     return {name: completion for name, completion in before.items() if asked(name)}
 
 
-def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion] | None:
-    """The tokens of rollouts in flight that were sampled before the kill, by request; None if the passes contain a ticket that was never
+def _notes_of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, list[bytes]]:
+    before = saved.state.notes if saved.state else {}
+    return {name: list(notes) for name, notes in before.items() if asked(name)}
+
+
+class _Begun(NamedTuple):
+    """The recorded part of the rollouts in flight."""
+
+    completions: dict[str, Completion]
+    """Those of each request."""
+    notes: dict[str, list[bytes]]
+    """The notes of their environments, by rollout."""
+
+
+def _begun(saved: SavedRun, asked: Asked, adapter: str) -> _Begun | None:
+    """The part of rollouts in flight that was recorded before the kill; None if the passes contain a ticket that was never
     drawn. Passes are folded as they are read, so that only requests in flight are held in memory."""
-    found = _of_checkpoint(saved, asked)
+    found, notes = _of_checkpoint(saved, asked), _notes_of_checkpoint(saved, asked)
     since: dict[str, Transcript] = {}
     others: set[str] = set()
 
@@ -271,6 +297,12 @@ def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion]
         return None
 
     for output in _passes(saved):
+        if isinstance(output, PassNote):
+            if asked(output.rollout):
+                notes.setdefault(output.rollout, []).append(output.note)
+            else:
+                others.add(output.rollout)
+            continue
         write_down(output, find)
         for end in output.finished:
             if transcript := find(end.request_id):
@@ -279,11 +311,11 @@ def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion]
     for name, transcript in since.items():
         _keep(found, transcript, Finished(name, "interrupted"))
     keys = [key for name in others if (key := RolloutKey.read(name)) and key.adapter == adapter]
-    return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else found
+    return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else _Begun(found, notes)
 
 
-def _passes(saved: SavedRun) -> Iterable[StepOutput]:
-    """The engine's passes since the checkpoint."""
+def _passes(saved: SavedRun) -> Iterable[StepOutput | PassNote]:
+    """The engine's passes since the checkpoint, and the notes between them."""
     if saved.rewinds:
         return ()
     return read_passes(saved.run_dir, saved.saved_step, saved.state.passes if saved.state else 0)

@@ -17,6 +17,7 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Trainer
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer, BufferState
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
 from headrace.types import Completion, Struct
 
@@ -37,9 +38,11 @@ class ControllerState(Struct, frozen=True):
     journal: int
     """Number of records in the journal at that moment."""
     passes: int = 0
-    """Number of the first forward pass whose tokens are not in `begun`."""
+    """Number of the first frame of the pass log that is not in `begun` and `notes`."""
     scored_by: str = ""
     """The mark of the settings under which the rows of finished groups were made."""
+    notes: dict[str, tuple[bytes, ...]] = {}
+    """The notes of environments about rollouts in flight (`rollouts/notebook.py`)."""
     curriculum: CurriculumState | None = None
     """None if prompts are drawn in the order of the task."""
 
@@ -53,6 +56,8 @@ class _Parts(Protocol):
     def trainer(self) -> Trainer: ...
     @property
     def interrupts(self) -> Interrupts: ...
+    @property
+    def notebook(self) -> Notebook: ...
     @property
     def journal(self) -> Journal: ...
 
@@ -121,6 +126,7 @@ class Snapshots:
             begun=begun,
             journal=position,
             passes=self._passes.number,
+            notes=parts.notebook.state(buffer.in_flight),
             scored_by=self._scored_by,
             curriculum=parts.curriculum.state(),
         )

@@ -5,7 +5,7 @@ when the passes reach its start plus its length. A heap of these thresholds give
 version), from which the spans of a completion are computed when it ends.
 
 Not simulated: preemption (an admitted request stays; room is reserved for a completion of mean length), and the caching of prompts
-beyond the group that shares them.
+beyond the group that shares them. The cache of a turn is there when the next one is asked for, unless new weights came in between.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from headrace.errors import IdentityError
 from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
-from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcript
+from headrace.plan.parts.listeners import Listener, Listeners, Prompts, TurnCaches, transcript
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
+from headrace.simulate.codes import context_length
 from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
@@ -54,6 +55,7 @@ class SimulatedEngine:
         self._ends = EndTimes()
         self._waiting: list[tuple[int, int, Flight]] = []
         self._prompts, self._listeners = Prompts(), Listeners()
+        self._turns = TurnCaches()
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False
@@ -66,7 +68,10 @@ class SimulatedEngine:
 
     async def generate(self, request: Request) -> Completion:
         assert self.version >= 0, "generate before the first load"
-        flight = Flight(request, *self._length(request), len(request.prefix) * self._grain, next(self._order))
+        length, at_limit = self._length(request)
+        prefix, prompt = len(request.prefix) * self._grain, context_length(request.prompt, self._grain)
+        order = next(self._order)
+        flight = Flight(request, length=length, at_limit=at_limit, prefix=prefix, prompt=prompt, order=order)
         heapq.heappush(self._waiting, (request.priority, flight.order, flight))
         self._touch()
         try:
@@ -230,8 +235,9 @@ class SimulatedEngine:
             heapq.heappop(self._waiting)
 
     def _begin(self, flight: Flight, room: float) -> None:
-        passes, new = self._passes, self._prompts.enter(flight.request.prompt, self.version)
-        compute = flight.prefix + (flight.prompt if new else 0)
+        passes, prompt = self._passes, flight.request.prompt
+        new = self._prompts.enter(prompt, self.version)
+        compute = flight.prefix + (flight.prompt - self._turns.known(prompt, self.version) if new else 0)
         self._prompted += compute
         passes.debt += compute * self._rates.prefill
         if not self._running:
@@ -248,6 +254,8 @@ class SimulatedEngine:
 
     def _end(self, flight: Flight, stop: Stop) -> None:
         completion = self._completion(flight, stop)
+        if stop != "interrupted" and flight.swaps == len(self._swaps) - 1:
+            self._turns.ended(flight, completion, self.version)
         self._listeners.report(flight, completion, self.version, stop)
         self._leave(flight)
         if not flight.done.done():

@@ -37,10 +37,10 @@ class Flight:
         "swaps",
     )
 
-    def __init__(self, request: Request, length: int, at_limit: bool, prefix: int, order: int) -> None:
-        """`length`: real tokens of the whole completion; `prefix`: those of them that an earlier request sampled."""
-        self.request, self.at_limit, self.order = request, at_limit, order
-        self.prompt = request.prompt[1] if len(request.prompt) > 1 else len(request.prompt)
+    def __init__(self, request: Request, *, length: int, at_limit: bool, prefix: int, prompt: int, order: int) -> None:
+        """`length`: real tokens of the whole completion; `prefix`: those of them that an earlier request sampled; `prompt`: those
+        before it."""
+        self.request, self.at_limit, self.order, self.prompt = request, at_limit, order, prompt
         self.length, self.prefix = max(length, prefix + 1), prefix
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.begun = self.gone = False

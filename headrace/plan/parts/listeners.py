@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.plan.parts.flight import Flight
+from headrace.simulate.codes import RESULT
 from headrace.steps import Finished, StepOutput, Transcript
 from headrace.types import Completion, Request, Stop
 
@@ -54,6 +55,28 @@ def transcript(request: Request, so_far: Completion) -> Transcript:
         kv_versions=list(versions),
         mixed=[False] * len(versions),
     )
+
+
+class TurnCaches:
+    """The sequences that ended under the live weights, whose caches a next turn finds."""
+
+    MOST = 1 << 14
+    """Those that ended first go first."""
+
+    def __init__(self) -> None:
+        self._ended: dict[tuple[int, ...], tuple[int, int]] = {}
+        """The version and the real tokens of each."""
+
+    def ended(self, flight: Flight, done: Completion, version: int) -> None:
+        whole = flight.request.prompt + flight.request.prefix + done.tokens
+        self._ended[whole] = version, flight.prompt + flight.length
+        while len(self._ended) > self.MOST:
+            del self._ended[next(iter(self._ended))]
+
+    def known(self, prompt: tuple[int, ...], version: int) -> int:
+        """Returns the real tokens of a prompt that need not be computed."""
+        under, tokens = self._ended.get(prompt[:-RESULT], (version, 0))
+        return tokens if under == version else 0
 
 
 class Prompts:

@@ -19,7 +19,7 @@ from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.observe.records import MetricsFact, StepRow, read_metrics
 from headrace.plan.rates.fits import alike, line, nonnegative
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.simulate.distributions import empirical, fixed
+from headrace.simulate.distributions import Distribution, empirical, fixed
 
 F = TypeVar("F")
 
@@ -34,24 +34,69 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
             f"{run_dir} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
             "on, or plan from its config.toml with --calibrate"
         )
-    lengths = [group.lengths for group in groups if group.lengths]
-    # Tokens forwarded in addition to the completions: less than the prompt if rollouts begin alike.
+    sampled = [group for group in groups if group.lengths]
+    turns, tools, results = _between_turns(sampled)
+    read = statistics.mean(sum(group.read) for group in sampled)
+    # Tokens forwarded in addition to the completions and to what lies between them: less than the prompt if rollouts begin alike.
     prompt = statistics.mean(
-        max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets)) for step in steps
+        max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets) - read) for step in steps
     )
     computed = samples[-1].stats.prompt_tokens / max(1, len(groups))
     engine = _engine(samples, live, config.engine.max_running)
     rates = Rates(
-        msgspec.structs.replace(engine, prefill=engine.prefill * computed / prompt),
+        msgspec.structs.replace(engine, prefill=engine.prefill * computed / (prompt + read)),
         _trainer(steps, _of(facts, Waited), live),
         overhead=_waited(_of(facts, Waited), "rollouts", "the scorer"),
-        completions=empirical([n for group in lengths for n in group], alike(lengths)),
+        completions=_completions(sampled),
         prompts=fixed(round(prompt)),
+        turns=turns,
+        tools=tools,
+        results=results,
         source=f"metrics of the run {run_dir.name}",
         model=Path(config.model.path).name,
     )
     barren = sum(group.reason == "no_contrast" for group in groups)
     return rates, 1 - barren / max(1, sum(group.outcome != "failed" for group in groups))
+
+
+def _completions(groups: Sequence[GroupEnded]) -> Distribution:
+    """Returns the tokens of a turn: each turn of a rollout counts as its mean."""
+    means = [[length / count for length, count in zip(group.lengths, _turns(group), strict=True)] for group in groups]
+    values = [
+        mean
+        for group, of_rollouts in zip(groups, means, strict=True)
+        for mean, count in zip(of_rollouts, _turns(group), strict=True)
+        for _ in range(count)
+    ]
+    return empirical(values, alike(means))
+
+
+def _turns(group: GroupEnded) -> Sequence[int]:
+    return group.turns or (1,) * len(group.lengths)
+
+
+def _between_turns(
+    groups: Sequence[GroupEnded],
+) -> tuple[Distribution | None, Distribution | None, Distribution | None]:
+    """Returns the turns of a rollout, and the seconds and tokens between two turns; None if all rollouts have one turn."""
+    several = [group for group in groups if group.turns]
+    if not several:
+        return None, None, None
+    counts = [list(map(float, _turns(group))) for group in groups]
+    seconds = _per_gap((group.turns, group.between) for group in several if group.between)
+    tokens = _per_gap((group.turns, group.read) for group in several)
+    each = empirical([count for group in counts for count in group], alike(counts))
+    return each, empirical(seconds or [0.0]), empirical(tokens or [1.0])
+
+
+def _per_gap(of: Iterable[tuple[Sequence[int], Sequence[float]]]) -> list[float]:
+    """Returns a value for each gap between two turns: the rollout's mean."""
+    return [
+        value / (count - 1)
+        for turns, values in of
+        for count, value in zip(turns, values, strict=True)
+        for _ in range(count - 1)
+    ]
 
 
 def _of(facts: Iterable[MetricsFact], kind: type[F]) -> list[F]:

@@ -66,6 +66,12 @@ class Rates(Struct, frozen=True):
     completions: Distribution | None = None
     """Lengths of completions, if they were measured."""
     prompts: Distribution | None = None
+    turns: Distribution | None = None
+    """Turns of a rollout, if a run of several turns was measured; then `completions` are those of one turn."""
+    tools: Distribution | None = None
+    """Seconds between two turns."""
+    results: Distribution | None = None
+    """Tokens between two turns."""
     source: str = ""
     """The source of these rates, in words."""
     model: str = ""

@@ -1,0 +1,120 @@
+"""Plays a rollout with a class of the user that goes from turn to turn. Runs in the processes of environments.
+
+An instance is made for each rollout, of the columns that its `__init__` names. `step(agent, reply)` gets the reply of the turn before (None
+at the start) and returns what the model reads next: a text, messages, or a pair of a role and these. A number, or a dict of rewards by
+name, ends the rollout. Between two steps nothing but the instance holds the state. So a class with `export_state()` and
+`restore(state)` can go on in another process: each turn is asked for together with the state that its step left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.environments.workers.episode_frames import ResumedTurn
+from headrace.environments.workers.talk import AgentReply, AsyncAgent, BlockingAgent
+from headrace.environments.workers.tools import is_async
+
+LARGEST_STATE = 1 << 20
+"""Bytes of an exported state. It is kept with every turn."""
+
+InThread = Callable[[Callable[[BlockingAgent], Any]], Awaitable[Any]]
+"""Runs work that may block, with an agent whose methods block."""
+
+Tools = Sequence[Callable[..., Any]]
+
+
+def is_stepped(player: object) -> bool:
+    """Whether it is a class with `step`."""
+    return isinstance(player, type) and callable(getattr(player, "step", None))
+
+
+def exports(player: object) -> bool:
+    """Whether it is a class whose state can be exported."""
+    return is_stepped(player) and all(callable(getattr(player, name, None)) for name in ("export_state", "restore"))
+
+
+class StepDriver:
+    """One rollout."""
+
+    def __init__(self, made: Any, agent: AsyncAgent, in_thread: InThread, *, keeps: bool) -> None:
+        """`made`: the class; `keeps`: whether its state is kept with each turn."""
+        self._made, self._agent, self._in_thread, self._keeps = made, agent, in_thread, keeps
+        self._asynchronous = is_async(made.step)
+        self._offered: dict[str, Tools] = {}
+        """The tools that each role was offered."""
+
+    async def play(self, given: Mapping[str, Any], resumed: ResumedTurn | None) -> Any:
+        """Returns the rewards. `given`: the columns for the instance; `resumed`: the turn in which the rollout was when another process
+        played it; None: it begins."""
+        one = await self._call(lambda: self._made(**given))
+        try:
+            reply = await self._again(one, resumed) if resumed else None
+            while not _is_end(said := await self._step(one, reply)):
+                role, messages = said if isinstance(said, tuple) else ("", said)
+                reply = await self._ask(one, role, messages)
+            return said
+        finally:
+            if callable(close := getattr(one, "close", None)):
+                await (close() if is_async(close) else self._call(close))
+
+    async def _again(self, one: Any, resumed: ResumedTurn) -> AgentReply:
+        if self._keeps:
+            state = msgspec.msgpack.decode(resumed.state)
+            await self._call(lambda: one.restore(state))
+        speaker = self._speaker(resumed.role)
+        if tools := _tools_of(one, resumed.role):
+            self._offered[resumed.role] = tools
+            await speaker.equip(tools)
+        return await speaker.resumed(resumed.results)
+
+    async def _step(self, one: Any, reply: AgentReply | None) -> Any:
+        if self._asynchronous:
+            return await one.step(self._agent, reply)
+        return await self._in_thread(lambda agent: one.step(agent, reply))
+
+    async def _ask(self, one: Any, role: str, messages: Any) -> AgentReply:
+        tools = _tools_of(one, role)
+        new = tools is not None and tools != self._offered.get(role)
+        if tools is not None:
+            self._offered[role] = tools
+        state = await self._call(lambda: _written(one.export_state())) if self._keeps else b""
+        return await self._speaker(role).ask(messages, tools if new else None, state)
+
+    def _speaker(self, role: str) -> AsyncAgent:
+        return self._agent.role(role) if role else self._agent
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        """Calls a method that is not a coroutine: in this thread if the class is asynchronous, because then it does not block."""
+        return work() if self._asynchronous else await self._in_thread(lambda _: work())
+
+
+def _is_end(said: Any) -> bool:
+    """Whether a step returned rewards, or nothing, which is no messages either."""
+    if isinstance(said, str):
+        return False
+    if isinstance(said, Mapping):
+        return "role" not in said
+    return not isinstance(said, Sequence)
+
+
+def _tools_of(one: Any, role: str) -> Tools | None:
+    """Returns the tools of a role; None if the class says nothing about them."""
+    tools = getattr(one, "tools", None)
+    found: Tools | None = tools.get(role) if isinstance(tools, Mapping) else None if role else tools
+    return found
+
+
+def _written(state: Any) -> bytes:
+    """Raises ValueError for a state that cannot be kept."""
+    try:
+        data = msgspec.msgpack.encode(state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"export_state returned what cannot be kept ({error}); it returns plain values: dicts, lists, texts, bytes, numbers"
+        ) from None
+    if len(data) > LARGEST_STATE:
+        raise ValueError(f"export_state returned {len(data):,} bytes; it may return {LARGEST_STATE:,} with each turn")
+    return data
