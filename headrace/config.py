@@ -149,8 +149,7 @@ def check(config: RunConfig) -> list[str]:
         *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
-        *parallel_problems(config.train, config.lora, itself=any(teacher.student for teacher in config.teachers)),
+        *_trainer_problems(config),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *chat_problems(
@@ -207,6 +206,11 @@ def _sampling_problems(config: RunConfig) -> list[str]:
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
     return problems
+
+
+def _trainer_problems(config: RunConfig) -> Iterator[str]:
+    yield from parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank))
+    yield from parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers))
 
 
 def _length_problems(config: RunConfig) -> list[str]:

@@ -52,7 +52,7 @@ class Sharded:
         return self._rank == 0
 
     def load(self, directory: Path, device: torch.device) -> Any:
-        """In the host's memory: a device never holds more than its part and one layer."""
+        """Loads into the host's memory: a device never holds more than its part and one layer."""
         return load_model(directory, torch.device("cpu"))
 
     def spread(self, model: Any) -> None:
