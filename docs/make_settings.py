@@ -51,7 +51,7 @@ def sections(
     kind: type, path: str = "", title: str = "The run, above all tables", about: str = ""
 ) -> Iterator[Section]:
     """Yields the sections of a settings dataclass: its own settings, then those of its tables and of its lists of tables."""
-    hints, told = typing.get_type_hints(kind), docstrings(kind) | computed(kind)
+    hints, told = typing.get_type_hints(kind), inherited(kind) | computed(kind)
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
@@ -78,6 +78,12 @@ def docstrings(kind: type) -> dict[str, str]:
     return found
 
 
+def inherited(kind: type) -> dict[str, str]:
+    """Returns the docstrings of a settings class and of those that it is derived from; its own win."""
+    own = [docstrings(one) for one in reversed(kind.__mro__) if dataclasses.is_dataclass(one)]
+    return {name: text for found in own for name, text in found.items()}
+
+
 def computed(kind: type) -> dict[str, str]:
     """Returns the purposes of settings that are made from the tables of losses and rules."""
     if kind is CorrectionConfig:
@@ -89,8 +95,7 @@ def constants() -> dict[str, str]:
     """Returns, for each constant of the losses, its docstring in each of them."""
     said: dict[str, dict[str, list[str]]] = {}
     for loss in LOSSES.values():
-        inherited = [docstrings(one) for one in reversed(loss.__mro__) if dataclasses.is_dataclass(one)]
-        told = {name: text for own in inherited for name, text in own.items()}
+        told = inherited(loss)
         for name in loss.reads():
             said.setdefault(name, {}).setdefault(told.get(name, ""), []).append(loss.name)
     return {

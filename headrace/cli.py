@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
-from headrace.commands import pool_command as pooling
 from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
+from headrace.commands.running import gateway_command as handing
+from headrace.commands.running import pool_command as pooling
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
         if not (
-            run.reward.specs or run.teachers or run.environment.rewards
+            run.reward.given or run.teachers or run.environment.rewards
         ):  # a command takes no function, unlike `headrace.train`
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
@@ -260,6 +261,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     pooling.add_arguments(
         _command(commands, "pool", pooling.pool, "the engines of a running run: show them, add one, remove one")
+    )
+    handing.add_arguments(
+        _command(
+            commands,
+            "gateway",
+            handing.gateway,
+            "where a run hands out rollouts to agents, and a command that plays them",
+        )
     )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")

@@ -31,7 +31,7 @@ from headrace.rollouts.partial import PartialConfig, partial_problems
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.sandbox.config import SandboxConfig
-from headrace.scoring.config import RewardConfig, sandbox_problems
+from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -152,6 +152,7 @@ def check(config: RunConfig) -> list[str]:
         *_trainer_problems(config),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
+        *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
         *chat_problems(
             config.environment,
             chat=config.task.chat,
@@ -165,18 +166,8 @@ def check(config: RunConfig) -> list[str]:
             penalty=bool(config.algo.length_penalty),
             routing=config.rollout.keep_routing,
         ),
+        *_learning_problems(config),
     ]
-    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
-        problems.append(
-            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
-            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
-            'lora.publish = "adapter"'
-        )
-    if config.rollout.group_size < config.algo.min_rollouts:
-        problems.append(
-            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
-            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
-        )
     if config.train.warmup_steps >= config.train.steps:
         problems.append(
             f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
@@ -206,6 +197,30 @@ def _sampling_problems(config: RunConfig) -> list[str]:
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
     return problems
+
+
+def _learning_problems(config: RunConfig) -> Iterator[str]:
+    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
+        yield (
+            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
+            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
+            'lora.publish = "adapter"'
+        )
+    if config.algo.credit == "segment" and not config.reward.segmented:
+        yield (
+            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
+            'reward.functions or reward.services, or algo.credit = "rollout"'
+        )
+    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+        yield (
+            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
+            'or "drop"'
+        )
+    if config.rollout.group_size < config.algo.min_rollouts:
+        yield (
+            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
 
 
 def _trainer_problems(config: RunConfig) -> Iterator[str]:
@@ -241,7 +256,8 @@ def _length_problems(config: RunConfig) -> list[str]:
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:
     algo = config.algo
-    one_weight = algo.recipe.loss.weighs_rollouts or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
+    whole = algo.recipe.loss.weighs_rollouts or algo.recipe.loss.pairs
+    one_weight = whole or getattr(ADVANTAGES.get(algo.recipe.advantage), "spread", False)
     return fork_problems(
         config.rollout.forks,
         turns=config.environment.turns,

@@ -6,10 +6,13 @@ The shipped fake is `environments/fake.py`. The example goes on with the values 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
 from headrace.types import Completion, Prompt
+
+TokenListener = Callable[[int, float], None]
+"""A function that is called with each token of a turn and its log-prob as soon as it is sampled. It must not raise."""
 
 
 class Agent(Protocol):
@@ -25,6 +28,7 @@ class Agent(Protocol):
         role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
+        heard: TokenListener | None = None,
     ) -> Completion:
         """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
         a tool's result before a later turn). They are never in the loss.
@@ -33,7 +37,7 @@ class Agent(Protocol):
         this completion, which `turn` has returned, so that several turns may extend one and be sampled at the same time; None: it
         extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `role`: the agent whose
         turn it is, if the rollout has several. `messages` and `read` (which returns the completion as a message) are kept with the turn for
-        reward functions and people.
+        reward functions and people. `heard` is called with the tokens as they are sampled, in their order; it may miss some at the end.
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
@@ -118,7 +122,10 @@ class EnvironmentKind:
     """Makes one from the prompt and a seed, which are the same when the run is resumed."""
     limits: Limits
     resumes: Resumes
+    _: KW_ONLY
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Ends what they share, such as processes."""
+    players: str = ""
+    """Those who have to come for a rollout to be played, in words for the report of waits; empty if nobody has to."""
     remarks: Callable[[], Sequence[str]] = tuple
     """Sentences on requests of its agents that were answered in another way than they were asked for. The rehearsal prints them."""

@@ -92,6 +92,12 @@ class TrainReport(Struct, frozen=True):
     """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None
     """None for a step without tokens of lag 0, and in journals from before 2026-11-22."""
+    pairs: int = 0
+    """Number of preferences (`algo/policy/pairs.py`) that were trained on."""
+    pairs_agreed: float = 0.0
+    """Share of them whose margin was positive before the update: the policy prefers what was preferred."""
+    pair_margin: float = 0.0
+    """Mean of their margins, in nats (SimPO: per token)."""
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:

@@ -7,8 +7,7 @@ A stage makes a new value; it never fills a hole in an old one. Every type is a 
 travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
 
 One small case runs through the examples of this file, of `rollout_key.py`, `weights.py`, `steps.py`, `reports.py` and `protocols.py`: two
-rollouts of a prompt of four tokens; version 5 of the weights goes live while the first of them is sampled.
-`tests/test_examples.py` evaluates them in this order.
+rollouts of a prompt of four tokens; version 5 goes live while the first is sampled. `tests/test_examples.py` evaluates them in this order.
 
 Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequence, N packed tokens, V vocabulary.
 """
@@ -68,8 +67,7 @@ class Sampling(Struct, frozen=True):
 
 
 class Fork(Struct, frozen=True):
-    """A request to continue another request from one of its tokens, over that request's KV entries: only the token before the
-    first one sampled is computed again.
+    """A request to continue another one from one of its tokens, over its KV entries: only the last token kept is computed again.
 
     >>> fork = Fork(of="t12/0", at_token=2)  # keeps the prompt and the first two sampled tokens of t12/0
     """
@@ -81,8 +79,7 @@ class Fork(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One completion asked of an engine. Requests with equal prompts (those of a group) share the prompt's KV entries: an engine
-    computes them once per version of the weights.
+    """One completion asked of an engine. Requests with equal prompts share its KV entries: computed once per version of the weights.
 
     >>> request = Request("t12/0", prompt.tokens, sampling)
     >>> continued = Request("b", (), sampling, fork=fork)  # a fork has no prompt of its own
@@ -122,8 +119,7 @@ class VersionSpan(Struct, frozen=True):
     kv_version: int
     """The oldest version among the KV entries that these tokens attended to (<= version)."""
     mixed: bool = False
-    """Whether the tokens were sampled while an update was streamed in: `version` is then the oldest in use, and some
-    parameters were newer."""
+    """Whether they were sampled while an update was streamed in: `version` is then the oldest in use; some parameters were newer."""
 
 
 class TopLogprobs(Struct, frozen=True):
@@ -302,6 +298,8 @@ class Scored(Struct, frozen=True):
     """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
+    segments: tuple[tuple[tuple[int, float, float], ...], ...] = ()
+    """The steps of each turn under a process reward: tokens up to a step's end, its score, its weighted return (`parts/segmenting.py`)."""
     branches: tuple[Branch, ...] = ()
     """The ends of an episode that branches (`rollout.forks`); `reward` and `rewards` are then their means."""
 
@@ -374,6 +372,8 @@ class Group(Struct, frozen=True):
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...] = ()
     """Rollouts of this group that failed; the advantages compare the others among themselves."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
 
 
 class Batch(Struct, frozen=True):

@@ -74,7 +74,7 @@ ROOMS = {
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),
-    "scoring": ("workers", "teacher"),
+    "scoring": ("workers", "parts", "services", "teacher"),
     "serve": ("routes", "training", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
 }
@@ -89,7 +89,7 @@ CONCRETE = {
     "FakeEngine": "engine",
     "TorchTrainer": "trainer",
     "FakeTrainer": "trainer",
-    "FunctionScorer": "scoring",
+    "RewardScorer": "scoring",
     "FakeScorer": "scoring",
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",

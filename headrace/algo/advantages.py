@@ -33,6 +33,8 @@ class GroupRewards(NamedTuple):
     """Weights of the named rewards; 1 if missing."""
 
 
+Pair = tuple[int, int]
+"""The places of two rollouts in their group: the chosen and the rejected one."""
 AdvantageFunction = Callable[[GroupRewards], list[float]]
 
 
@@ -145,6 +147,45 @@ def zero(group: GroupRewards) -> list[float]:
     return [0.0] * len(group.rewards)
 
 
+def every_pair(group: GroupRewards) -> list[float]:
+    """The number of other rollouts that a rollout is preferred to, less the number of those that are preferred to it: each of the two has
+    the higher reward. What is trained are these pairs (`preferences`)."""
+    return _balance(len(group.rewards), preferences(group))
+
+
+def best_against_worst(group: GroupRewards) -> list[float]:
+    """1 for the rollout with the highest reward of the group, -1 for that with the lowest (the first of equal ones), 0 for the others. What is
+    trained is this pair (`extremes`)."""
+    return _balance(len(group.rewards), extremes(group))
+
+
+def preferences(group: GroupRewards) -> list[Pair]:
+    """Returns every pair of rollouts whose rewards differ, the preferred one first."""
+    rewards = group.rewards
+    return [
+        (i, j)
+        for i, one in enumerate(rewards)
+        for j, other in enumerate(rewards)
+        if one > other and not _alike(one, other)
+    ]
+
+
+def extremes(group: GroupRewards) -> list[Pair]:
+    """Returns the pair of the best and the worst rollout; nothing without contrast."""
+    rewards = group.rewards
+    if not has_contrast(rewards):
+        return []
+    return [(rewards.index(max(rewards)), rewards.index(min(rewards)))]
+
+
+def _balance(count: int, pairs: Sequence[Pair]) -> list[float]:
+    balance = [0.0] * count
+    for chosen, rejected in pairs:
+        balance[chosen] += 1
+        balance[rejected] -= 1
+    return balance
+
+
 class Advantage(NamedTuple):
     """An advantage function, and the properties of it that other stages use."""
 
@@ -157,6 +198,8 @@ class Advantage(NamedTuple):
     """Whether it is whitened over the valid tokens of the whole batch."""
     spread: bool = False
     """Whether `groups.Algorithm` turns it into a return for every token."""
+    pairs: Callable[[GroupRewards], list[Pair]] | None = None
+    """The pairs of rollouts, chosen and rejected, that a loss of preferences compares; None for numbers alone."""
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -170,6 +213,8 @@ ADVANTAGES: dict[str, Advantage] = {
     "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
     "raw": Advantage(raw, compares=False),
     "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper
+    "every_pair": Advantage(every_pair, pairs=preferences),
+    "best_against_worst": Advantage(best_against_worst, pairs=extremes),
     "zero": Advantage(zero, compares=False, reads_sum=False),
 }
 

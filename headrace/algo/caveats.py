@@ -17,6 +17,8 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
     """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
     user's own loss is assumed to."""
     recipe, correction = algo.recipe, algo.recipe.correction
+    if recipe.loss.pairs:  # which of two rollouts is better does not depend on who sampled them
+        return True
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or bool(correction.rules)
     return bounds or corrects or recipe.select.kind == "m2po"

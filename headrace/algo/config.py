@@ -70,10 +70,11 @@ class AlgoConfig:
     length_penalty: float = Field(default=0.0, ge=0)
     """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
     proportion."""
-    credit: Literal["rollout", "turn", "agent"] = "rollout"
+    credit: Literal["rollout", "turn", "agent", "segment"] = "rollout"
     """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
     those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one
-    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others."""
+    agent, whose return (the rewards of its turns, and those of the end) is compared with those of the same agent in the others. segment: those
+    of one step of a process reward (`reward.services.segments`), whose return (`form`) is compared with the same step's in the others."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -134,7 +135,8 @@ class AlgoConfig:
     @property
     def reference_in_loss(self) -> bool:
         """Whether the trainer needs the reference model."""
-        return self.recipe.kl.coef > 0 and self.recipe.kl.place == "loss"
+        recipe = self.recipe
+        return recipe.loss.needs_reference or (recipe.kl.coef > 0 and recipe.kl.place == "loss")
 
     @property
     def reference_in_reward(self) -> bool:
@@ -199,6 +201,7 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _selections(config, recipe)
     yield from _divergences(config, recipe)
     yield from _credits(config, recipe)
+    yield from _preferences(config, recipe)
 
 
 def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -213,6 +216,38 @@ def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield f'algo.loss = {recipe.loss} weighs whole rollouts; set algo.credit = "rollout"'
     if config.length_penalty:
         yield 'algo.length_penalty compares whole rollouts; set algo.credit = "rollout", or algo.length_penalty = 0'
+
+
+def _preferences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    advantage = ADVANTAGES.get(recipe.advantage)
+    paired = advantage is not None and advantage.pairs is not None
+    named = " or ".join(name for name, one in ADVANTAGES.items() if one.pairs)
+    if not recipe.loss.pairs:
+        if paired or recipe.aggregation == "pair_mean":
+            setting = f"advantage = {recipe.advantage}" if paired else "aggregation = pair_mean"
+            yield (
+                f"algo.{setting} is about pairs of rollouts, and algo.loss = {recipe.loss} about tokens; use algo.name = dpo, ipo_pairs or "
+                "simpo, or remove it"
+            )
+        return
+    if not paired or recipe.aggregation != "pair_mean":
+        yield (
+            f"algo.loss = {recipe.loss} compares pairs of rollouts: it needs algo.advantage = {named} and algo.aggregation = pair_mean; use "
+            f"algo.name = {recipe.loss}, and remove what replaces them"
+        )
+    idle = {
+        "kl.coef": recipe.kl.coef > 0,
+        "distill": recipe.distill.kind != "none",
+        "correction": recipe.correction != Correction(),
+        "lag": recipe.lag.kind != "constant",
+        "select": recipe.select.kind != "none",
+        "credit": config.credit != "rollout",
+    }
+    for name in (name for name, given in idle.items() if given):
+        yield (
+            f"algo.{name} weighs single tokens or turns, and algo.loss = {recipe.loss} is a function of whole rollouts, which pair_beta holds "
+            "near the reference or apart; remove it"
+        )
 
 
 def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.rules.rule import Rule
 from headrace.algo.rules.table import with_thresholds
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum", "pair_mean"]
 Denominator = Literal["all", "kept"]
 Old = Literal["sampler", "trainer", "loglinear"]
 Level = Literal["token", "sequence", "geometric"]

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
 from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.pairs import DPO, IdentityPreference, SimPO
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
 from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
@@ -49,6 +50,7 @@ REASONS = ("mask", *RULES, "lag", "m2po", "clip_cov", "mine")
 # gspo, mis_geometric, opsm: 0.05 is five times the noise that rounding adds to the mean of a sequence (docs/algorithms.md). The papers'
 # bounds are narrower, because they bound a ratio to the trainer's own log-probs.
 # grpo: token_mean is DAPO's denominator (arXiv 2503.14476); the paper's own seq_mean_token_mean favours long wrong answers.
+# simpo: pairs of the best and the worst of several samples, as the paper makes its own.
 # decoupled_ppo: weights above its cap of 5 are taken out, as in AReaL, rather than clamped.
 # rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
 RECIPES: dict[str, Recipe] = {
@@ -174,6 +176,17 @@ RECIPES: dict[str, Recipe] = {
         papers=("2512.02556",),
     ),
     "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy with the reward as weight"),
+    "dpo": Recipe("every_pair", DPO(), "pair_mean", about="preferences, near a reference", papers=("2305.18290",)),
+    "ipo_pairs": Recipe(
+        "every_pair",
+        IdentityPreference(),
+        "pair_mean",
+        about="preferences, with a target for the margin; `ipo` is another algorithm",
+        papers=("2310.12036",),
+    ),
+    "simpo": Recipe(
+        "best_against_worst", SimPO(), "pair_mean", about="preferences, without a reference", papers=("2405.14734",)
+    ),
     "opd": Recipe(
         "zero",
         Reinforce(),

@@ -54,7 +54,7 @@ class EngineConfig:
     """Prompt tokens forwarded per pass, beside one token of every running sequence."""
     swap: Literal["keep", "recompute"] = "keep"
     """Handling of the KV cache of running sequences when weights are swapped: keep it (the version spans record this),
-    or recompute it under the new weights before the sequences continue."""
+    or recompute it under the new weights before the sequences continue. With vLLM and SGLang it is always recomputed."""
     exact: bool = False
     """Tokens and log-probs of a request do not depend on the rest of the batch, or on where it was interrupted: a
     request that is continued from a prefix under the same weights gets the same bits as without the interruption.
@@ -174,7 +174,9 @@ def _fleet_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[st
 def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
     """Settings that belong to the other of the two: a server that is joined, or one that is started."""
     for name in changed:
-        if config.urls and name in _OF_STARTED:
+        if name == "swap" and config.kind != "headrace":
+            yield f'engine.swap is of headrace\'s own engine; remove it: with engine.kind = "{config.kind}" caches are always recomputed'
+        elif config.urls and name in _OF_STARTED:
             yield f"engine.{name} is about a server that the run starts, and engine.urls names one that is running; remove one of them"
         elif config.urls and name not in (*OF_SERVERS, *_OF_BOTH):
             yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or the server's own option)"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, LIBRARIES, PROCESS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
@@ -18,6 +18,7 @@ ToolPlace = Literal["template", "hermes"]
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
 _OF_COMMANDS = ("command", "directory", "processes")
+_OF_GATEWAY = ("host", "port")
 _OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
 
 
@@ -28,7 +29,8 @@ class EnvironmentConfig:
     prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
     skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
-    `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md)."""
+    `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md). gateway: agents elsewhere take the rollouts
+    (headrace gateway)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
     game. openenv: the URL of the server."""
@@ -46,13 +48,18 @@ class EnvironmentConfig:
     """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
     processes: int = Field(default=64, gt=0)
     """process: the most processes at once. Further rollouts wait."""
+    host: str = "127.0.0.1"
+    """gateway: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
+    all of its addresses do."""
+    port: int = Field(default=0, ge=0, lt=1 << 16)
+    """gateway: the port. 0: one that is free, another one at each start."""
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
     """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. One with no
     room for another turn of rollout.max_tokens is cut off."""
     seconds: float = Field(default=600.0, ge=0)
-    """Seconds that the function or the process itself may take between its turns, tools included. After that the rollout
+    """Seconds that the function or the agent itself may take between its turns, tools included. After that the rollout
     has failed (`environment_timeout`). 0 sets no limit."""
     episode_seconds: float = Field(default=0.0, ge=0)
     """Seconds since its begin, sampling included, after which a rollout is cut off at its next turn, and trained with what it has.
@@ -75,12 +82,13 @@ class EnvironmentConfig:
     """Number of processes that play rollouts. Each plays many at once: async functions in one event loop, others in a
     thread each."""
     memory_gib: float = Field(default=4.0, ge=0)
-    """GiB of memory that each of these processes may allocate. 0 sets no limit."""
+    """GiB of memory that each of these processes may allocate; process: that the command may hold, with all that it
+    starts. 0 sets no limit."""
 
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS)):
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS, GATEWAY)):
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
@@ -114,25 +122,32 @@ class EnvironmentConfig:
             raise ValueError(
                 'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
             )
-        changed = [one for one in _changed(self) if one not in ("kind", "function")]
-        commands = [one for one in changed if one in _OF_COMMANDS]
-        if commands and self.kind != PROCESS:
-            foreign, owner = commands, 'environment.kind = "process"'
-        elif self.kind == PROCESS:
-            own = (*_OF_COMMANDS, *_OF_ALL)
-            foreign, owner = [one for one in changed if one not in own], "another kind of environment"
-        elif self.function:
-            foreign, owner = [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
-        elif self.kind in LIBRARIES:
-            foreign, owner = [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
-        else:
-            foreign, owner = changed, "environment.function, or to an environment of another library"
+        if self.kind == GATEWAY and not self.seconds:
+            raise ValueError(
+                "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
+                "between its turns"
+            )
+        foreign, owner = self._foreign([one for one in _changed(self) if one not in ("kind", "function")])
         if foreign:
             raise ValueError(
                 f"environment.{foreign[0]} belongs to {owner}, which is not set; set it (environment.kind names such environments), or "
                 f"remove environment.{foreign[0]}"
             )
         return self
+
+    def _foreign(self, changed: Sequence[str]) -> tuple[Sequence[str], str]:
+        """The settings that do not belong to this kind, and the kind that they belong to."""
+        for kind, settings, more in ((PROCESS, _OF_COMMANDS, ("memory_gib",)), (GATEWAY, _OF_GATEWAY, ())):
+            if self.kind == kind:
+                own = (*settings, *more, *_OF_ALL)
+                return [one for one in changed if one not in own], "another kind of environment"
+            if found := [one for one in changed if one in settings]:
+                return found, f'environment.kind = "{kind}"'
+        if self.function:
+            return [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
+        if self.kind in LIBRARIES:
+            return [one for one in changed if one in _OF_FUNCTIONS], "environment.function"
+        return changed, "environment.function, or to an environment of another library"
 
     @property
     def setting(self) -> str:
@@ -141,14 +156,24 @@ class EnvironmentConfig:
 
     @property
     def in_processes(self) -> bool:
-        """Whether code in processes beside generation plays the rollouts: a function or a command of the user, or an environment of
-        another library."""
-        return bool(self.function) or self.kind in LIBRARIES or self.is_command
+        """Whether code in processes beside generation plays the rollouts: a function or a command of the user, an environment of
+        another library, or agents elsewhere."""
+        return bool(self.function) or self.kind in LIBRARIES or self.asks_gateway
 
     @property
     def is_command(self) -> bool:
         """Whether a command of the user plays them, as a process for each rollout."""
         return self.kind == PROCESS
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether agents elsewhere play them."""
+        return self.kind == GATEWAY
+
+    @property
+    def asks_gateway(self) -> bool:
+        """Whether what plays them asks for its turns over HTTP."""
+        return self.is_command or self.is_handed_out
 
     @property
     def turns(self) -> int:

@@ -19,8 +19,10 @@ import msgspec
 
 from headrace.chat.formats import HERMES, CallFormat
 from headrace.chat.messages import Tool, described
-from headrace.chat.reading import read_calls
+from headrace.chat.reading import CallReader, read_calls
+from headrace.chat.streamed_text import StreamedText
 from headrace.environments.config import ToolPlace
+from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
 from headrace.errors import ConfigError
 from headrace.playing import Agent
@@ -62,10 +64,20 @@ class _Past(NamedTuple):
 class Conversation:
     """The messages of one rollout, and the tokens that stand for them."""
 
-    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace, role: str = "") -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        encoder: TurnEncoder,
+        *,
+        system: str,
+        tools: ToolPlace,
+        role: str = "",
+        stops: Sequence[str] = (),
+    ) -> None:
         """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described. `role`: the
-        agent that replies, if the rollout has several."""
+        agent that replies, if the rollout has several. `stops`: strings that end a completion and are left out of the reply's text."""
         self._agent, self._encoder, self._system, self._place, self._role = agent, encoder, system, tools, role
+        self._stops = tuple(stops)
         self._past: list[_Past] = []
         self._as_calls = False
         """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
@@ -88,9 +100,15 @@ class Conversation:
         other._past = list(self._past)
         return other
 
-    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None, most: int = 0) -> ChatReply:
+    async def say(
+        self,
+        new: Sequence[Message],
+        tools: Sequence[Message] | None,
+        most: int = 0,
+        stream: TurnStream | None = None,
+    ) -> ChatReply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before. `most`: the most tokens of the
-        answer; 0: rollout.max_tokens.
+        answer; 0: rollout.max_tokens. `stream`: follows the answer while it is sampled.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
         self._tools = self._tools if tools is None else tools
@@ -103,6 +121,10 @@ class Conversation:
         if (limit := self._agent.cut_off(context, fresh=fresh, after=self.last)) and not self.limit_said:
             self.limit_said = True
             return ChatReply(over=limit)
+        before = 0 if fresh or not self.last else self.prompt_tokens + len(self.last.tokens)
+        self.prompt_tokens = before + len(context)
+        if stream:
+            stream.begin(self._text_of(format), CallReader(format) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
@@ -110,10 +132,14 @@ class Conversation:
             return _as_message(replies[-1])
 
         done = await self._agent.turn(
-            context, fresh=fresh, after=self.last, most=most, role=self._role, messages=added, read=read
-        )
-        self.prompt_tokens = len(context) + (
-            0 if fresh else self.prompt_tokens + len(self.last.tokens) if self.last else 0
+            context,
+            fresh=fresh,
+            after=self.last,
+            most=most,
+            role=self._role,
+            messages=added,
+            read=read,
+            heard=stream.heard if stream else None,
         )
         self.last = done
         self._keep(given, text, done, replies[-1])
@@ -170,13 +196,19 @@ class Conversation:
 
     def _read(self, done: Completion, format: CallFormat | None) -> ChatReply:
         stop, count = "length" if done.stop == "length" else "stop", len(done.tokens)
+        text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
-            return ChatReply(text=self._encoder.decode(done.tokens), stop=stop, tokens=count)
-        decode = self._encoder.decode if self._place == "hermes" else self._encoder.decode_with_calls
-        said = read_calls(decode(done.tokens), format)
+            return ChatReply(text=text, stop=stop, tokens=count)
+        said = read_calls(text, format)
         calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
         calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
         return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
+
+    def _text_of(self, format: CallFormat | None) -> StreamedText:
+        """The text of a reply, calls included, which has no token yet."""
+        shows_calls = format is not None and self._place == "template"
+        decode = self._encoder.decode_with_calls if shows_calls else self._encoder.decode
+        return StreamedText(decode, self._stops)
 
     def _id(self) -> str:
         self._calls += 1

@@ -62,7 +62,7 @@ def open_function(
             prompt, seed, pool=pool, encoder=encoder, config=config, system=system, alone=alone, keeps=keeps
         )
 
-    return EnvironmentKind(make, config.limits, resumes, pool.close)
+    return EnvironmentKind(make, config.limits, resumes, close=pool.close)
 
 
 def _resumes(config: EnvironmentConfig, loaded: FunctionLoaded) -> Resumes:

@@ -25,6 +25,12 @@ PROCESS = "process"
 """The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
 
 
+GATEWAY = "gateway"
+"""The kind whose rollouts agents elsewhere take (`agents/handing_out.py`)."""
+ADDRESS_FILE = "gateway.url"
+"""The file among a run's logs that has the address where they do. Only the user who started the run can read it."""
+
+
 def environment_kind(name: str) -> EnvironmentKind:
     module, _, value = ENVIRONMENTS[name].partition(":")
     found: EnvironmentKind = getattr(importlib.import_module(module), value)

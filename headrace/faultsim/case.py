@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.curriculum.config import CurriculumConfig
-from headrace.faultsim.faults import Fault, some_faults
+from headrace.faultsim.faults import Fault, faults_of_service, some_faults
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
@@ -52,6 +52,9 @@ class Case(Struct, frozen=True):
     """Engines; more than one are a fleet."""
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
     """Which prompt is drawn next. Unless it is uniform, there are `DISTINCT` different prompts, which come again and again."""
+
+    served: bool = False
+    """Whether rewards come from a service behind HTTP, which fails now and then."""
 
     @property
     def staleness(self) -> StalenessConfig:
@@ -115,7 +118,14 @@ def case_of(seed: int) -> Case:
         members=rng.choice([1, 1, 2, 2, 3]),
     )
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
-    return replace(case, curriculum=rng.choice(["pools", "contrast"])) if _chooses(rng, case) else case
+    case = replace(case, curriculum=rng.choice(["pools", "contrast"])) if _chooses(rng, case) else case
+    return _served(rng, case) if rng.randrange(4) == 0 else case
+
+
+def _served(rng: random.Random, case: Case) -> Case:
+    lives = 1 + max((one.life for one in case.faults), default=0)
+    failing = faults_of_service(rng, lives, 2 * case.steps * case.groups)
+    return replace(case, served=True, faults=(*case.faults, *failing))
 
 
 def _chooses(rng: random.Random, case: Case) -> bool:

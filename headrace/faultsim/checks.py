@@ -34,6 +34,7 @@ from headrace.faultsim.oracles import (
     records_in,
     turns_of,
 )
+from headrace.faultsim.scorer import AskedScores
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
 from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
 from headrace.observe.records import StepRow, read_metrics
@@ -79,6 +80,7 @@ class RunHistory:
         """Whether that happened just before this life."""
         self._spoiled: set[tuple[str, int]] = set()
         """Damaged checkpoints: their names, and when they were sealed."""
+        self.scores = AskedScores()
         self.notes = KeptNotes()
         self.weights = ""
         """The trainer's weights at the end."""

@@ -22,7 +22,7 @@ Kind = Literal[
     "engine_dies", "engine_lost", "engine_hangs", "engine_slow",
     "trainer_dies", "trainer_hangs", "trainer_slow",
     "repeat", "lose",  # a message
-    "scorer_hangs",
+    "scorer_hangs", "service_fails",
 ]  # fmt: skip
 
 
@@ -33,11 +33,11 @@ class Fault(Struct, frozen=True):
     life: int
     at: int
     """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
-    calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come
+    calls. service: requests. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come
     before the life."""
     share: float = 0.0
     """A number in [0, 1) that sets the details of the fault: the part of a torn write that is written; the part of each file that
-    a loss of power takes; how long a disk is full; which message; where in its work a worker dies; which file rots."""
+    a loss of power takes; how long a disk is full; which message; where in its work a worker dies; which file rots; how a service fails."""
 
 
 def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
@@ -65,6 +65,11 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     if rng.random() < 0.15:  # what a loss of power left is met again after the next kill
         found += [Fault("power", 0, _early(rng, size // 2), rng.random()), Fault("kill", 1, _early(rng, size))]
     return tuple(found)
+
+
+def faults_of_service(rng: random.Random, lives: int, size: int) -> tuple[Fault, ...]:
+    """Draws faults of single requests. `size`: approximate number of requests of a run."""
+    return tuple(Fault("service_fails", rng.randrange(lives), rng.randrange(size), rng.random()) for _ in range(4))
 
 
 def _early(rng: random.Random, size: int) -> int:

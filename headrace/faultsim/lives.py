@@ -29,7 +29,7 @@ from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.scorer import SeededScorer
+from headrace.faultsim.scorer import SeededScorer, ServedScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
@@ -231,7 +231,7 @@ class Life:
         engine.listen(storage.passes.write)
         self._restored.notebook.listen(self._history.notes.watching(storage.passes.note, lambda: self._disk.dead))
         engine.listen(self._told)
-        scorer = SeededScorer(case.seed, self.chance, case.stragglers)
+        scorer = self._scorer()
         held_out = task.held_out(2) if case.evaluate_every else []
         self._parts = assemble(
             plan=plan,
@@ -252,6 +252,15 @@ class Life:
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
+
+    def _scorer(self) -> SeededScorer:
+        case = self._case
+        if not case.served:
+            return SeededScorer(case.seed, self.chance, case.stragglers)
+        heard = self._history.scores.begin(self._disk)
+        scorer = ServedScorer(case.seed, self.chance, case.stragglers, self._telemetry, heard)
+        scorer.open(self._directory)
+        return scorer
 
     def _plan_of(self, rollout: RolloutConfig) -> LoopPlan:
         return LoopPlan(

@@ -129,6 +129,9 @@ class Stored(NamedTuple):
     dtype: str
     """The dtype in the format's spelling: BF16, F32."""
     shape: tuple[int, ...]
+    begin: int
+    """Position of its first byte in the file."""
+    end: int
 
     @property
     def elements(self) -> int:
@@ -149,10 +152,16 @@ def read_header(path: Path) -> dict[str, Stored]:
     try:
         header: dict[str, Any] = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        stored = {name: Stored(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+        stored = {name: _stored(entry, 8 + length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError("has a header that cannot be read") from None
+    end = max((one.end for one in stored.values()), default=8 + length)
     if size < end:
         raise ValueError(f"is cut off: its header announces {end:,} bytes, and the file has {size:,}")
     return stored
+
+
+def _stored(entry: dict[str, Any], start: int) -> Stored:
+    """`start`: position of the first tensor."""
+    begin, end = entry["data_offsets"]
+    return Stored(entry["dtype"], tuple(entry["shape"]), start + begin, start + end)

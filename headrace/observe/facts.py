@@ -137,6 +137,28 @@ class WeightsLive(Fact, frozen=True):
     """Seconds for which admission or generation was held back for the swap."""
 
 
+class ScorerAsked(Fact, frozen=True, kw_only=True):
+    """A part of the reward was called for one group."""
+
+    scorer: str
+    """The name of its reward."""
+    what: str
+    """`function`, `service` or `judge`."""
+    completions: int
+    seconds: float
+    """Time of the call, waiting included."""
+    waited: float = 0.0
+    """Seconds for which its requests waited for their turn (`concurrency`), added up."""
+    attempts: int = 0
+    """Requests over the network."""
+    retries: int = 0
+    """Those of them that repeated one that had failed."""
+    tokens: int = 0
+    """Tokens that a judge read and wrote."""
+    failures: dict[str, int] = {}
+    """Completions without a score, by reason."""
+
+
 class IdentityChecked(Fact, frozen=True):
     """The result of a probe (C3): log-probs of a fixed prompt, engine against trainer, at one version."""
 
@@ -324,6 +346,7 @@ AnyFact = (
     | StepTrained
     | WeightsLive
     | IdentityChecked
+    | ScorerAsked
     | EngineSample
     | FleetSample
     | MemberMoved

@@ -27,6 +27,7 @@ from headrace.observe.facts import (
     PromptChosen,
     RunEnded,
     RunStarted,
+    ScorerAsked,
     StepTrained,
     TicketDrawn,
     Waited,
@@ -94,6 +95,7 @@ MetricsFact = (
     | StepRow
     | WeightsLive
     | IdentityChecked
+    | ScorerAsked
     | EngineSample
     | FleetSample
     | MemberMoved

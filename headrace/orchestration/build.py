@@ -6,13 +6,12 @@ It imports no torch. The concrete classes of the workers are named in `workers/b
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
@@ -46,6 +45,8 @@ from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.rollouts.branching import fork_problem
 from headrace.scoring.overlong import punished
+from headrace.scoring.parts.score_log import ScoreLog
+from headrace.scoring.parts.segmenting import Decode
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
@@ -125,17 +126,21 @@ class PreparedRun:
     encoder: ChatEncoder
     task: Task
     scorer: Scorer
+    scores: ScoreLog
+    """The scores that an earlier process of this run was given."""
     prompts: Sequence[Prompt]
     planned_teachers: Sequence[PlannedTeacher]
     environment: EnvironmentKind
 
 
 async def prepare(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, inputs: PythonInputs, logs: Path
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, *, inputs: PythonInputs, logs: Path, telemetry: Telemetry
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
-    scorer = await asyncio.to_thread(build_scorer, config, inputs.rewards, logs / "scorer.log")
+    scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
+    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log")
+    scorer = await asyncio.to_thread(make, decode=encoder.decode, telemetry=telemetry, scores=scores)
     answer, size = config.task.answer, config.rollout.group_size
     await try_in_loop(
         inputs.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
@@ -147,6 +152,7 @@ async def prepare(
         encoder=encoder,
         task=task,
         scorer=scorer,
+        scores=scores,
         prompts=prompts,
         planned_teachers=planned_teachers,
         environment=await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log"),
@@ -158,7 +164,8 @@ async def build(
 ) -> BuiltRun:
     # Endless: a model or a data set may have to be downloaded.
     async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
-        prepared = await prepare(config, *await open_model(config), inputs, logs)
+        model_dir, encoder = await open_model(config)
+        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         undo.push_async_callback(prepared.environment.close)
@@ -198,6 +205,7 @@ async def join(
 
     def begin() -> BuiltRun:
         storage.begin(restored.outlived)
+        prepared.scores.open(storage.run_dir, telemetry.warn)
         pools.engine.listen(storage.passes.write)
         restored.notebook.listen(storage.passes.note)
         return _built(
@@ -297,8 +305,8 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
     environment, system = config.environment, config.task.system
     if not environment.in_processes:
         return environment_kind(environment.kind)
-    alone = not config.reward.specs and not config.teachers
-    if not environment.is_command:
+    alone = not config.reward.given and not config.teachers
+    if not environment.asks_gateway:
         from headrace.environments.function import open_function
 
         sandbox = config.sandbox.settings
@@ -308,11 +316,20 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
-    from headrace.environments.agents.agent_environment import open_agents
-
     rollout = config.rollout
     sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return open_agents(environment, encoder, system=system, sampling=sampling, stop=rollout.stop, alone=alone, log=log)
+    settings: dict[str, Any] = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
+    if environment.is_command:
+        from headrace.environments.agents.agent_environment import open_agents
+
+        return open_agents(environment, encoder, **settings, log=log)
+    if log is None:
+        raise ConfigError(
+            f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"
+        )
+    from headrace.environments.agents.handing_out import open_handing_out
+
+    return open_handing_out(environment, encoder, **settings, directory=log.parent)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:
@@ -332,45 +349,32 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
             return RowsTask(config, seed, encoder, rows)
 
 
-def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
-    """A scorer of the config's reward functions, or of `rewards`, which were passed from Python. A run whose environment gives the reward,
-    or that only learns from teachers, has neither; its scorer gives no reward."""
-    from headrace.scoring.functions import FunctionScorer
+def build_scorer(
+    config: RunConfig,
+    rewards: Sequence[RewardFunction] = (),
+    log: Path | None = None,
+    *,
+    decode: Decode | None = None,
+    telemetry: Telemetry | None = None,
+    scores: ScoreLog | None = None,
+) -> Scorer:
+    """A scorer of the config's functions (or of `rewards`, which were passed from Python), services and judges. A run whose environment
+    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode`, `telemetry` and `scores`: see
+    `RewardScorer`."""
+    from headrace.scoring.reward_scorer import RewardScorer
     from headrace.scoring.teacher.stage import NoReward
 
-    if config.environment.rewards and not config.reward.specs and not rewards:
+    given = config.reward.given or rewards
+    if config.environment.rewards and not given:
         return NoReward()
-    if config.teachers and not config.reward.specs and not rewards:
+    if config.teachers and not given:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, rewards, log, config.sandbox.settings)
-
-
-def export_weights(
-    config: RunConfig,
-    model_dir: Path,
-    *,
-    checkpoint: Path,
-    to: Path,
-    dtype: Literal["bfloat16", "float32"],
-    merge: bool,
-) -> None:
-    """Writes a directory that `transformers` loads: the checkpoint's weights, and the model's tokenizer and templates. The directory of
-    an adapter is for peft, unless `merge` adds the adapter to the base weights (in float32)."""
-    from headrace.trainer.step.learner import Assignment
-    from headrace.trainer.step.trainer import TorchTrainer
-
-    algo = config.algo.with_length(config.rollout.max_tokens)
-    masters = config.train.weights == "float32" or config.train.offload_optimizer
-    kept: Literal["float32", "bfloat16"] = (
-        "float32" if masters else "bfloat16"
-    )  # the dtype of the weights in the checkpoint
-    train = dataclasses.replace(config.train, dtype=kept, weights=kept, offload_optimizer=False)
-    adapters = {"": Assignment(train, algo, config.lora)} if config.lora.rank else {}
-    trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)
-    trainer.restore(checkpoint)
-    trainer.export(to, dtype, merge=merge)
+    sandbox = config.sandbox.settings
+    return RewardScorer(
+        config.reward, rewards, log=log, sandbox=sandbox, decode=decode, telemetry=telemetry, scores=scores
+    )

@@ -34,12 +34,12 @@ from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
-DIALECTS: dict[str, Callable[[Path], Dialect]] = {
-    "headrace": lambda model_dir: HeadraceDialect(),
-    "vllm": lambda model_dir: VllmDialect(end_tokens(model_dir)),
-    "sglang": lambda model_dir: SglangDialect(end_tokens(model_dir)),
+DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
+    "headrace": lambda model_dir, check_every: HeadraceDialect(),
+    "vllm": lambda model_dir, check_every: VllmDialect(end_tokens(model_dir), check_every),
+    "sglang": lambda model_dir, check_every: SglangDialect(end_tokens(model_dir)),
 }
-"""The dialect of each `engine.kind`, made from the model's directory."""
+"""The dialect of each `engine.kind`, made from the model's directory and `watch.identity_every`."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
@@ -129,7 +129,7 @@ def _server(
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     engine = RemoteEngine(
         Connection(url, token),
-        DIALECTS[settings.kind](model_dir),
+        DIALECTS[settings.kind](model_dir, config.watch.identity_every),
         patience=math.inf if waits_alone else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,

@@ -10,6 +10,7 @@ from headrace.native.cores import usable_cores
 from headrace.observe.facts import RunStarted
 from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of
+from headrace.scoring.config import RewardConfig
 from headrace.trainer.config import TrainConfig
 
 
@@ -28,7 +29,7 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
         "engine": _engine(config, path),
         "trainer": _trainer(config.train),
         "weights": _weights(config),
-        "scorer": f"{config.reward.workers} workers",
+        "scorer": _scorer(config.reward),
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
 
@@ -54,6 +55,11 @@ def _engine(config: RunConfig, path: str) -> str:
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
+
+
+def _scorer(reward: RewardConfig) -> str:
+    processes = plural(reward.workers, "worker") if reward.specs or not reward.endpoints else ""
+    return ", ".join(filter(None, [processes, *(f"{one.name} at {one.url}" for one in reward.endpoints)]))
 
 
 def _weights(config: RunConfig) -> str:

@@ -37,6 +37,7 @@ def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | N
         advantage=_joined([_chosen(path, lambda row: row.advantages, np.float32) for path, _ in paths]),
         weight=_joined([np.full(len(path.loss), path.weight, np.float32) for path, _ in paths]),
         sequence=_joined([np.full(len(path.loss), i) for i, (path, _) in enumerate(paths)]),
+        row=_joined([np.full(len(path.loss), path.number) for path, _ in paths]),
         lag=_joined(lag),
         swapped=_joined([np.full(len(path.loss), _is_swapped(path.row)) for path, _ in paths]),
         unmixed=_joined([_unmixed(path) for path, _ in paths]),

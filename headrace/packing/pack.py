@@ -69,6 +69,8 @@ class Pack:
     """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
     sequence: Tensor
     """[M] int64: which row of the pack, ascending from 0."""
+    row: Tensor
+    """[M] int64: which row of the step."""
     lag: Tensor
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor

@@ -66,8 +66,8 @@ def trees_of(
     """The trees of the rows, each within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
-    kept = [one for one in zip(rows, losses, weights, strict=True) if one[1]]
-    paths = [path_of(row, loss, weight, routed) for row, loss, weight in kept]
+    kept = [one for one in zip(rows, losses, weights, range(len(rows)), strict=True) if one[1]]
+    paths = [path_of(row, loss, weight, routed, number) for row, loss, weight, number in kept]
     if not share:
         return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
     roots = grow(paths)

@@ -122,6 +122,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         advantage=floats,
         weight=floats,
         sequence=ints,
+        row=ints,
         lag=floats,
         swapped=swapped,
         unmixed=swapped,

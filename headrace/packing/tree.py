@@ -22,7 +22,7 @@ LEAST_SAVED = 4
 """Tokens that a share of sampled tokens must save to be worth the attention calls of a split (measured on CPU, SmolLM2-135M)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Path:
     """One row of a batch, as a path through a tree."""
 
@@ -35,6 +35,8 @@ class Path:
     """[T] the forwarded tokens. The last loss token and all behind it are left out: they predict no loss token."""
     routes: NDArray[np.int16] | None
     """[T, layers · k] recorded experts, -1 where there are none; None if no row of the step has any."""
+    number: int = 0
+    """The number of its row in the step."""
 
 
 @dataclass(eq=False)
@@ -61,11 +63,11 @@ class TreeNode:
         self.branches.setdefault(int(child.source.tokens[child.start]), []).append(child)
 
 
-def path_of(row: Row, loss: Sequence[int], weight: float, routed: tuple[int, int] | None) -> Path:
-    """`routed`: (layers, k) of the recorded experts; None if no row of the step has any."""
+def path_of(row: Row, loss: Sequence[int], weight: float, routed: tuple[int, int] | None, number: int) -> Path:
+    """`routed`: (layers, k) of the recorded experts; None if no row of the step has any. `number`: that of the row in the step."""
     tokens = np.array(row.prompt + row.tokens[: loss[-1]], np.int64)
     routes = None if routed is None else _routes(row.routing, len(tokens), routed)
-    return Path(row, np.array(loss, np.int64), weight, tokens, routes)
+    return Path(row=row, loss=np.array(loss, np.int64), weight=weight, tokens=tokens, routes=routes, number=number)
 
 
 def _routes(trace: RoutingTrace | None, length: int, routed: tuple[int, int]) -> NDArray[np.int16]:

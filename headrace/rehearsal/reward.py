@@ -49,9 +49,12 @@ async def try_reward(
     group_size: int,
     encode: Encode,
     episode: Episode | None = None,
+    compares: bool = False,
+    services: Collection[str] = (),
 ) -> RewardTrial:
     """Scores one group whose completions are all the same text. `answer`: the column of the right answer; `extracts`: the kinds of
-    extraction that must find it; `episode`: the rollout, if an environment has played one.
+    extraction that must find it; `episode`: the rollout, if an environment has played one; `compares`: whether completions are compared,
+    so that one of them has to be another text; `services`: the names of rewards that come over HTTP.
 
     Raises ConfigError with the traceback if a function does not return a number.
     """
@@ -59,16 +62,21 @@ async def try_reward(
     if episode:
         text, is_answer = episode.last.text, False
     else:
-        tokens = encode(text, True)
-        completion = Completion(tokens, (0.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop", text)
-        episode = Episode((Turn(prompt.tokens, completion),))
-    results = await scorer.score(prompt, [episode] * group_size)
+        episode = _written(text, prompt, encode)
+    other = _written(f"{SENTENCE} {text}", prompt, encode) if compares else episode
+    results = await scorer.score(prompt, [episode] * (group_size - 1) + [other])
     failed = next((one for one in results if isinstance(one, Failure)), None)
     if failed:
-        raise ConfigError(_refusal(failed, prompt, text, is_answer))
+        raise ConfigError(_refusal(failed, prompt, text, is_answer, services))
     first = results[0]
     assert isinstance(first, Scored)
     return RewardTrial(prompt, text, is_answer, first.reward, first.rewards)
+
+
+def _written(text: str, prompt: Prompt, encode: Encode) -> Episode:
+    tokens = encode(text, True)
+    completion = Completion(tokens, (0.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop", text)
+    return Episode((Turn(prompt.tokens, completion),))
 
 
 async def try_in_loop(
@@ -82,14 +90,20 @@ async def try_in_loop(
         )
 
 
-def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool) -> str:
+def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool, services: Collection[str]) -> str:
     given = "its own answer" if is_answer else "a sentence"
+    name = failed.detail.partition(":")[0]
+    remedy = (
+        f"correct the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
+        "number for each completion, whatever the model wrote"
+    )
+    if name in services:
+        remedy = f"start {name}, or correct its settings in reward.services or reward.judges (docs/scoring.md has the form of its answers)"
     return "\n".join(
         [
             f"the reward fails on row {prompt.id}, with {given} in place of the completion ({_short(text)}): {failed.detail}",
             *failed.traceback.splitlines(),
-            f"correct the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
-            "number for each completion, whatever the model wrote",
+            remedy,
         ]
     )
 

@@ -52,6 +52,7 @@ _AGGREGATIONS = {
     "seq_mean_token_mean": "each sequence's tokens, then the step's sequences (seq_mean_token_mean)",
     "seq_mean_token_sum": "the step's sequences; tokens are summed (seq_mean_token_sum)",
     "token_sum": "the step's sequences times {constant} tokens (token_sum)",
+    "pair_mean": "the step's pairs of rollouts (pair_mean)",
 }
 _DENOMINATORS = {"all": "", "kept": "; tokens that a rule masks are not counted (algo.denominator = kept)"}
 _OVERLONG = {"train": "are trained on", "mask": "are left out of the loss and its denominator"}

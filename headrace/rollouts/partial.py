@@ -14,9 +14,11 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.observe.health.waits import Waits
+from headrace.playing import TokenListener
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
 from headrace.rollout_key import RolloutKey
+from headrace.steps import StepOutput
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -89,6 +91,10 @@ class Interrupts:
         """The requests that the engine is working on."""
         self._names: dict[int, dict[str, bool]] = {}
         """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
+        self._hearing: dict[str, TokenListener] = {}
+        """The listeners of requests, by request."""
+        self._listens = False
+        """Whether the engine sends us its tokens. It does from the first listener on, because they have to be read."""
         self._groups = 0
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for event in (self._idle, self._open, self._admits):
@@ -96,8 +102,34 @@ class Interrupts:
 
     # -- for rollouts ---------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
-        """Like `Engine.generate`, but continues after interruptions. The completion is kept until `forget` or `forget_group`."""
+    async def generate(self, request: Request, heard: TokenListener | None = None) -> Completion:
+        """Like `Engine.generate`, but continues after interruptions. The completion is kept until `forget` or `forget_group`. `heard` is
+        called with each token: those that were kept at once, the others as they are sampled."""
+        if heard:
+            self._hear(request.id, heard)
+        try:
+            return await self._generate(request)
+        finally:
+            self._hearing.pop(request.id, None)
+
+    def _hear(self, request_id: str, heard: TokenListener) -> None:
+        if not self._listens:
+            self._listens = True
+            self._engine.listen(self._sampled)
+        if had := self._kept.get(request_id):
+            for token, logprob in zip(had.tokens, had.logprobs, strict=True):
+                heard(token, logprob)
+        self._hearing[request_id] = heard
+
+    def _sampled(self, encoded: bytes) -> None:
+        if not self._hearing:
+            return
+        output = msgspec.msgpack.decode(encoded, type=StepOutput)
+        for request_id, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
+            if heard := self._hearing.get(request_id):
+                heard(token, logprob)
+
+    async def _generate(self, request: Request) -> Completion:
         if key := RolloutKey.read(request.id):
             self._names.setdefault(key.ticket, {})[request.id] = True
         had = self._kept.get(request.id)
@@ -121,10 +153,10 @@ class Interrupts:
             del self._asked[request.id]
         return joined(had, part) if had else part
 
-    async def once(self, request: Request) -> Completion:
+    async def once(self, request: Request, heard: TokenListener | None = None) -> Completion:
         """Like `generate`, for a request whose completion need not be kept."""
         try:
-            return await self.generate(request)
+            return await self.generate(request, heard)
         finally:
             self.forget([request.id])
 

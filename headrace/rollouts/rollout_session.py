@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
-from headrace.playing import Environment, Limits
+from headrace.playing import Environment, Limits, TokenListener
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
 
 Decode = Callable[[Sequence[int]], str]
-Generate = Callable[[Request], Awaitable[Completion]]
+Generate = Callable[[Request, TokenListener | None], Awaitable[Completion]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class TurnAsked:
     """All tokens before it."""
     most: int = 0
     """The most tokens of its completion, if fewer than rollout.max_tokens; 0: as many."""
+    heard: TokenListener | None = None
+    """Called with the tokens as they are sampled, by an engine that can do so."""
 
     def limited(self, request: Request) -> Request:
         """Returns the request with at most `most` tokens."""
@@ -135,6 +137,7 @@ class RolloutSession:
         role: str = "",
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
+        heard: TokenListener | None = None,
     ) -> Completion:
         if self._sampling and after is None and not fresh:
             raise RuntimeError("an environment asks for one turn at a time: await the one before")
@@ -145,7 +148,7 @@ class RolloutSession:
             raise self._over("environment_turns", f"asked for more turns than its limit of {self._limits.turns}")
         self._asked += 1
         parent = self._parent(fresh, after)
-        done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most))
+        done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
         reply = read(done) if read else {}
         parents = () if parent is None else (parent,)
         self._turns[number] = Turn(

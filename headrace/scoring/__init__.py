@@ -1,6 +1,7 @@
 """Rewards: finished groups become scored groups.
 
-Read `config.py`, `job.py` (one call for one group), `functions.py` (several reward functions, weighted), `builtin.py`, `unit_tests.py`, `extract.py`,
-`trl.py`, `python_rewards.py` and `overlong.py`; `workers/` (where functions run), `teacher/` (log-probs of other models). `fake.py` is the
-scorer without functions.
+Read `config.py`, `job.py` (one call for one group), `reward_scorer.py` (functions, services and judges, weighted and added), `functions.py`
+(functions, and where they run), `builtin.py`, `unit_tests.py`, `extract.py`, `trl.py`, `python_rewards.py` and `overlong.py`; `workers/` (processes
+and threads of functions), `parts/` (what functions, services and judges share), `services/` (scores over HTTP), `teacher/` (log-probs of other
+models). `fake.py` is the scorer without functions.
 """

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import KW_ONLY, replace
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
+
+from headrace.scoring.extract import Extract
+from headrace.scoring.parts.segmenting import Form
+from headrace.scoring.services.config import LABELS, EndpointConfig, JudgeConfig, ServiceConfig, step_problems
 
 BUILTIN = ("reasoning_gym", "unit_tests", "unit_tests_all")
 IN_SANDBOX = ("unit_tests", "unit_tests_all")
@@ -16,7 +20,6 @@ HANDED = "python:"
 """Prefix of the name of a function that was passed to `headrace.train` and is in no file."""
 PUNISHMENT = "soft_overlong_punishment"
 """The name of the punishment among the rewards."""
-Extract = Literal["", "last_number", "answer_tag", "code_block"]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -52,8 +55,23 @@ class RewardSpec:
     extract: Extract = ""
     """The part of a completion that the function receives: all of it, the last number, the text between <answer> and
     </answer>, or the last block of code between lines of three backticks."""
+    _: KW_ONLY
+    compares: bool = False
+    """Whether the function compares two completions: it is called with `first` and `second` instead of `completions`, and returns 1 where the
+    first is better, 0 where the second is, and 0.5 for a tie. The reward of a completion is the share of its comparisons that it won."""
+    segments: str = ""
+    """The text that ends a step, such as `"\\n\\n"`: the function is also given the `segments` of each completion, and returns a list of
+    numbers for each, one for each step. Empty: one number for each completion."""
+    form: Form = "sum"
+    """segments: the reward of a completion is the sum of the numbers of its steps, or the smallest of them."""
 
     _function = field_validator("function")(_checked_function)
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> RewardSpec:
+        if problem := next(step_problems(self.function, self), ""):
+            raise ValueError(problem)
+        return self
 
     @property
     def name(self) -> str:
@@ -87,7 +105,11 @@ class RewardConfig:
     """Whether an answer is extracted from completions cut off at rollout.max_tokens too. By default nothing is: the
     last number of an unfinished sentence is not its answer."""
     functions: tuple[RewardSpec, ...] = ()
-    """Several reward functions. Their weighted sum is the reward."""
+    """Several reward functions. The weighted sum of all functions, services and judges is the reward."""
+    services: tuple[ServiceConfig, ...] = ()
+    """HTTP services that give rewards (docs/scoring.md)."""
+    judges: tuple[JudgeConfig, ...] = ()
+    """Language models that judge completions (docs/scoring.md)."""
     soft_overlong_punishment: OverlongConfig = Field(default_factory=OverlongConfig)
     timeout: float = Field(default=30.0, gt=0)
     """Seconds that one call for one group may take, not counting time spent waiting for a core. After that its rollouts
@@ -105,15 +127,58 @@ class RewardConfig:
             )
         if self.function:
             _checked_function(self.function)
-        if self.soft_overlong_punishment.cache and any(spec.name == PUNISHMENT for spec in self.specs):
+        if problem := next(_name_problems(self), ""):
+            raise ValueError(problem)
+        if self.soft_overlong_punishment.cache and PUNISHMENT in self._names():
             raise ValueError(
-                f"a reward function has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
+                f"a part of the reward has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
             )
         return self
 
     @property
     def specs(self) -> tuple[RewardSpec, ...]:
         return (RewardSpec(self.function, extract=self.extract),) if self.function else self.functions
+
+    @property
+    def endpoints(self) -> tuple[EndpointConfig, ...]:
+        """The services and judges."""
+        return (*self.services, *self.judges)
+
+    def _names(self) -> list[str]:
+        return [*distinct([spec.name for spec in self.specs]), *(one.name for one in self.endpoints)]
+
+    @property
+    def _called(self) -> tuple[RewardSpec | ServiceConfig, ...]:
+        """The functions and services, which have settings in common."""
+        return (*self.specs, *self.services)
+
+    @property
+    def given(self) -> bool:
+        """Whether the settings name anything that gives a reward."""
+        return bool(self.specs or self.endpoints)
+
+    @property
+    def segmented(self) -> str:
+        """The name of the part that scores the steps of completions; empty if none does."""
+        return next((one.name for one in self._called if one.segments), "")
+
+    @property
+    def comparing(self) -> tuple[str, ...]:
+        """The names of the parts that compare completions."""
+        told = tuple(one.name for one in self._called if one.compares)
+        return (*told, *(one.name for one in self.judges if one.mode != "score"))
+
+    @property
+    def for_trial(self) -> RewardConfig:
+        """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
+        services = tuple(replace(one, retries=min(one.retries, 1)) for one in self.services)
+        judges = tuple(replace(one, retries=min(one.retries, 1)) for one in self.judges)
+        return replace(self, services=services, judges=judges)
+
+    @property
+    def extracts(self) -> set[str]:
+        """The kinds of extraction that must find something in a right answer."""
+        return {one.extract for one in self._called} | {one.extract for one in self.judges}
 
     @property
     def from_python(self) -> tuple[RewardSpec, ...]:
@@ -125,9 +190,37 @@ class RewardConfig:
         """The weight of every reward, by its name in `Scored.rewards`."""
         names = distinct([spec.name for spec in self.specs])
         weights = {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
+        weights |= {one.name: one.weight for one in self.endpoints}
         return weights | (
             {PUNISHMENT: self.soft_overlong_punishment.weight} if self.soft_overlong_punishment.cache else {}
         )
+
+
+def _name_problems(config: RewardConfig) -> Iterator[str]:
+    for name, count in Counter(config._names()).items():
+        if count > 1:
+            yield f"two parts of the reward are called {name}; rename one of reward.services or reward.judges"
+    segmented = [one.name for one in config._called if one.segments]
+    if len(segmented) > 1:
+        yield f"{' and '.join(segmented)} both score steps (segments), and a token belongs to one step; keep one of them"
+
+
+def waiting_problems(config: RewardConfig, *, group: int, stop_after: float) -> Iterator[str]:
+    """Returns a sentence for each scorer over HTTP that cannot work in this run. `stop_after`: `watch.stop_after`."""
+    for one in config.endpoints:
+        if one.deadline >= stop_after:
+            yield (
+                f"{one.name} may take deadline = {one.deadline:g} s, and a wait of watch.stop_after = {stop_after:g} s ends the run; lower the "
+                "first or raise the second"
+            )
+    for judge in config.judges:
+        if judge.mode == "rank" and group > len(LABELS):
+            yield (
+                f"the judge {judge.name} ranks at most {len(LABELS)} completions, and rollout.group_size is {group}; use mode = "
+                '"compare" or "score", or a smaller group'
+            )
+    if config.comparing and group < 2:
+        yield f"{config.comparing[0]} compares completions, and rollout.group_size = {group}; use at least 2"
 
 
 def sandbox_problems(config: RewardConfig, *, group: int, seconds: float) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One call of a reward function for one group: its arguments, and how its result is read."""
+"""One call of a reward function or service for one group: its arguments, and how its result is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import inspect
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.observe.health.patience import within
@@ -14,8 +15,8 @@ from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.settings.user_code import one_line, traceback_of, unreachable
 from headrace.types import Episode, Failure, Struct
 
-Values = list[float | Failure | None]
-"""One per completion: a finite number, a failure, or None if a function written for TRL does not apply."""
+Values = list[float | tuple[float, ...] | Failure | None]
+"""One per completion: a finite number, one for each of its segments, a failure, or None if a function written for TRL does not apply."""
 
 
 class ScoringJob(Struct, frozen=True):
@@ -28,6 +29,28 @@ class ScoringJob(Struct, frozen=True):
     """The column that holds the prompt as a conversation; empty if the prompt is text."""
     transcripts: tuple[list[dict[str, Any]], ...] = ()
     """The messages of each rollout, with tool calls and their results, if an environment talked with the model."""
+    rivals: tuple[str, ...] = ()
+    """The completion that each of `completions` is compared with, in a comparison (`parts/comparing.py`)."""
+    segments: tuple[tuple[str, ...], ...] = ()
+    """The steps of each completion, if each of them gets a score (`parts/segmenting.py`)."""
+
+
+@dataclass
+class Effort:
+    """The costs of one call for one group, beside its time. They are added up while the call goes on."""
+
+    attempts: int = 0
+    """Requests over the network."""
+    retries: int = 0
+    """Those of them that repeated one that had failed."""
+    waited: float = 0.0
+    """Seconds for which requests waited for their turn, added up."""
+    tokens: int = 0
+    """Tokens that a judge read and wrote, if its server says so."""
+
+
+Ask = Callable[[ScoringJob, Effort], Awaitable[Values]]
+"""Whatever gives rewards to a group: the call of a function, a service, or a judge."""
 
 
 class LoadedReward(Struct, frozen=True):
@@ -80,31 +103,40 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def arguments(function: Callable[..., Any], job: ScoringJob) -> dict[str, Any]:
-    """Returns lists of equal length: `prompts`, `completions`, `completion_tokens` (`completion_ids` for a TRL function), `transcripts` where
-    an environment talked with the model, and every column.
+    """Returns the lists of `offered`, or of `_offered_by_trl`.
 
     Only arguments that the function's signature names are returned, unless it takes `**columns`.
     """
-    offered = _offered_by_trl(job) if isinstance(function, TrlReward) else _offered(job)
+    given = _offered_by_trl(job) if isinstance(function, TrlReward) else offered(job)
     parameters = _parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return offered
+        return given
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    missing = [p.name for p in parameters if p.name in named - offered.keys() and p.default is p.empty]
+    missing = [p.name for p in parameters if p.name in named - given.keys() and p.default is p.empty]
     if missing:
         raise TypeError(
-            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}{_hint(missing)}"
+            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(given)}{_hint(missing)}"
         )
-    return {name: value for name, value in offered.items() if name in named}
+    return {name: value for name, value in given.items() if name in named}
 
 
-def _offered(job: ScoringJob) -> dict[str, Any]:
-    return _columns(job) | {
-        "prompts": [job.prompt] * len(job.completions),
-        "completions": list(job.completions),
-        "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
-        **({"transcripts": copy.deepcopy(list(job.transcripts))} if job.transcripts else {}),
-    }
+def offered(job: ScoringJob) -> dict[str, Any]:
+    """Returns lists of equal length: `prompts`, `completions`, `completion_tokens`, `transcripts` where an environment talked with the model,
+    `segments` where each of them gets a score, and every column. In a comparison there are `first` and `second` instead of completions.
+    """
+    prompts = {"prompts": [job.prompt] * len(job.completions)}
+    if job.rivals:
+        return _columns(job) | prompts | {"first": list(job.completions), "second": list(job.rivals)}
+    return (
+        _columns(job)
+        | prompts
+        | {
+            "completions": list(job.completions),
+            "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
+            **({"transcripts": copy.deepcopy(list(job.transcripts))} if job.transcripts else {}),
+            **({"segments": [list(segments) for segments in job.segments]} if job.segments else {}),
+        }
+    )
 
 
 def _offered_by_trl(job: ScoringJob) -> dict[str, Any]:
@@ -159,14 +191,15 @@ def too_late(job: ScoringJob, seconds: float, then: str = "it was cancelled") ->
 
 
 def _read(function: Callable[..., Any], result: Any, job: ScoringJob) -> Values:
-    values = read_values(result, len(job.completions))
+    values = read_values(result, len(job.completions), [len(one) for one in job.segments])
     if not isinstance(function, TrlReward) or not isinstance(result, (list, tuple)) or len(result) != len(values):
         return values
     return [None if given is None else value for given, value in zip(result, values, strict=True)]
 
 
-def read_values(result: Any, count: int) -> Values:
-    """Reads a function's result as numbers or failures. A missing number is never replaced by zero."""
+def read_values(result: Any, count: int, segments: Sequence[int] = ()) -> Values:
+    """Reads a function's result as numbers or failures. A missing number is never replaced by zero. `segments`: the number of segments of
+    each completion, if each of them has a number."""
     if result is None:
         return [
             Failure("reward_none", "the function returned None instead of a list; is its return statement missing?")
@@ -179,7 +212,25 @@ def read_values(result: Any, count: int) -> Values:
         return [Failure("reward_wrong_type", detail)] * count
     if len(values) != count:
         return [Failure("reward_wrong_count", f"{len(values)} rewards came back for {count} completions")] * count
+    if segments:
+        return [_read_segments(value, number) for value, number in zip(values, segments, strict=True)]
     return [_read_one(value) for value in values]
+
+
+def _read_segments(value: Any, count: int) -> tuple[float, ...] | Failure:
+    if isinstance(value, Failure):
+        return value
+    numbers = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(numbers, (list, tuple)):
+        return Failure(
+            "reward_wrong_type",
+            f"{_shown(value)} stands where a list of {count} numbers is needed, one for each segment",
+        )
+    if len(numbers) != count:
+        return Failure("reward_wrong_count", f"{len(numbers)} scores came back for {count} segments")
+    scores = [_read_one(number) for number in numbers]
+    failed = next((one for one in scores if isinstance(one, Failure)), None)
+    return failed or tuple(one for one in scores if not isinstance(one, Failure))
 
 
 def _read_one(value: Any) -> float | Failure:

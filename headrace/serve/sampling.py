@@ -11,7 +11,7 @@ from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
 from headrace.web.errors import Refused
-from headrace.web.unserved import offered_tools, refuse_unserved, stops
+from headrace.web.unserved import offered_tools, refuse_strict, refuse_unserved, stops
 
 
 def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
@@ -112,6 +112,7 @@ def _prompts(serving: Serving, prompt: str | list[Any]) -> Iterator[tuple[int, .
 def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     refuse_unserved(body)
     tools = offered_tools(body)
+    refuse_strict(tools)
     if tools or uses_tools(body.messages):
         _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
     _, prompt = serving.encoder.encode_messages(for_template(body.messages), described(tools))

@@ -44,9 +44,7 @@ MEANINGS: dict[str, Meaning] = {
     # the reward
     "reward_funcs": Meaning("TRL", "reward.function", 'as "path/to/file.py:name"; several are reward.functions'),
     "reward_weights": Meaning("TRL", "reward.functions", "each entry has a weight"),
-    "remote_rm_url": Meaning(
-        "OpenRLHF", "reward.function", "write a function, async if you like, that calls the server"
-    ),
+    "remote_rm_url": Meaning("OpenRLHF", "reward.services", "each entry has a url (docs/scoring.md)"),
     "custom_reward_function.path": Meaning("verl", "reward.function", 'as "path/to/file.py:name"'),
     "custom_reward_function.name": Meaning("verl", "reward.function", 'as "path/to/file.py:name"'),
     # rollouts

@@ -48,7 +48,16 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
         resolved["function"] = _function_path(reward["function"], base)
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
+    for scorers in ("services", "judges"):
+        if isinstance(reward.get(scorers), list):
+            resolved[scorers] = [_token_path(one, base) for one in reward[scorers]]
     return resolved
+
+
+def _token_path(scorer: Any, base: Path) -> Any:
+    if isinstance(scorer, dict) and _names_file(scorer.get("token_file")):
+        return {**scorer, "token_file": _absolute(scorer["token_file"], base)}
+    return scorer
 
 
 def _environment_paths(place: Tree, base: Path) -> Tree:

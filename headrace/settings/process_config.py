@@ -61,7 +61,8 @@ class WatchConfig:
     outages: int = Field(default=64, gt=0)
     """The run pauses after this many groups in a row without a rollout because of engine or network."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version."""
+    """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version. A vLLM server
+    has none: its checksums are compared at the versions that are probed."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:

@@ -1,4 +1,4 @@
-"""Tokens from files: arguments and settings are seen by others, and stand in a run's directory."""
+"""Tokens from files and environment variables: arguments and settings are seen by others, and stand in a run's directory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def read_token(path: Path, setting: str) -> str:
         raise ConfigError(f"{setting} {path} cannot be read: {error}") from None
     if os.name == "posix" and mode & 0o077:
         raise ConfigError(f"{setting} {path} may be read by others (mode {mode:o}); chmod 600 {path}")
+    return check_token(token, f"{setting} {path}")
+
+
+def check_token(token: str, where: str) -> str:
+    """Returns the token. Raises ConfigError if it cannot be one. `where`: its place, for the message, which never holds the token."""
     if not token or not token.isascii() or any(one.isspace() for one in token):
-        raise ConfigError(
-            f"{setting} {path} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)"
-        )
+        raise ConfigError(f"{where} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)")
     return token

@@ -175,7 +175,10 @@ def _nearest(name: str, known: list[str]) -> str | None:
     section, _, leaf = plain.rpartition(".")
     siblings = [n for n in known if n.rpartition(".")[0] == section]
     for candidates in (siblings, known):
-        leaves = {n.rpartition(".")[2]: n for n in reversed(candidates)}
+        # Of equal last parts the first one is meant, and one of a section before one of a list of tables within it.
+        leaves: dict[str, str] = {}
+        for known_name in sorted(candidates, key=lambda n: n.count(".")):
+            leaves.setdefault(known_name.rpartition(".")[2], known_name)
         match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
         if match:
             return leaves[match[0]]

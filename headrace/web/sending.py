@@ -83,16 +83,17 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 class Events(Response):
-    """Server-sent events: a line `data: JSON` for each thing that `events` yields, then `data: [DONE]`.
+    """Server-sent events: a line `data: JSON` for each thing that `events` yields, then `data: [DONE]`. With `named`, a line with the
+    `type` of each thing goes before it, and nothing follows the last one.
 
     An error before the first event is an answer with its own status; a later one is an event with an `error`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Any]) -> None:
+    def __init__(self, events: AsyncIterator[Any], named: bool = False) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._begun = events, False
+        self._events, self._named, self._begun = events, named, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
@@ -108,7 +109,7 @@ class Events(Response):
     async def _send(self, send: Send) -> None:
         try:
             async for event in self._events:
-                await self._put(send, msgspec.json.encode(event))
+                await self._put(send, msgspec.json.encode(event), event["type"] if self._named else "")
         except OSError:
             raise
         except Exception as error:
@@ -116,15 +117,20 @@ class Events(Response):
                 await self._answer(send, error)
                 return
             refusal = refusal_of(error)
-            await self._put(send, error_body(refusal.status, refusal.message, refusal.code))
-        await self._put(send, b"[DONE]")
+            body = error_body(refusal.status, refusal.message, refusal.code)
+            await self._put(
+                send, b'{"type":"error",' + body[1:] if self._named else body, "error" if self._named else ""
+            )
+        if not self._named:
+            await self._put(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _put(self, send: Send, data: bytes) -> None:
+    async def _put(self, send: Send, data: bytes, name: str = "") -> None:
         if not self._begun:
             self._begun = True
             await send(self._start(200, self.raw_headers))
-        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        head = f"event: {name}\ndata: " if name else "data: "
+        await send({"type": "http.response.body", "body": head.encode() + data + b"\n\n", "more_body": True})
 
     async def _answer(self, send: Send, error: Exception) -> None:
         refusal = refusal_of(error)

@@ -18,8 +18,9 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Binds the port before anything else is done: a port that is taken is reported at once, and early clients wait."""
+def bind(host: str, port: int, named: str = "--") -> socket.socket:
+    """Binds the port before anything else is done: a port that is taken is reported at once, and early clients wait. `named`: what
+    precedes `host` and `port` where the user has set them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         # With its protocol (0 would also do): asyncio sets TCP_NODELAY only on connections that say that they are TCP, and
@@ -30,7 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port} cannot be had: {error}; choose another port (0: any that is free)"
+            f"{named}host {host} {named}port {port} cannot be had: {error}; choose another port (0: any that is free)"
         ) from None
     return sock
 

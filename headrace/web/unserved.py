@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.chat.messages import Tool
@@ -51,10 +52,13 @@ def stops(body: Drawing) -> tuple[str, ...]:
 
 def offered_tools(body: Chat) -> list[Tool]:
     """Returns the tools that the model is shown."""
-    for tool in body.tools or ():
+    return [] if body.tool_choice == "none" else body.tools or []
+
+
+def refuse_strict(tools: Sequence[Tool]) -> None:
+    for tool in tools:
         if tool.function.strict:
             raise Refused(
                 400,
                 f"strict is not served (tool {tool.function.name}); leave it out: arguments are what the model writes",
             )
-    return [] if body.tool_choice == "none" else body.tools or []

@@ -80,6 +80,8 @@ def test_advantages_against_numpy(values):
             "opo": r - (n * r).sum() / n.sum(),
             "gdpo": z,
             "pass@k": np.where(np.arange(len(r)) == r.argmax(), best - second, 0.0),
+            "every_pair": np.sign(r[:, None] - r[None, :]).sum(1),
+            "best_against_worst": 1.0 * (np.arange(len(r)) == r.argmax()) - (np.arange(len(r)) == r.argmin()),
         }
     expected |= {"raw": r, "return_to_go": r, "zero": 0 * r}
     assert set(expected) == set(ADVANTAGES)
@@ -92,6 +94,8 @@ def test_the_order_of_a_groups_rollouts_does_not_matter(values, random):
     order = list(range(len(values)))
     random.shuffle(order)
     for name, (function, *_) in ADVANTAGES.items():
+        if name == "best_against_worst" and values.count(max(values)) + values.count(min(values)) > 2:
+            continue  # the first of equal ones
         there, back = group(*values), [0.0] * len(values)
         shuffled = GroupRewards(*(tuple(column[i] for i in order) for column in there[:2]))
         for place, advantage in zip(order, function(shuffled), strict=True):

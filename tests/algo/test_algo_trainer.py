@@ -73,7 +73,7 @@ def step(
         rows = algorithm.rows(PROMPT, rollouts)
         if pushed:
             rows = tuple(replace(row, logprobs=tuple(-30.0 if a > 0 else 0.0 for a in row.advantages)) for row in rows)
-        groups.append(Group(ticket, PROMPT, rollouts, rows))
+        groups.append(Group(ticket, PROMPT, rollouts, rows, pairs=algorithm.pairs(rollouts)))
     config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=microbatch_tokens)
     trainer = TorchTrainer(model_dir, config, algo.with_length(8), seed=0)
     return trainer.step(Batch(0, algorithm.assemble(tuple(groups)), skippable=skippable))

@@ -303,7 +303,7 @@ def test_what_cannot_be_loaded_is_refused(env: Path, encoder: ChatEncoder, tmp_p
         f"{env}:plya": "did you mean play?",
         f"{broken}:play": "exit code 4",
         f"{none}:play": "takes no agent",
-        f"{none}:Game": "not a function",
+        f"{none}:Game": "a class without step",
         f"{tmp_path}/missing.py:play": "there is no file",
     }.items():
         with pytest.raises(ConfigError) as error:

@@ -13,8 +13,8 @@ import headrace
 from headrace.algo.advantages import GroupRewards, gdpo, z_scores
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.job import ScoringJob, call
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.rows import RowsTask
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
@@ -96,7 +96,7 @@ def scored(functions: Any, *texts: str) -> list[Scored | Failure]:
     config = RewardConfig(functions=tuple(RewardSpec(f"python:{name}", weight) for name, _, weight in functions))
 
     async def go() -> list[Scored | Failure]:
-        scorer = FunctionScorer(config, [function for _, function, _ in functions])
+        scorer = RewardScorer(config, [function for _, function, _ in functions])
         try:
             return await scorer.score(Prompt("p", "2 + 2?", (1,), {"answer": "4"}), [episode(text) for text in texts])
         finally:
@@ -161,7 +161,7 @@ def test_what_only_trl_has_is_refused_at_start_unless_it_may_be_missing():
     with pytest.raises(
         ConfigError, match="needs trainer_state, which only TRL's trainers have; give the parameter a default"
     ):
-        FunctionScorer(RewardConfig(), [headrace.trl_reward(needs)])
+        RewardScorer(RewardConfig(), [headrace.trl_reward(needs)])
     assert call(headrace.trl_reward(may), TEXT) == [0.0, 0.0]
 
 
@@ -194,7 +194,7 @@ def test_the_mark_works_in_a_file_of_rewards(tmp_path: Path):
     config = RewardConfig(functions=(RewardSpec(f"{file}:plain"), RewardSpec(f"{file}:later")))
 
     async def go() -> list[Scored | Failure]:
-        scorer = FunctionScorer(config)
+        scorer = RewardScorer(config)
         try:
             prompt = Prompt("p", "2 + 2?", (1,), {"question": MESSAGES}, "question")
             return await scorer.score(prompt, [episode("4"), episode("five")])

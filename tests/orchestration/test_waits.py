@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import os
 import re
 import signal
@@ -49,11 +51,14 @@ from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.rollouts.partial import PartialConfig
+from headrace.playing import EnvironmentKind
+from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.functions import FunctionScorer
+from headrace.scoring.reward_scorer import RewardScorer
+from headrace.scoring.services.config import ServiceConfig
+from headrace.scoring.services.fake_service import ScriptedPost
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.settings.process_config import EvalConfig
 from headrace.simulate import virtual_time
@@ -295,14 +300,14 @@ def of_pipeline(**settings: Any) -> Scenario:
     return scenario
 
 
-async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN) -> None:
     clock = asyncio.get_running_loop().time
     engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
-        generate=engine.generate,
-        environment=SINGLE_TURN,
+        generate=Interrupts(engine, PartialConfig(), waits, clock).once,
+        environment=environment,
         scorer=FakeScorer(),
         prompts=prompts,
         config=EvalConfig(),
@@ -455,9 +460,21 @@ async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await _close(None, SimpleNamespace(waits=spoil(here(lambda fact: None))))  # type: ignore[arg-type]
 
 
+async def of_service(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+    clock, waits = asyncio.get_running_loop().time, spoil(here(lambda fact: None))
+    config = RewardConfig(services=(ServiceConfig(name="checked", url="http://service/"),))
+    telemetry = Telemetry(FactList().record, clock, waits)
+    scorer = RewardScorer(config, poster=ScriptedPost(lambda body: [1.0]), telemetry=telemetry)
+    done = Completion((1,), (-1.0,), (VersionSpan(0, 0, 0),), "stop", "a")
+    await scorer.score(Prompt("p", "", (1,)), [Episode((Turn((1,), done),))])
+
+
+HANDED_OUT = dataclasses.replace(SINGLE_TURN, players="agents that take them")
+
 STALLS: dict[tuple[str, str], Scenario] = {
     ("admission", "a free slot (weights live, or a group ended)"): of_pipeline(),
     ("rollouts", "the engine"): of_pipeline(),
+    ("rollouts", "the engine, or *"): of_pipeline(environment=HANDED_OUT),
     ("rollouts", "the scorer"): of_pipeline(),
     ("rollouts", "the swap in the engine, which interrupted them"): of_pipeline(
         partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(seconds_per_token=0.5, load_seconds=2.0)
@@ -472,6 +489,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ),
     ("controller", "the engine's statistics"): of_statistics,
     ("evaluation", "the engine"): of_evaluation,
+    ("evaluation", "the engine, or *"): functools.partial(of_evaluation, environment=HANDED_OUT),
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
@@ -481,6 +499,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("delivery", "the swap in the teacher"): of_self_teaching,
     ("scoring", "the teacher *"): of_scoring,
     ("scoring", "the reference"): of_scoring,
+    ("scoring", "the * *"): of_service,
 }
 """In virtual time, with fakes. How to come to each wait of the package."""
 
@@ -746,9 +765,9 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     in_process = RewardConfig(function=f"{tmp_path / 'sleepy.py'}:sleeps", timeout=100.0, workers=1)
     if where == "process":
-        scorer, place = FunctionScorer(in_process, log=tmp_path / "scorer.log"), "sleepy.py:6 sleeps"
+        scorer, place = RewardScorer(in_process, log=tmp_path / "scorer.log"), "sleepy.py:6 sleeps"
     else:
-        scorer, place = FunctionScorer(RewardConfig(timeout=100.0), [sleeps_in_a_thread]), "sleeps_in_a_thread"
+        scorer, place = RewardScorer(RewardConfig(timeout=100.0), [sleeps_in_a_thread]), "sleeps_in_a_thread"
 
     async def main() -> None:
         waits = here(lambda fact: None, 0.5, 1.5)

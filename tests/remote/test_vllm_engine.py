@@ -19,7 +19,7 @@ from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.types import Request, Sampling
 
-SERVER: Kind[FakeVllm] = Kind(FakeVllm, VllmDialect)
+SERVER: Kind[FakeVllm] = Kind(FakeVllm, lambda ends: VllmDialect(ends, check_every=0))
 served, engine_at, run = SERVER.served, SERVER.engine_at, SERVER.run
 
 
@@ -124,7 +124,7 @@ def test_adapters_need_their_routes(tiny_tokenizer: Path) -> None:
         for how, adapters in (({"max_loras": 2}, 2), ({"max_loras": 2, "absent": ["lora"]}, 0), ({}, 0)):
             async with served(tiny_tokenizer, **how) as (url, _):
                 connection = Connection(url)
-                state = await VllmDialect(ENDS).look(connection, 60)
+                state = await VllmDialect(ENDS, check_every=0).look(connection, 60)
                 await connection.close()
                 can = state.capabilities
                 assert can.context_length == FakeEngine().context_length - 1, (

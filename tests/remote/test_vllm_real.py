@@ -10,23 +10,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from real_vllm import MARKS, config_for, save_llama, when
 from server_processes import alive, servers
-from tiny_run import of, tiny_config, when_step
+from tiny_run import of, when_step
 
 import headrace
 from headrace.config import load_config
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.engine.servers.installed import look
-from headrace.errors import ConfigError, IdentityError
+from headrace.errors import IdentityError
 from headrace.models.endings import end_tokens
 from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
 from headrace.observe.health.waits import Waits
@@ -38,66 +36,12 @@ from headrace.simulate.world import FactList
 from headrace.types import Completion, Request, Sampling
 from headrace.weights import WeightUpdate
 
-PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[2] / ".venv-bench/bin/python")
-
-
-def has_vllm() -> bool:
-    try:
-        return not look("vllm", PYTHON).missing
-    except ConfigError:
-        return False
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not has_vllm(), reason=f"no vLLM in {PYTHON}: make bench-setup, or name one in HEADRACE_VLLM_PYTHON"
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    """The smallest that vLLM serves on a CPU: its heads have 64 dimensions."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    directory = tmp_path_factory.mktemp("llama-64")
-    shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
-    engine = {
-        "kind": "vllm",
-        "python": PYTHON,
-        "server_args": ["--enforce-eager"],  # compiling takes longer than the run
-        "dtype": "float32",
-        "kv_gib": 0.1,
-        "context_length": 128,
-        "patience": 600.0,
-    }
-    usual = {
-        "engine": engine,
-        "rollout": {"group_size": 4, "max_tokens": 64},
-        "train": {"steps": 5, "learning_rate": 1e-3},
-        "watch": {"identity_every": 1, "stop_after": 3600.0},
-    }
-    return tiny_config(directory, model, **usual, **tables)
+    return save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
 
 
 def checked(run: Path, steps: int, deaths: int) -> None:
@@ -105,7 +49,8 @@ def checked(run: Path, steps: int, deaths: int) -> None:
     assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
     rows, probes = of(run, StepRow), of(run, IdentityChecked)
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
-    assert len(probes) == steps + 1 and all(one.ok and one.mean_abs_diff < 1e-3 for one in probes)
+    assert {one.version for one in probes} == set(range(steps + 1))
+    assert all(one.ok and one.mean_abs_diff < 1e-3 for one in probes)
     assert len(of(run, WorkerLost)) == deaths
     assert not servers(), "all of its processes have ended with the run"
 
@@ -126,15 +71,6 @@ def paused() -> bool:
 def kill() -> None:
     ((server, *_),) = servers().values()
     os.kill(server, signal.SIGKILL)
-
-
-def when(true: Callable[[], bool], act: Callable[[], None], every: float = 0.002) -> None:
-    deadline = time.monotonic() + 600
-    while not true():
-        if time.monotonic() > deadline:
-            return
-        time.sleep(every)
-    act()
 
 
 def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_update(
@@ -265,8 +201,8 @@ def test_every_token_is_of_its_version_when_weights_change_while_requests_stream
 class _Forgetful(VllmDialect):
     """Has vLLM load the first adapter under the name of every later one."""
 
-    def __init__(self, model_dir: Path, kept: Path) -> None:
-        super().__init__(end_tokens(model_dir))
+    def __init__(self, model_dir: Path, kept: Path, check_every: int) -> None:
+        super().__init__(end_tokens(model_dir), check_every)
         self._kept = kept
 
     async def _load_adapter(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
@@ -278,7 +214,7 @@ class _Forgetful(VllmDialect):
 
 
 def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tmp_path: Path, monkeypatch) -> None:
-    made = lambda model_dir: _Forgetful(model_dir, tmp_path / "first")  # noqa: E731
+    made = lambda model_dir, check_every: _Forgetful(model_dir, tmp_path / "first", check_every)  # noqa: E731
     monkeypatch.setitem(starting.DIALECTS, "vllm", made)
     config = config_for(tmp_path, llama, lora={"rank": 4})
     config["train"] = {**config["train"], "learning_rate": 0.1}
@@ -287,3 +223,35 @@ def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tm
     ):
         headrace.train(config)
     assert not servers()
+
+
+class _Careless(VllmDialect):
+    """Has vLLM read all tensors but the last norm, from the second version on."""
+
+    _first: Path | None = None
+
+    async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
+        from safetensors.torch import load_file, save_file
+
+        if self._first is None:
+            self._first = Path(path).parent / "first.safetensors"
+            await asyncio.to_thread(shutil.copy, Path(path) / "model.safetensors", self._first)
+        tensors = load_file(Path(path) / "model.safetensors")
+        mixed = Path(path).parent / "mixed"
+        mixed.mkdir(exist_ok=True)
+        old = load_file(self._first)["model.norm.weight"]
+        save_file({**tensors, "model.norm.weight": old}, mixed / "model.safetensors")
+        await super()._reload(connection, str(mixed), seconds)
+
+
+def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
+    llama: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Its effect is below what the probe allows."""
+    made = lambda model_dir, check_every: _Careless(end_tokens(model_dir), check_every)  # noqa: E731
+    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    config = config_for(tmp_path, llama)
+    config["train"] = {**config["train"], "learning_rate": 1e-5}
+    with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
+        headrace.train(config)
+    assert all(one.ok for one in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()

@@ -39,16 +39,25 @@ def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
     checked_run(tmp_path / "runs" / "tiny", 3)
 
 
-@pytest.mark.parametrize(("fault", "lora"), [("adapter_ignored", {"rank": 4}), ("weights_ignored", {})])
-def test_the_probe_stops_a_run_whose_server_did_not_load(
-    fault: str, lora: dict[str, Any], tiny_llama: Path, tmp_path: Path
+PROBED = "does not compute the policy that is trained. Its server has not applied"
+
+
+@pytest.mark.parametrize(
+    ("faults", "lora", "words"),
+    [
+        (["adapter_ignored"], {"rank": 4}, PROBED),
+        (["weights_ignored", "no_checker"], {}, PROBED),
+        (["weights_ignored"], {}, "it has not applied the whole update"),
+        (["norm_ignored"], {}, "5 of 10 checksums of its weights are not those of the files"),
+    ],
+)
+def test_a_run_ends_whose_server_did_not_load_all(
+    faults: list[str], lora: dict[str, Any], words: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    with serving(vllm(tiny_llama, fault)) as server:
+    with serving(vllm(tiny_llama, *faults)) as server:
         train = {"steps": 3, "learning_rate": 0.5}
         watch = {"identity_every": 1}
-        with pytest.raises(
-            IdentityError, match=r"does not compute the policy that is trained\. Its server has not applied"
-        ):
+        with pytest.raises(IdentityError, match=re.escape(words)):
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 
 

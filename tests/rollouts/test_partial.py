@@ -157,6 +157,44 @@ def test_an_evaluation_goes_on_over_an_abort(tmp_path: Path) -> None:
     assert len(done.tokens) == 8 and done.stop == "length" and [span.version for span in done.spans] == [0, 1]
 
 
+def test_tokens_are_heard_as_they_are_sampled_over_an_abort_and_after_a_restart() -> None:
+    """Those that an earlier process sampled come first, at once."""
+    kept = Completion((7, 8), (-0.5, -0.25), (VersionSpan(0, 0, 0),), "interrupted")
+    heard: dict[str, list[tuple[float, int, float]]] = {"new": [], "kept": []}
+
+    async def go() -> list[Completion]:
+        engine = FakeEngine(seconds_per_token=0.1, load_seconds=0.05, length=lambda rng: 8)
+        await engine.load(await FakeTrainer().publish())
+        clock = asyncio.get_running_loop().time
+        waits = Waits(lambda fact: None, clock, 100, 200)
+        interrupts = Interrupts(engine, PartialConfig(mode="abort_resume"), waits, clock)
+        interrupts.restore({"kept": kept})
+
+        async def ask(name: str) -> Completion:
+            def hear(token: int, logprob: float) -> None:
+                heard[name].append((clock(), token, logprob))
+
+            return await interrupts.generate(Request(name, (1,), Sampling(max_tokens=8)), hear)
+
+        unheard = asyncio.ensure_future(interrupts.generate(Request("other", (1,), Sampling(max_tokens=8))))
+        asked = asyncio.gather(ask("new"), ask("kept"))
+        await asyncio.sleep(0.35)
+        trainer = FakeTrainer()
+        trainer.versions[""] = 1
+        await interrupts.deliver(await trainer.publish())
+        await unheard
+        return list(await asked)
+
+    for name, done in zip(heard, virtual_time.run(go()), strict=True):
+        assert [token for _, token, _ in heard[name]] == list(done.tokens) and len(done.tokens) == 8
+        assert [logprob for _, _, logprob in heard[name]] == list(done.logprobs)
+        times = [when for when, _, _ in heard[name]]
+        assert times == sorted(times) and len(set(times)) >= 6, "each with its pass, and not all at the end"
+    assert [when for when, _, _ in heard["kept"]][:2] == [0.05, 0.05], (
+        "as soon as they are asked for, after the first load"
+    )
+
+
 # -- joining ----------------------------------------------------------------------------------------------------------------
 
 

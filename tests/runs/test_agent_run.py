@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from server_processes import alive, config_for, serving, vllm
 from tiny_run import kill_after_a_step, of, tiny_config
 
 import headrace
+from headrace.commands.running.gateway_command import use_gateway
 from headrace.durable.journal import read_steps
+from headrace.environments.kinds import ADDRESS_FILE
 from headrace.observe.facts import Evaluated, GroupEnded
 
 AGENT = """
@@ -31,6 +34,17 @@ def chat(messages, **more):
     with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as answer:
         return json.load(answer)["choices"][0]["message"]
 
+def streamed(messages):
+    global pieces
+    body = json.dumps({"messages": messages, "stream": True, "logprobs": True}).encode()
+    content = ""
+    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})) as answer:
+        for line in answer:
+            if line.startswith(b"data: {") and (choice := json.loads(line[6:])["choices"][0])["logprobs"]:
+                content, pieces = content + choice["delta"]["content"], pieces + 1
+    return {"role": "assistant", "content": content}
+
+pieces = 0
 talk = [{"role": "user", "content": given["prompt"]}]
 if mode == "slow":
     with (HERE / "log").open("a") as log:
@@ -39,12 +53,12 @@ talk.append(chat(talk))
 if mode == "slow":
     time.sleep(0.4)
 talk.append({"role": "user", "content": "more?"})
-talk.append(chat(talk))
+talk.append(streamed(talk) if mode == "stream" else chat(talk))
 text = talk[-1]["content"]
 if mode == "half" and given["seed"] % 2:
     raise RuntimeError("half of them fail")
 print("some words of the agent")
-print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len(text)}))
+print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len(text), "pieces": pieces * 1e-9}))
 """
 
 
@@ -65,7 +79,8 @@ def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -
 
 
 def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
-    result = headrace.train(config_of(tmp_path, tiny_llama, eval={"prompts": 2, "samples": 1}))
+    """The second turn is a stream, whose pieces arrive while it is sampled."""
+    result = headrace.train(config_of(tmp_path, tiny_llama, "stream", eval={"prompts": 2, "samples": 1}))
     assert result.reason == "finished"
     directory = tmp_path / "runs" / "tiny"
     steps = list(read_steps(directory))
@@ -77,8 +92,10 @@ def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path)
             said, more = first.completion, second.completion
             assert row.tokens == said.tokens + second.context + more.tokens
             assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
-            assert one.rewards.keys() == {"e", "length"}
+            assert one.rewards.keys() == {"e", "length", "pieces"}
             assert one.rewards["length"] == pytest.approx(0.01 * len(second.reply["content"]))
+    pieces = [one.rewards["pieces"] * 1e9 for step in steps for group in step.groups for one in group.scored]
+    assert max(pieces) > 1.5, "the engine's passes, and not one piece at the end of each turn"
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
@@ -92,6 +109,32 @@ def test_the_same_command_is_trained_against_vllm(tiny_llama: Path, tmp_path: Pa
     scored = [one for step in steps for group in step.groups for one in group.scored]
     assert len(steps) == 2 and {len(one.episode.turns) for one in scored} == {2}
     assert not any(fact.failures for fact in of(tmp_path / "runs" / "tiny", GroupEnded))
+
+
+def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
+    """`headrace gateway RUN -- COMMAND` plays them until the run is over."""
+    command = config_of(tmp_path, tiny_llama)["environment"]["command"]
+    config = config_of(
+        tmp_path, tiny_llama, environment={"kind": "gateway", "command": []}, eval={"prompts": 2, "samples": 1}
+    )
+    directory, ended = tmp_path / "runs" / "tiny", list[int]()
+    address = directory / "logs" / ADDRESS_FILE
+
+    def elsewhere() -> None:
+        deadline = time.monotonic() + 400
+        while not address.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended.append(use_gateway(str(directory), command, 4))
+
+    agents = threading.Thread(target=elsewhere)
+    agents.start()
+    assert headrace.train(config).reason == "finished"
+    agents.join(400)
+    assert ended == [0] and not address.exists()
+    steps = list(read_steps(directory))
+    scored = [one for step in steps for group in step.groups for one in group.scored]
+    assert len(steps) == 2 and {len(one.episode.turns) for one in scored} == {2}
+    assert not any(fact.failures for fact in [*of(directory, GroupEnded), *of(directory, Evaluated)])
 
 
 def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_path: Path) -> None:

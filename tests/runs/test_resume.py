@@ -419,5 +419,9 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found is not None and found[mine].tokens == tuple(range(0, 2000, 200)) and found.keys() == {mine}
+    assert (
+        found is not None
+        and found.completions[mine].tokens == tuple(range(0, 2000, 200))
+        and found.completions.keys() == {mine}
+    )
     assert peak < size / 10, f"{peak} bytes for {size} on the disk"

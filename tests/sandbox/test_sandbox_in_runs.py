@@ -20,7 +20,7 @@ from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.sandbox.tool import run_python
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.extract import code_block
-from headrace.scoring.functions import FunctionScorer
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
 
@@ -31,7 +31,7 @@ def episode(text: str) -> Episode:
     return Episode((Turn((7,), Completion((1,), (0.0,), (VersionSpan(0, 0, 0),), "stop", text)),))
 
 
-def test_the_builtin_reward_judges_the_block_of_code_in_a_worker(tmp_path):
+def test_the_builtin_reward_parts_the_block_of_code_in_a_worker(tmp_path):
     prompt = Prompt("train/0", "Add.", (7,), {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]})
     right, half = "```python\ndef add(a, b): return a + b\n```", "```\ndef add(a, b): return a * 2\n```\ndone"
     loops = "```python\ndef add(a, b):\n    while True: pass\n```"
@@ -39,7 +39,7 @@ def test_the_builtin_reward_judges_the_block_of_code_in_a_worker(tmp_path):
     async def score():
         config = RewardConfig(function="unit_tests", extract="code_block", timeout=120)
         settings = SandboxSettings(LIMITS._replace(cpu_seconds=1))
-        scorer = FunctionScorer(config, log=tmp_path / "scorer.log", sandbox=settings)
+        scorer = RewardScorer(config, log=tmp_path / "scorer.log", sandbox=settings)
         try:
             return await scorer.score(prompt, [episode(text) for text in (right, half, loops, "no code")])
         finally:

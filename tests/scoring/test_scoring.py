@@ -25,9 +25,9 @@ from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
 from headrace.scoring.extract import answer_tag, last_number
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.job import read_values
 from headrace.scoring.overlong import punished, soft_overlong_punishment
+from headrace.scoring.reward_scorer import RewardScorer
 from headrace.simulate import virtual_time
 from headrace.tasks.reasoning_gym import columns_of
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
@@ -139,7 +139,7 @@ def episodes(*given: str | Episode) -> list[Episode]:
     ]
 
 
-def run(scorer: FunctionScorer, *given: str | Episode, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
+def run(scorer: RewardScorer, *given: str | Episode, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
     """`given`: texts of completions that ended by themselves, or whole episodes."""
 
     async def once() -> list[Scored | Failure]:
@@ -152,7 +152,7 @@ def run(scorer: FunctionScorer, *given: str | Episode, prompt: Prompt = PROMPT) 
 
 
 def score(config: RewardConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
-    return run(FunctionScorer(config), *texts, prompt=prompt)
+    return run(RewardScorer(config), *texts, prompt=prompt)
 
 
 def from_file(file: Path, *names: str, timeout: float = 20.0, workers: int = 2) -> RewardConfig:
@@ -195,7 +195,7 @@ def test_several_functions_are_weighted_and_named(file: Path) -> None:
 
 def test_what_the_user_s_code_prints_and_reads_does_not_reach_the_wire(file: Path, tmp_path: Path) -> None:
     log = tmp_path / "rewards.log"
-    scorer = FunctionScorer(from_file(file, "chatty"), log=log)
+    scorer = RewardScorer(from_file(file, "chatty"), log=log)
     assert rewards(run(scorer, "a", "b"))[0] != os.getpid()
     assert log.read_text().count("x") == 100_000 and "to the file descriptor" in log.read_text()
 
@@ -216,7 +216,7 @@ def test_plain_functions_from_python(tmp_path: Path) -> None:
         columns["tags"][0].append("spoilt")
         return [c == "4" for c in completions]
 
-    results = run(FunctionScorer(RewardConfig(function="reasoning_gym"), [reward]), "4", "5")
+    results = run(RewardScorer(RewardConfig(function="reasoning_gym"), [reward]), "4", "5")
     assert rewards(results) == [1.0, 0.0]
     assert seen["prompts"] == ["2 + 2 ="] * 2 and seen["answer"] == ["4", "4"]
     assert seen["completion_tokens"] == [[1], [2]]
@@ -238,7 +238,7 @@ class _Callable:
 
 @pytest.mark.parametrize("function", [_awaited, _Callable(), functools.partial(_awaited)])
 def test_async_callables_are_awaited(function: Callable[..., Any]) -> None:
-    assert rewards(run(FunctionScorer(RewardConfig(), [function]), "a", "bc")) == [1.0, 2.0]
+    assert rewards(run(RewardScorer(RewardConfig(), [function]), "a", "bc")) == [1.0, 2.0]
 
 
 def test_one_group_is_judged_by_all_functions_at_once() -> None:
@@ -253,7 +253,7 @@ def test_one_group_is_judged_by_all_functions_at_once() -> None:
         return [1.0] * len(completions)
 
     async def main() -> list[Scored | Failure]:
-        return await FunctionScorer(RewardConfig(timeout=60), [first, second]).score(PROMPT, episodes("a"))
+        return await RewardScorer(RewardConfig(timeout=60), [first, second]).score(PROMPT, episodes("a"))
 
     begun, other = asyncio.Event(), asyncio.Event()
     assert rewards(asyncio.run(main())) == [2.0]
@@ -261,7 +261,7 @@ def test_one_group_is_judged_by_all_functions_at_once() -> None:
 
 def test_async_functions_of_a_file_wait_side_by_side(file: Path) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, "meets", workers=1))
+        scorer = RewardScorer(from_file(file, "meets", workers=1))
         results = await asyncio.gather(*(scorer.score(PROMPT, episodes("4")) for _ in range(20)))
         assert [rewards(result) for result in results] == [[1.0]] * 20 and len(scorer.pids) == 1
         await scorer.close()
@@ -271,7 +271,7 @@ def test_async_functions_of_a_file_wait_side_by_side(file: Path) -> None:
 
 def test_plain_functions_of_a_file_share_the_workers(file: Path) -> None:
     async def main() -> int:
-        scorer = FunctionScorer(from_file(file, "exact", workers=2))
+        scorer = RewardScorer(from_file(file, "exact", workers=2))
         results = await asyncio.gather(*(scorer.score(PROMPT, episodes("4", "5")) for _ in range(20)))
         assert [rewards(result) for result in results] == [[1.0, 0.0]] * 20
         alive = scorer.pids
@@ -293,23 +293,23 @@ def test_what_was_cut_off_has_no_answer_unless_asked_for(file: Path, extract: st
     text = "<answer>4</answer> or 4"
     cut = msgspec.structs.replace(episodes(text)[0].last, stop="length")
     both = [*episodes(text), Episode((Turn((7, 8), cut),))]
-    whole, half = run(FunctionScorer(config), *both)
+    whole, half = run(RewardScorer(config), *both)
     assert isinstance(whole, Scored) and isinstance(half, Scored)
     assert (whole.reward, half.reward) == (1.0, 0.0)
     assert (whole.extracted, half.extracted) == ({"exact": "4"}, {"exact": ""})
-    asked = run(FunctionScorer(replace(config, extract_truncated=True)), *both)
+    asked = run(RewardScorer(replace(config, extract_truncated=True)), *both)
     assert rewards(asked) == [1.0, 1.0]
     assert isinstance(asked[1], Scored) and asked[1].extracted == {"exact": "4"}
 
 
 def test_the_whole_text_is_given_of_what_was_cut_off_too(file: Path) -> None:
     cut = msgspec.structs.replace(episodes("4")[0].last, stop="length")
-    (one,) = run(FunctionScorer(RewardConfig(function=f"{file}:exact")), Episode((Turn((7, 8), cut),)))
+    (one,) = run(RewardScorer(RewardConfig(function=f"{file}:exact")), Episode((Turn((7, 8), cut),)))
     assert isinstance(one, Scored) and one.reward == 1.0 and one.extracted == {}
 
 
 def test_no_episodes_no_call() -> None:
-    assert run(FunctionScorer(RewardConfig(), [lambda completions: 1 / 0])) == []
+    assert run(RewardScorer(RewardConfig(), [lambda completions: 1 / 0])) == []
 
 
 # --- what a function returns -------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_there_is_always_one_outcome_a_completion_and_every_number_was_returned(
 @pytest.mark.parametrize("where", ["process", "thread"])
 def test_the_traceback_has_the_users_frames_and_no_others(file: Path, where: str) -> None:
     config, callables = RewardConfig(function=f"{file}:raises"), [_load(file, "raises")] if where == "thread" else []
-    failed, _ = run(FunctionScorer(config, callables), "a", "b")
+    failed, _ = run(RewardScorer(config, callables), "a", "b")
     assert isinstance(failed, Failure) and failed.kind == "KeyError" and not failed.outage
     first, *frames, last = failed.traceback.splitlines()
     assert first == "Traceback (your frames):" and last == "KeyError: 'lost'"
@@ -385,9 +385,9 @@ def test_a_service_that_does_not_answer_is_an_outage() -> None:
         raise ServiceTimeout
 
     for function in (refused, late):
-        (failed,) = run(FunctionScorer(RewardConfig(), [function]), "a")
+        (failed,) = run(RewardScorer(RewardConfig(), [function]), "a")
         assert isinstance(failed, Failure) and failed.outage and failed.reason == "reward_unreachable"
-    (failed,) = run(FunctionScorer(RewardConfig(), [lambda completions: Path("/no/such/file").read_text()]), "a")
+    (failed,) = run(RewardScorer(RewardConfig(), [lambda completions: Path("/no/such/file").read_text()]), "a")
     assert isinstance(failed, Failure) and not failed.outage and failed.kind == "FileNotFoundError"
 
 
@@ -412,11 +412,11 @@ def test_every_failure_is_named(file: Path, where: str) -> None:
         config = from_file(file, *(name for name, *_ in FAILURES))
         for name, expected, *words in FAILURES:
             if where == "thread":
-                results = await FunctionScorer(config, [_load(file, name)]).score(PROMPT, episodes("a", "b", "c"))
+                results = await RewardScorer(config, [_load(file, name)]).score(PROMPT, episodes("a", "b", "c"))
             else:
-                judge = next(judge for judge in scorer._judges if judge.name == name)
-                alone = FunctionScorer(config, [_load(file, "exact")])
-                alone._judges = [judge]
+                judge = next(judge for judge in scorer._parts if judge.name == name)
+                alone = RewardScorer(config, [_load(file, "exact")])
+                alone._parts = [judge]
                 results = await alone.score(PROMPT, episodes("a", "b", "c"))
             assert reasons(results) == expected, name
             failed = next(result for result in results if isinstance(result, Failure))
@@ -428,7 +428,7 @@ def test_every_failure_is_named(file: Path, where: str) -> None:
         finally:
             await scorer.close()
 
-    scorer = FunctionScorer(from_file(file, *(name for name, *_ in FAILURES)))
+    scorer = RewardScorer(from_file(file, *(name for name, *_ in FAILURES)))
     asyncio.run(around())
 
 
@@ -444,7 +444,7 @@ def test_a_sum_that_lacks_a_part_is_no_reward(file: Path) -> None:
 
 
 def test_a_sum_that_overflows_is_no_reward() -> None:
-    scorer = FunctionScorer(RewardConfig(), [lambda completions: [1e308], lambda completions: [1e308]])
+    scorer = RewardScorer(RewardConfig(), [lambda completions: [1e308], lambda completions: [1e308]])
     assert reasons(run(scorer, "a")) == ["reward_nan"]
 
 
@@ -462,11 +462,11 @@ def test_a_sum_that_overflows_is_no_reward() -> None:
 )
 def test_a_function_of_a_file_that_never_returns(file: Path, name: str, words: str) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, name, "exact", "later", timeout=1.0, workers=1))
+        scorer = RewardScorer(from_file(file, name, "exact", "later", timeout=1.0, workers=1))
         late = await scorer.score(PROMPT, episodes("4", "5"))
         assert reasons(late) == ["reward_timeout"] * 2
         assert "no answer within 1 s" in detail(late[0]) and words in detail(late[0]), late
-        scorer._judges = [judge for judge in scorer._judges if judge.name != name]
+        scorer._parts = [judge for judge in scorer._parts if judge.name != name]
         assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [3.0, 0.0], "others go on"
         alive = scorer.pids
         await scorer.close()
@@ -481,7 +481,7 @@ def test_a_callable_that_never_returns_is_abandoned_and_counted() -> None:
         return [1.0] * len(completions)
 
     async def main() -> tuple[list[Scored | Failure], list[Scored | Failure]]:
-        scorer = FunctionScorer(RewardConfig(timeout=0.1, workers=1), [stuck])
+        scorer = RewardScorer(RewardConfig(timeout=0.1, workers=1), [stuck])
         first = await scorer.score(PROMPT, episodes("a"))
         second = await scorer.score(PROMPT, episodes("a"))  # the abandoned thread holds no slot
         assert scorer.threads.abandoned == {"stuck": 2}
@@ -500,7 +500,7 @@ def test_a_callable_that_never_returns_is_abandoned_and_counted() -> None:
 @pytest.mark.parametrize("name", ["sleeps_for_ever", "refuses_to_end"])
 def test_an_async_callable_that_never_returns(file: Path, name: str) -> None:
     async def main() -> list[Scored | Failure]:
-        scorer = FunctionScorer(RewardConfig(timeout=0.1), [_load(file, name)])
+        scorer = RewardScorer(RewardConfig(timeout=0.1), [_load(file, name)])
         results = await scorer.score(PROMPT, episodes("a", "b"))
         await scorer.close()
         return results
@@ -526,16 +526,16 @@ async def _until(condition: Callable[[], Any]) -> None:
 
 def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, "never", "exact", workers=1, timeout=60))
-        judges = scorer._judges
-        scorer._judges = judges[:1]
+        scorer = RewardScorer(from_file(file, "never", "exact", workers=1, timeout=60))
+        judges = scorer._parts
+        scorer._parts = judges[:1]
         running = asyncio.ensure_future(scorer.score(PROMPT, episodes("4", "5")))
         await _until(lambda: scorer.pids)
         (pid,) = scorer.pids
         os.kill(pid, signal.SIGKILL)
         results = await asyncio.wait_for(running, 120)
         assert reasons(results) == ["reward_worker_died"] * 2 and "was killed by SIGKILL" in detail(results[0])
-        scorer._judges = judges[1:]
+        scorer._parts = judges[1:]
         assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [1.0, 0.0]
         assert scorer.pids != [pid]
         await scorer.close()
@@ -545,11 +545,11 @@ def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None
 
 def test_a_worker_that_cannot_be_started_is_named(file: Path, tmp_path: Path) -> None:
     gone = tmp_path / "gone" / "scorer.log"
-    results = asyncio.run(_score_and_close(FunctionScorer(from_file(file, "exact"), log=gone)))
+    results = asyncio.run(_score_and_close(RewardScorer(from_file(file, "exact"), log=gone)))
     assert reasons(results) == ["reward_worker_died"] and "could not be started: " in detail(results[0])
 
 
-async def _score_and_close(scorer: FunctionScorer) -> list[Scored | Failure]:
+async def _score_and_close(scorer: RewardScorer) -> list[Scored | Failure]:
     try:
         return list(await scorer.score(PROMPT, episodes("4")))
     finally:
@@ -560,7 +560,7 @@ def test_a_worker_whose_answer_makes_no_sense_is_killed_and_named(tmp_path: Path
     file = tmp_path / "garbles.py"
     file.write_text(GARBLES)
     config = RewardConfig(functions=(RewardSpec(f"{file}:garbles"),), timeout=60.0)
-    results = asyncio.run(_score_and_close(FunctionScorer(config)))
+    results = asyncio.run(_score_and_close(RewardScorer(config)))
     assert reasons(results) == ["reward_worker_died"] and "its answer made no sense" in detail(results[0])
 
 
@@ -581,7 +581,7 @@ def test_a_function_that_kills_its_process(file: Path) -> None:
 
 def test_a_worker_killed_while_idle_costs_nothing(file: Path) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, "exact", "later", workers=1))
+        scorer = RewardScorer(from_file(file, "exact", "later", workers=1))
         await scorer.score(PROMPT, episodes("4"))
         assert len(scorer.pids) == 2
         for pid in scorer.pids:
@@ -595,16 +595,16 @@ def test_a_worker_killed_while_idle_costs_nothing(file: Path) -> None:
 
 def test_a_cancelled_call_frees_its_worker(file: Path) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, "never", "exact", workers=1, timeout=60))
-        judges = scorer._judges
-        scorer._judges = judges[:1]
+        scorer = RewardScorer(from_file(file, "never", "exact", workers=1, timeout=60))
+        judges = scorer._parts
+        scorer._parts = judges[:1]
         running = asyncio.ensure_future(scorer.score(PROMPT, episodes("4")))
         await _until(lambda: scorer.pids)
         (pid,) = scorer.pids
         running.cancel()
         await asyncio.wait({running})
         assert not _runs(pid)
-        scorer._judges = judges[1:]
+        scorer._parts = judges[1:]
         assert rewards(await scorer.score(PROMPT, episodes("4"))) == [1.0]
         await scorer.close()
 
@@ -664,7 +664,7 @@ def _is_zombie(pid: int) -> bool:
 
 def refusal(config: RewardConfig, callables: tuple[Any, ...] = ()) -> str:
     with pytest.raises(ConfigError) as caught:
-        FunctionScorer(config, callables)
+        RewardScorer(config, callables)
     return str(caught.value)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from served import Client, faked
 
+from headrace.chat.streamed_text import StreamedText
 from headrace.engine.fake import FakeEngine
 from headrace.serve.serving import Serving
-from headrace.serve.text import StreamedText
 from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import faked
+from served import answering, faked
 
+from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
+from headrace.serve.app import make_app
+from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
+from headrace.serve.start import opened
 from headrace.web.limits import ServerLimits
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -136,7 +140,8 @@ async def half_vanish(url: str, serving: Serving, count: int, tokens: int) -> No
     assert {number: answers[number] for number in alone} == alone
     while serving.under_way or (await serving.engine.stats()).running:
         await asyncio.sleep(0.01)
-    assert serving.counters.cancelled - cancelled == count // 2
+    # On a busy machine some have all their tokens before their client, in this same process, comes to leaving.
+    assert count // 10 < serving.counters.cancelled - cancelled <= count // 2
     while len(os.listdir("/proc/self/fd")) > files + 2:  # sockets close behind the last byte
         await asyncio.sleep(0.01)
 
@@ -151,3 +156,22 @@ def test_of_200_connections_half_vanish(tiny_tokenizer: Path) -> None:
 
 def by_prompt(request: Any) -> list[int]:
     return [(request.prompt[-1] * place + request.sampling.seed) % 97 + 3 for place in range(1, 21)]
+
+
+@pytest.mark.slow
+def test_of_200_connections_to_the_engine_half_vanish_and_their_kv_is_free(tiny_llama: Path, tmp_path: Path) -> None:
+    engine = EngineConfig(dtype="float32", device="cpu", kv_gib=0.05, context_length=200, max_running=64, exact=True)
+
+    async def go() -> None:
+        config = ServeConfig(model=str(tiny_llama), engine=engine, name="tiny")
+        async with (
+            asyncio.timeout(LONGEST),
+            opened(config, tiny_llama, tmp_path) as serving,
+            answering(make_app(serving, "")) as url,
+        ):
+            for _ in range(3):
+                await half_vanish(url, serving, count=200, tokens=80)
+                stats = await serving.engine.stats()
+                assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0)
+
+    asyncio.run(go())

@@ -208,10 +208,11 @@ def test_a_state_is_continued_by_another_client(server: Running, client: tinker.
     with pytest.raises(tinker.RequestFailedError, match="is there already") as refused:
         model.save_state("third").result()
     assert refused.value.category == "user"
-    model.save_state("third", overwrite=True, user_metadata={"why": "again"}).result()
+    model.save_state("third", ttl_seconds=7200, overwrite=True, user_metadata={"why": "again"}).result()
     rest = tinker.RestClient(base_url=server.url, api_key=KEY)
     (found,) = rest.list_checkpoints(model.model_id).result().checkpoints
     assert (found.tinker_path, found.user_metadata) == (path, {"why": "again"})
+    assert found.expires_at and (found.expires_at - found.time).total_seconds() == pytest.approx(7200, abs=0.01)
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     assert rest.get_server_capabilities().result().supported_models[0].model_name == "tiny"
 

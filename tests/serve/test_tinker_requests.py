@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ import pytest
 
 from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
+from headrace.serve.training.door import Door
 from headrace.serve.training.futures import FutureAnswer, Futures
 from headrace.serve.training.messages.examples import pass_of
-from headrace.serve.training.messages.json_bodies import CreateSession, LoraBody
+from headrace.serve.training.messages.json_bodies import Adam, CreateModel, CreateSession, LoraBody, OptimStep
 from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
 from headrace.serve.training.models import Model
 from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.store import CheckpointFacts, Store
+from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused
 
 
@@ -145,6 +148,10 @@ def test_a_session_ends_without_heartbeats_and_is_freed_once() -> None:
             with pytest.raises(Refused) as refused:
                 sessions.heard(name)
             assert refused.value.status == status
+        for _ in range(2):  # the second time for a client that has lost the answer
+            await sessions.finish(two.id, "done")
+        with pytest.raises(Refused, match="no session nobody"):
+            await sessions.finish("nobody", "done")
         await sessions.close()
         assert freed == [one.id, two.id]
 
@@ -230,3 +237,63 @@ def test_weights_expire_and_paths_lead_nowhere_else(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="is no path of weights"):
             store.place(path)
     assert list(store.of_model("..")) == []
+
+
+class _Noting:
+    """A trainer that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.added: list[SharedLora] = []
+        self.steps: list[AdamStep] = []
+
+    async def add(self, name: str, lora: SharedLora) -> None:
+        self.added.append(lora)
+
+    async def remove(self, name: str) -> None: ...
+
+    async def optim_step(self, call: AdamStep) -> StepDone:
+        self.steps.append(call)
+        return StepDone(version=1, grad_norm=2.5)
+
+
+def test_every_setting_of_an_adapter_and_of_its_optimizer_arrives_at_the_trainer(tmp_path: Path) -> None:
+    async def go() -> None:
+        serving: Any = SimpleNamespace(name="tiny")
+        door = Door(serving, Store(tmp_path), TrainLimits(), directory=tmp_path, places=1)
+        trainer: Any = _Noting()
+        door.trainer = trainer
+        session = door.create_session(CreateSession())["session_id"]
+        loras = [LoraBody(rank=3, seed=7, train_mlp=False), LoraBody(rank=5, seed=8, train_attn=False)]
+        for number, lora in enumerate(loras):
+            asked = CreateModel(session_id=session, model_seq_id=number, base_model="tiny", lora_config=lora)
+            created = await answer_of(door.futures, door.create_model(asked).id)
+        assert trainer.added == [
+            SharedLora(rank=3, seed=7, attention=True, mlp=False),
+            SharedLora(rank=5, seed=8, attention=False, mlp=True),
+        ]
+        given = {"learning_rate": 0.1, "beta1": 0.2, "beta2": 0.3, "eps": 0.4, "weight_decay": 0.5, "grad_clip_norm": 6}
+        for number, settings in enumerate(({}, given, {"grad_clip_norm": -1.0}), 1):
+            body = OptimStep(model_id=created["model_id"], seq_id=number, adam_params=Adam(**settings))
+            answer = await answer_of(door.futures, door.optim_step(body).id)
+        assert answer == {"metrics": {"grad_norm": 2.5, "version": 1}}
+        name = created["model_id"]
+        assert trainer.steps == [AdamStep(model=name), AdamStep(model=name, **given), AdamStep(model=name)]
+        await door.close()
+
+    asyncio.run(go())
+
+
+def test_the_constants_of_a_loss_arrive() -> None:
+    message = request_of([1, 2, 3], [1, 1, 1])
+    message.loss_fn = "dro"
+    datum = message.data[0].loss_fn_inputs
+    for name in ("logprobs", "advantages"):
+        datum[name].CopyFrom(datum["weights"])
+    del datum["weights"]
+    assert pass_of(message).constants == {"beta": 0.05}
+    message.loss_fn_config["beta"] = 0.5
+    assert pass_of(message).constants == {"beta": 0.5} and pass_of(message).backward
+    message.loss_fn_config_v2["beta"].number = 0.75
+    assert pass_of(message).constants == {"beta": 0.75}
+    message.forward_only = True
+    assert not pass_of(message).backward

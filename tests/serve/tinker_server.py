@@ -63,7 +63,9 @@ class Running:
 
 
 @contextmanager
-def running(model: Path, work: Path, limits: TrainLimits | None = None) -> Iterator[Running]:
+def running(
+    model: Path, work: Path, limits: TrainLimits | None = None, engine: EngineConfig = ENGINE
+) -> Iterator[Running]:
     found: list[Running] = []
     failed: list[BaseException] = []
     up, over = threading.Event(), threading.Event()
@@ -75,7 +77,7 @@ def running(model: Path, work: Path, limits: TrainLimits | None = None) -> Itera
             train=SharedConfig(device="cpu", dtype="float32"),
             limits=limits or TrainLimits(),
         )
-        config = ServeConfig(model=str(model), engine=ENGINE, name="tiny", token=KEY, training=training)
+        config = ServeConfig(model=str(model), engine=engine, name="tiny", token=KEY, training=training)
         stop.append(asyncio.Event())
         sock = bind("127.0.0.1", 0)
         async with (

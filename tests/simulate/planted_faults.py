@@ -34,6 +34,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
 CHOOSER = "curriculum/chooser.py"
+SCORE_LOG, ENDPOINT = "scoring/parts/score_log.py", "scoring/services/endpoint.py"
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
 REQUESTS = "engine/fleet/moving_requests.py"
@@ -459,8 +460,24 @@ OF_CHOOSER = (
     ),
 )  # fmt: skip
 
+OF_SCORES = (
+    _one(
+        "scores_not_kept", SCORE_LOG, "C7", "scores are recorded in memory alone",
+        "        self._file.write(line)\n", "",
+    ),
+    _one(
+        "scores_not_read", SCORE_LOG, "C7", "a resumed run reads the recorded scores and does not use them",
+        "self._records[record.key] = self._earlier[record.key] = record", "self._records[record.key] = record",
+    ),
+    _one(
+        "no_second_attempt", ENDPOINT, "C2", "a service that failed once is not asked again",
+        "if bad.final or number > self._config.retries:", "if True:",
+    ),
+)  # fmt: skip
+
 PLANTED = (
     *OF_CHOOSER,
+    *OF_SCORES,
     *OF_BUFFER,
     *OF_PIPELINE,
     *OF_ROLLING,

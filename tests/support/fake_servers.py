@@ -38,7 +38,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")
-    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
+    parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, "no_checker"])
     return parser.parse_args(words)
 
 
@@ -57,15 +57,17 @@ async def vllm(words: list[str]) -> None:
         "dev": os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         "lora": os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True",
         "scale_out": given.enable_scale_out,
+        "checker": "no_checker" not in given.fault,
     }
     with tempfile.TemporaryDirectory() as logs:
         async with opened(ServeConfig(model=given.model, engine=engine), Path(given.model), Path(logs)) as serving:
             server = FakeVllm(
                 serving,
+                weights=Path(given.model),
                 dtype=given.dtype,
                 max_loras=loras,
                 logprobs_mode=given.logprobs_mode,
-                faults=given.fault,
+                faults=set(given.fault) - {"no_checker"},
                 absent=[name for name, there in has.items() if not there],
             )
             await make_server(server.app(os.environ.get("VLLM_API_KEY", ""))).serve(sockets=[sock])

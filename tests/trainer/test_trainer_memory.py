@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from headrace.algo.config import AlgoConfig
 from headrace.config import load_config
 from headrace.errors import CheckpointError, ConfigError
-from headrace.orchestration.build import export_weights
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
+from headrace.trainer.step.exporting import export_weights
+from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Row
 
@@ -241,7 +242,8 @@ def test_a_run_is_exported_from_its_checkpoint_whatever_its_weights_are_kept_in(
     one.save(tmp_path / "step")
     tables = {"model": {"path": str(model_dir)}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}}
     config = load_config({**tables, "reward": {"function": "reasoning_gym"}, "train": {"dtype": "bfloat16", **memory}})
-    export_weights(config, model_dir, checkpoint=tmp_path / "step", to=tmp_path / "out", dtype="bfloat16", merge=False)
+    trained, to = Assignment(config.train, config.algo), tmp_path / "out"
+    export_weights(model_dir, trained, seed=0, checkpoint=tmp_path / "step", to=to, dtype="bfloat16", merge=False)
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).named_parameters())
     for name, tensor in one.parameters():
         assert torch.equal(loaded[name], tensor.bfloat16())

@@ -70,6 +70,14 @@ def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
     return [end + sum(given[number:]) for number in range(len(given))]
 
 
+def segment_returns(one: Scored, penalty: float = 0.0) -> list[float]:
+    """Returns each step's return: what the process reward gives it and the steps after it (`Scored.segments`), and all other rewards,
+    which the rollout got at its end. `penalty`: taken off the end."""
+    returns = [value for turn in one.segments for _, _, value in turn]
+    end = one.reward - returns[0] - penalty
+    return [end + value for value in returns]
+
+
 def agent_advantages(
     returns: Sequence[Mapping[str, float]], compare: Callable[[tuple[float, ...]], list[float]]
 ) -> list[dict[str, float]]:

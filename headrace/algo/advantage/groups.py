@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -12,12 +13,13 @@ from headrace.algo.advantage.credit import (
     agent_returns,
     kl_penalty,
     return_to_go,
+    segment_returns,
     turn_advantages,
     turn_returns,
     whiten,
 )
-from headrace.algo.advantage.training_rows import reference_of, rows_of
-from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
+from headrace.algo.advantage.training_rows import advantages_of_segments, reference_of, rows_of
+from headrace.algo.advantages import Advantage, GroupRewards, Pair, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored
 
@@ -48,8 +50,12 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
+        if self._algo.credit == "segment":
+            return tuple(self._rows_of_segments(prompt, scored))
         if self._algo.credit != "rollout" or any(one.branches for one in scored):
             return self._rows_of_turns(prompt, scored)
+        if self._advantage.pairs:
+            return tuple(self._rows_of_pairs(prompt, scored))
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
@@ -60,12 +66,41 @@ class Algorithm:
                 rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
         return tuple(rows)
 
+    def pairs(self, scored: Sequence[Scored]) -> tuple[Pair, ...]:
+        """The pairs of rollouts, chosen and rejected, as places in `scored`; none unless the loss compares pairs. A rollout that was cut off
+        is in none if such rollouts are not trained."""
+        if not self._advantage.pairs:
+            return ()
+        kept = [place for place, one in enumerate(scored) if self._whole(one)]
+        found = self._advantage.pairs(self._group([scored[place] for place in kept]))
+        return tuple((kept[chosen], kept[rejected]) for chosen, rejected in found)
+
+    def _whole(self, one: Scored) -> bool:
+        cut = one.episode.cut or any(turn.completion.stop == "length" for turn in one.episode.turns)
+        return self._algo.overlong == "train" or not cut
+
+    def _rows_of_pairs(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
+        """Yields rows whose advantage is the balance of the rollout's pairs; rollouts in no pair are in no loss."""
+        pairs = self.pairs(scored)
+        balance = Counter(chosen for chosen, _ in pairs)
+        balance.subtract(rejected for _, rejected in pairs)
+        for place, one in enumerate(scored):
+            for _, row in rows_of(prompt, one, float(balance[place]), self._algo.overlong):
+                yield replace(row, mask=(False,) * len(row.mask)) if pairs and place not in balance else row
+
     def _rows_of_turns(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         return tuple(
             row
             for one, of_turns in zip(scored, self._turn_advantages(scored), strict=True)
             for _, row in rows_of(prompt, one, of_turns, self._algo.overlong)
         )
+
+    def _rows_of_segments(self, prompt: Prompt, scored: Sequence[Scored]) -> Iterator[Row]:
+        returns = [segment_returns(one, self._kl(one)) for one in scored]
+        compared = turn_advantages(returns, lambda column: self._advantage.function(GroupRewards(column)))
+        for one, of_segments in zip(scored, compared, strict=True):
+            for path, row in rows_of(prompt, one, 0.0, self._algo.overlong):
+                yield replace(row, advantages=advantages_of_segments(one, path, of_segments))
 
     def _turn_advantages(self, scored: Sequence[Scored]) -> list[list[float]]:
         """An advantage for every turn of every rollout."""

@@ -121,6 +121,22 @@ def reference_of(one: Scored, path: Sequence[int]) -> list[float]:
     ]
 
 
+def advantages_of_segments(one: Scored, path: Sequence[int], of_segments: Sequence[float]) -> tuple[float, ...]:
+    """[T] over the row of a path: every sampled token has the advantage of its step, in `of_segments` over the steps of all turns; context
+    has none."""
+    first = [sum(map(len, one.segments[:number])) for number in range(len(one.segments))]
+    advantages: list[float] = []
+    for piece in _pieces(one.episode, path):
+        if not piece.sampled:
+            advantages += [0.0] * len(piece.tokens)
+            continue
+        before = 0
+        for place, (end, _, _) in enumerate(one.segments[piece.turn], first[piece.turn]):
+            advantages += [of_segments[place]] * (end - before)
+            before = end
+    return tuple(advantages)
+
+
 def _trains(completion: Completion, overlong: Overlong) -> bool:
     return overlong == "train" or completion.stop != "length"
 

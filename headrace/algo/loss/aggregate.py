@@ -38,6 +38,12 @@ def token_sum(counts: Sequence[int], constant: int) -> list[float]:
     return [1 / (_rows(counts) * constant) for _ in counts]
 
 
+def pair_mean(counts: Sequence[int], constant: int) -> list[float]:
+    """Every pair of rollouts weighs the same: the loss of pairs is divided by the pairs of the whole step where it is made
+    (`trainer/step/preferring.py`), so that nothing is left to divide here."""
+    return [1.0 for _ in counts]
+
+
 def _rows(counts: Sequence[int]) -> int:
     return max(sum(count > 0 for count in counts), 1)
 
@@ -47,4 +53,5 @@ AGGREGATIONS: dict[str, AggregationFunction] = {
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
     "token_sum": token_sum,
+    "pair_mean": pair_mean,
 }

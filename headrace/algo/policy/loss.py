@@ -49,6 +49,10 @@ class Loss:
     denominator."""
     anchored: ClassVar[bool] = True
     """Whether it is a function of `old`. (A user's own function gets the tokens alone.)"""
+    pairs: ClassVar[bool] = False
+    """Whether it is a function of pairs of rollouts (`policy/pairs.py`)."""
+    needs_reference: ClassVar[bool] = False
+    """Whether it compares the policy with the reference model."""
     rejects: ClassVar[bool] = False
     """Whether it may take tokens out by a rule of its own."""
 

@@ -50,6 +50,8 @@ class Tokens(NamedTuple):
     """None if no teacher scored any of these tokens."""
     keep: Tensor | None = None
     """[M] bool: the tokens that the step's selection keeps (`objective.selection_of`)."""
+    share: Tensor | None = None
+    """[M] the token's share of the loss of its rollout's pairs, without gradient; None unless the loss is one of pairs."""
 
 
 class TokenLoss(NamedTuple):

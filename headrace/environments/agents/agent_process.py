@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.environments.agents import agent_reaper
 from headrace.observe.health.patience import within
@@ -23,18 +25,22 @@ KEPT = 16 << 10
 """Bytes at the end of its output that are kept; the rest is dropped."""
 
 
-def agent_variables(url: str, key: str) -> dict[str, str]:
-    """The environment of an agent: ours, with the address of its rollout for OpenAI's and Anthropic's clients."""
-    local = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
-    own = {
+def agent_addresses(url: str, key: str) -> dict[str, str]:
+    """The variables that have the address of a rollout, for OpenAI's and Anthropic's clients."""
+    return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "NO_PROXY": local,  # a proxy of the user's must not be asked for an address on this machine
-        "no_proxy": local,
     }
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **own}
+
+
+def agent_variables(addresses: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent: ours, with the addresses of its rollout."""
+    host = urlsplit(addresses["OPENAI_BASE_URL"]).hostname
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host]))
+    own = {"NO_PROXY": direct, "no_proxy": direct}  # a proxy of the user's must not be asked for this address
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **addresses, **own}
 
 
 class Reaper:
@@ -103,10 +109,17 @@ class AgentProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], variables: Mapping[str, str], *, given: bytes, directory: str, reaper: Reaper
+        cls,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        given: bytes,
+        directory: str,
+        reaper: Reaper,
+        memory: int = 0,
     ) -> AgentProcess:
-        """`given`: its standard input. `directory`: where it runs; empty: in one that is made for it and removed at its end. Raises
-        OSError."""
+        """`given`: its standard input. `directory`: where it runs; empty: in one that is made for it and removed at its end. `memory`:
+        bytes that it, and each process that it starts, may allocate; 0 sets no limit. Raises OSError."""
         own = "" if directory else await asyncio.to_thread(tempfile.mkdtemp, prefix="headrace-agent-")
         try:
             transport, output = await asyncio.get_running_loop().subprocess_exec(
@@ -116,11 +129,20 @@ class AgentProcess:
             await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
             raise
         self = cls(transport, output, own, reaper)
+        if memory and hasattr(resource, "prlimit"):
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # Linux; of data, because runtimes reserve addresses that they never use
+                resource.prlimit(self.pid, resource.RLIMIT_DATA, (memory, memory))
         pipe = transport.get_pipe_transport(0)
         assert isinstance(pipe, asyncio.WriteTransport)
         pipe.write(given)  # it may read nothing: that is no error
         pipe.close()
         return self
+
+    def kill(self) -> None:
+        """Ends it at once, with all that it started. `end` still has to be called."""
+        self._signal(signal.SIGKILL)
 
     async def wait(self) -> int:
         """Returns its exit code when it has ended and its output was read."""

@@ -1,6 +1,7 @@
 """The gateway: agents that live in other processes ask for the turns of their rollouts over HTTP, in OpenAI's or Anthropic's format.
 
-Read `chat_tree.py` (the messages of a request continue an earlier reply, or begin a path), `gateway_rollout.py` (one rollout: its secret,
-its requests in progress), `chat_answers.py` (a reply as OpenAI's clients read it), `chat_routes.py` (its routes), `anthropic_bodies.py`
-and `anthropic_routes.py` (the same for Anthropic's clients), `gateway.py` (the server).
+Read `chat_tree.py` (the messages of a request continue an earlier reply, or begin a path) and `text_tree.py` (so does a text),
+`gateway_rollout.py` (one rollout: its secret, its requests in progress), `turn_request.py` (a request for a turn, in whatever format), then
+the formats: `chat_answers.py` and `chat_routes.py` (OpenAI's chats), `completions_routes.py` (texts), `responses_bodies.py` and
+`responses_routes.py` (OpenAI's responses), `anthropic_bodies.py` and `anthropic_routes.py`. `gateway.py` is the server.
 """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec import Meta
 
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
 from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.environments.gateway.turn_request import TurnRequest, is_cut
 from headrace.web.errors import Refused
 
 Blocks = str | list[dict[str, Any]]
@@ -117,31 +119,57 @@ def message_of(answer: TreeReply, model: str) -> dict[str, Any]:
     content += [
         {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in calls
     ]
-    cut = reply.over or reply.stop == "length"
+    return _head(model, answer.prompt_tokens) | {
+        "content": content,
+        "stop_reason": "max_tokens" if is_cut(answer) else "tool_use" if calls else "end_turn",
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": reply.tokens},
+    }
+
+
+def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
+    """A message that has not begun."""
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": content,
-        "stop_reason": "max_tokens" if cut else "tool_use" if calls else "end_turn",
+        "content": [],
+        "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": reply.tokens},
+        "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
     }
 
 
-def events_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the events of a stream that says the message, each block in one piece."""
-    rest = {"stop_reason": message["stop_reason"], "stop_sequence": None}
-    yield {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}
+async def events_of(turn: TurnRequest, model: str) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a stream. Text comes as it is sampled; calls of tools come whole, at the end."""
+    begun = shown = False
+    async with aclosing(turn.pieces()) as pieces:
+        async for piece in pieces:
+            if not begun:
+                yield {"type": "message_start", "message": _head(model, turn.prompt_tokens)}
+            if piece.text and not shown:
+                yield _block_begins(0, {"type": "text", "text": ""})
+            if piece.text:
+                yield _delta(0, {"type": "text_delta", "text": piece.text})
+            begun, shown = True, shown or bool(piece.text)
+    message = message_of(turn.answer, model)
+    if not begun:
+        yield {"type": "message_start", "message": _head(model, turn.answer.prompt_tokens)}
     for index, block in enumerate(message["content"]):
-        start: dict[str, Any] = {"type": "text", "text": ""}
-        delta: dict[str, Any] = {"type": "text_delta", "text": block.get("text", "")}
         if block["type"] == "tool_use":
-            start = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield {"type": "content_block_start", "index": index, "content_block": start}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield _block_begins(index, {**block, "input": {}})
+            yield _delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        elif not shown:
+            yield _block_begins(index, {"type": "text", "text": ""})
         yield {"type": "content_block_stop", "index": index}
+    rest = {"stop_reason": message["stop_reason"], "stop_sequence": None}
     yield {"type": "message_delta", "delta": rest, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
+
+
+def _block_begins(index: int, block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -14,9 +13,10 @@ from headrace.environments.gateway.anthropic_bodies import (
     refuse_unserved_messages,
     tools_of,
 )
-from headrace.environments.gateway.chat_routes import GatewayRules, check_sampling, sampled
+from headrace.environments.gateway.chat_routes import schema
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.web.sending import GONE, json_response, read_body, while_there
+from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling
+from headrace.web.sending import GONE, Events, json_response, read_body
 
 
 async def messages(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
@@ -25,12 +25,9 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     check_sampling(
         rules, body.stop_sequences or (), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     )
-    work = sampled(rollout, messages_of(body), tools_of(body), body.max_tokens)
-    answer = await while_there(request, work)
-    if answer is None:
-        return GONE
-    message = message_of(answer, body.model)
-    if not body.stream:
-        return json_response(message)
-    events = (f"event: {event['type']}\ndata: ".encode() + msgspec.json.encode(event) for event in events_of(message))
-    return Response(b"\n\n".join([*events, b""]), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    talk, tools = messages_of(body), [schema(one) for one in tools_of(body)]
+    turn = TurnRequest(rollout, lambda stream: rollout.chats.ask(talk, tools, body.max_tokens, stream))
+    if body.stream:
+        return Events(events_of(turn, body.model), named=True)
+    answer = await turn.whole(request)
+    return GONE if answer is None else json_response(message_of(answer, body.model))

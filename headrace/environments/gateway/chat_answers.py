@@ -1,66 +1,56 @@
-"""A reply as OpenAI's clients read it, whole or as a stream (https://platform.openai.com/docs/api-reference/chat).
-
-A turn is trained as a whole, so it is answered when it has been sampled as a whole: a stream has its text in one piece.
-"""
+"""A reply as OpenAI's clients of chats read it, whole or as a stream (https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments.gateway.chat_tree import TreeReply, reply_as_sent
-
-Written = Callable[[Sequence[int]], str]
-"""Tokens to text, special tokens included."""
+from headrace.environments.gateway.turn_request import TurnRequest, Written, is_cut
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer:
-    answer: TreeReply
     model: str
     """The name that the client asked for."""
     logprobs: bool
     written: Written
 
-    def whole(self) -> dict[str, Any]:
-        message = reply_as_sent(self.answer.reply)
+    def whole(self, answer: TreeReply) -> dict[str, Any]:
+        message = reply_as_sent(answer.reply)
         if "tool_calls" in message:
             message["content"] = message["content"] or None
+        done = answer.completion
         choice = {
             "index": 0,
             "message": message | {"refusal": None},
-            "finish_reason": self.reason,
-            "logprobs": self._logprobs(),
+            "finish_reason": _reason(answer),
+            "logprobs": self._logprobs(done.tokens, done.logprobs) if done else None,
         }
-        return self._head("chat.completion") | {"choices": [choice], "usage": self.usage}
+        return self._head("chat.completion") | {"choices": [choice], "usage": usage_of(answer)}
 
-    async def events(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """Yields the chunks of a stream. `usage`: whether the last one has the counts of tokens."""
-        head, message = self._head("chat.completion.chunk"), reply_as_sent(self.answer.reply)
-        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"]}]
-        deltas += [{"tool_calls": calls}] if calls else []
-        for place, delta in enumerate(deltas):
-            logprobs = self._logprobs() if not place else None
-            yield head | {"choices": [_chunk(delta, None, logprobs)]}
-        yield head | {"choices": [_chunk({}, self.reason, None)]}
+    async def events(self, turn: TurnRequest, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a stream. Text comes as it is sampled; tool calls come whole, at the end. `usage`: whether the last chunk
+        has the counts of tokens."""
+        head, first = self._head("chat.completion.chunk"), True
+        async with aclosing(turn.pieces()) as pieces:
+            async for piece in pieces:
+                if first or piece.text or (self.logprobs and piece.tokens):
+                    delta = {**({"role": "assistant"} if first else {}), "content": piece.text}
+                    yield head | {"choices": [_chunk(delta, None, self._logprobs(piece.tokens, piece.logprobs))]}
+                    first = False
+        if first:
+            yield head | {"choices": [_chunk({"role": "assistant", "content": ""}, None, None)]}
+        message = reply_as_sent(turn.answer.reply)
+        if calls := [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]:
+            yield head | {"choices": [_chunk({"tool_calls": calls}, None, None)]}
+        yield head | {"choices": [_chunk({}, _reason(turn.answer), None)]}
         if usage:
-            yield head | {"choices": [], "usage": self.usage}
-
-    @property
-    def reason(self) -> str:
-        reply = self.answer.reply
-        if reply.over or reply.stop == "length":
-            return "length"
-        return "tool_calls" if any(not one.problem for one in reply.calls) else "stop"
-
-    @property
-    def usage(self) -> dict[str, int]:
-        prompt, sampled = self.answer.prompt_tokens, self.answer.reply.tokens
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+            yield head | {"choices": [], "usage": usage_of(turn.answer)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -70,15 +60,28 @@ class ChatAnswer:
             "model": self.model,
         }
 
-    def _logprobs(self) -> dict[str, Any] | None:
-        done = self.answer.completion
-        if not self.logprobs or done is None:
-            return None
-        content = []
-        for token, logprob in zip(done.tokens, done.logprobs, strict=True):
-            text = self.written([token])
-            content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-        return {"content": content, "refusal": None}
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        return {"content": said_tokens(tokens, logprobs, self.written), "refusal": None} if self.logprobs else None
+
+
+def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], written: Written) -> list[dict[str, Any]]:
+    """Returns each token with its log-prob, in the format of chats and responses."""
+    content = []
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        text = written([token])
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return content
+
+
+def usage_of(answer: TreeReply) -> dict[str, int]:
+    prompt, sampled = answer.prompt_tokens, answer.reply.tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _reason(answer: TreeReply) -> str:
+    if is_cut(answer):
+        return "length"
+    return "tool_calls" if any(not one.problem for one in answer.reply.calls) else "stop"
 
 
 def _chunk(delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.messages import Message, Tool
-from headrace.environments.gateway.chat_answers import ChatAnswer, Written
-from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.chat.messages import Tool
+from headrace.environments.gateway.chat_answers import ChatAnswer
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.errors import ConfigError, RolloutOver
+from headrace.environments.gateway.turn_request import (
+    MODEL,
+    GatewayRules,
+    TurnRequest,
+    check_drawing,
+    most_tokens,
+    note_strict,
+)
 from headrace.web.bodies import Chat
-from headrace.web.errors import Refused
-from headrace.web.limits import ServerLimits
-from headrace.web.sending import GONE, Events, json_response, read_body, while_there
-from headrace.web.unserved import offered_tools, refuse_unserved, stops
+from headrace.web.sending import GONE, Events, json_response, read_body
+from headrace.web.unserved import offered_tools
 
-MODEL = "policy"
-"""The name of the model in `/v1/models`. Requests may use any name: there is one model."""
 STARTED = int(time.time())
-
-
-class GatewayRules(Protocol):
-    """The limits and settings that hold for the requests of all rollouts."""
-
-    limits: ServerLimits
-    written: Written
-    stop: tuple[str, ...]
-    """The strings that end a completion, in all requests."""
-
-    def replaced(self, name: str, value: object) -> None:
-        """Notes that a field of a request has another value in the run."""
 
 
 async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
@@ -44,32 +33,19 @@ async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRu
 
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Chat, rules.limits)
-    most = _check(body, rules)
-    answer = await while_there(request, sampled(rollout, body.messages, offered_tools(body), most))
-    if answer is None:
-        return GONE
-    made = ChatAnswer(answer=answer, model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
+    check_drawing(body, rules)
+    most = most_tokens(
+        "max_tokens", body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    tools = offered_tools(body)
+    note_strict(rules, tools)
+    shown = [schema(one) for one in tools]
+    turn = TurnRequest(rollout, lambda stream: rollout.chats.ask(body.messages, shown, most, stream))
+    made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
     if body.stream:
-        return Events(made.events(body.stream_options is not None and body.stream_options.include_usage))
-    return json_response(made.whole())
-
-
-async def sampled(rollout: GatewayRollout, messages: Sequence[Message], tools: Sequence[Tool], most: int) -> TreeReply:
-    """Samples the answer to the last message. `most`: the most tokens of it; 0: rollout.max_tokens. Raises Refused for what the template
-    refuses, and for a rollout that is over."""
-    try:
-        answer = await rollout.do(rollout.tree.ask(messages, [schema(one) for one in tools], most))
-    except ConfigError as error:
-        raise Refused(400, str(error)) from None
-    except RolloutOver as error:
-        rollout.over.set()
-        raise Refused(400, f"the rollout is over: {error}", "rollout_over") from None
-    except Exception as error:
-        rollout.broken = rollout.broken or error
-        rollout.over.set()
-        raise Refused(503, "the rollout is over: the engine has failed", "rollout_over") from None
-    rollout.answered += 1
-    return answer
+        return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
+    answer = await turn.whole(request)
+    return GONE if answer is None else json_response(made.whole(answer))
 
 
 def schema(tool: Tool) -> dict[str, Any]:
@@ -80,33 +56,3 @@ def schema(tool: Tool) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function.name, **{name: value for name, value in rest.items() if value is not None}},
     }
-
-
-def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str, object]) -> None:
-    """Raises Refused for a stop string that the run does not have. `fields`: those that the run decides, with the values that the request
-    asks for."""
-    if other := [one for one in stop if one not in rules.stop]:
-        raise Refused(
-            400,
-            f"stop = {other[0]!r} is not a stop string of the run; set rollout.stop = [{other[0]!r}], or leave it out",
-            "unsupported_parameter",
-        )
-    for name, value in fields.items():
-        if value is not None:
-            rules.replaced(name, value)
-
-
-def _check(body: Chat, rules: GatewayRules) -> int:
-    """Returns the most tokens that the request asks for, 0 if it leaves that open. Raises Refused for fields that would change what is
-    sampled, and that the run does not have."""
-    refuse_unserved(body)
-    if body.n != 1:
-        raise Refused(400, "n is not served; send as many requests, at once if you like", "unsupported_parameter")
-    if body.top_logprobs:
-        raise Refused(400, "top_logprobs is not served; leave it out", "unsupported_parameter")
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if most == 0:
-        raise Refused(400, "max_tokens = 0 asks for nothing; leave it out", "unsupported_parameter")
-    names = ("temperature", "top_p", "top_k", "min_p")
-    check_sampling(rules, stops(body), {name: getattr(body, name) for name in names})
-    return most or 0

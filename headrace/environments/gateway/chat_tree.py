@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from headrace.chat.messages import Message as ChatMessage
 from headrace.chat.messages import for_template
 from headrace.environments.conversation import Conversation
+from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
 from headrace.types import Completion
 
@@ -40,8 +41,15 @@ class ChatTree:
         """The conversation after each reply, by a digest of the messages up to that reply."""
         self._limit_replies = 0
 
-    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], most: int) -> TreeReply:
-        """Samples the answer to the last message. `tools`: their schemas; `most`: the most tokens of the answer, 0 for rollout.max_tokens.
+    async def ask(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        most: int,
+        stream: TurnStream | None = None,
+    ) -> TreeReply:
+        """Samples the answer to the last message. `tools`: their schemas; `most`: the most tokens of the answer, 0 for rollout.max_tokens;
+        `stream`: follows the answer while it is sampled.
 
         Raises ConfigError for messages that the chat template refuses, and what `Agent.turn` raises."""
         given = for_template(messages)
@@ -49,7 +57,7 @@ class ChatTree:
         known = next((place for place in range(len(given) - 1, 0, -1) if digests[place] in self._after), 0)
         talk = self._after[digests[known]].branch() if known else self._begin()
         talk.limit_said = self._limit_replies >= LIMIT_REPLIES
-        reply = await talk.say(given[known:], list(tools), most)
+        reply = await talk.say(given[known:], list(tools), most, stream)
         if reply.over:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)

@@ -1,12 +1,13 @@
-"""The server of the gateway: on this machine only, in the controller's event loop, and with a secret for each rollout.
+"""The server of the gateway: in the controller's event loop, and with a secret for each rollout.
 
-The secret is the first part of the path (`http://127.0.0.1:PORT/SECRET/v1`), so that an agent needs the base URL and nothing else. It is
+A door of its own may be opened beside the rollouts, under a secret too. The secret is the first part of the path (`http://127.0.0.1:PORT/SECRET/v1`), so that an agent needs the base URL and nothing else. It is
 also given as the key. Any key but that of another rollout is accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import uvicorn
@@ -15,11 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.environments.gateway import anthropic_routes, chat_routes
-from headrace.environments.gateway.chat_answers import Written
-from headrace.environments.gateway.chat_routes import GatewayRules
+from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
 from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.text_tree import TextTree
+from headrace.environments.gateway.turn_request import GatewayRules, Written
 from headrace.errors import HeadraceError
 from headrace.web.errors import Refused, answer_error
 from headrace.web.limits import ServerLimits
@@ -34,6 +35,8 @@ Answer = Callable[[HttpRequest, GatewayRollout, GatewayRules], Awaitable[Respons
 ROUTES: Mapping[str, tuple[str, Answer]] = {
     "v1/models": ("GET", chat_routes.models),
     "v1/chat/completions": ("POST", chat_routes.chat),
+    "v1/completions": ("POST", completions_routes.completions),
+    "v1/responses": ("POST", responses_routes.responses),
     "v1/messages": ("POST", anthropic_routes.messages),
 }
 """Path behind the secret -> method and answer."""
@@ -43,30 +46,45 @@ class Gateway:
     """Protocol `GatewayRules`."""
 
     def __init__(
-        self, written: Written, stop: Sequence[str], sampling: Mapping[str, object], limits: ServerLimits
+        self,
+        written: Written,
+        stop: Sequence[str],
+        sampling: Mapping[str, object],
+        limits: ServerLimits,
+        sock: socket.socket | None = None,
     ) -> None:
-        """`sampling`: the run's values of the fields that requests cannot choose, by their names."""
+        """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
+        only this machine reaches it, at a port that is free."""
         self.written, self.stop, self.limits = written, tuple(stop), limits
-        self._sampling = sampling
+        self._sock = sock
+        self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}
+        """The answers to requests that concern no rollout, by their secret. Each is called with the path behind it."""
+        self.sampling = sampling
         self._rollouts: dict[str, GatewayRollout] = {}
         self._starting = asyncio.Lock()
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._port = 0
-        self._replaced: dict[str, object] = {}
+        self._remarks: dict[str, str] = {}
 
-    async def open(self, tree: ChatTree) -> GatewayRollout:
+    async def open(self, chats: ChatTree, texts: TextTree) -> GatewayRollout:
         """Returns a rollout that can be asked for turns until `shut`. Starts the server with the first one."""
         async with self._starting:
             if self._serving is None:
                 await self._start()
-        rollout = GatewayRollout(tree)
+        rollout = GatewayRollout(chats, texts)
         self._rollouts[rollout.secret] = rollout
         return rollout
 
+    @property
+    def address(self) -> str:
+        """The address of the server, once a rollout is open."""
+        assert self._sock is not None
+        host, port = self._sock.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
     def url(self, rollout: GatewayRollout) -> str:
         """The address of a rollout; OpenAI's clients add `/v1`."""
-        return f"http://{HOST}:{self._port}/{rollout.secret}"
+        return f"{self.address}/{rollout.secret}"
 
     async def shut(self, rollout: GatewayRollout) -> None:
         """Ends the rollout's requests. Its secret is worth nothing from now on."""
@@ -74,8 +92,7 @@ class Gateway:
         await rollout.close()
 
     async def _start(self) -> None:
-        sock = bind(HOST, 0)
-        self._port = sock.getsockname()[1]
+        self._sock = self._sock or bind(HOST, 0)
         kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
         methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
         app = Starlette(
@@ -83,7 +100,7 @@ class Gateway:
             exception_handlers=dict.fromkeys(kinds, answer_error),
         )
         self._server = make_server(app)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
 
     async def close(self) -> None:
         for rollout in list(self._rollouts.values()):
@@ -91,25 +108,29 @@ class Gateway:
         if self._serving is not None and self._server is not None:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.wait({self._serving})
+        if self._sock is not None:
+            self._sock.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: HttpRequest) -> Response:
         secret, _, path = request.url.path.lstrip("/").partition("/")
+        if secret in self.doors:
+            return await self.doors[secret](request, path)
         rollout = self._rollout(secret, request)
         try:
-            if path not in ROUTES:
-                raise Refused(404, f"/{path} is not served here; there are: {', '.join(f'/{one}' for one in ROUTES)}")
-            method, answer = ROUTES[path]
+            if path not in ROUTES and path not in rollout.routes:
+                known = ", ".join(f"/{one}" for one in (*ROUTES, *rollout.routes))
+                raise Refused(404, f"/{path} is not served here; there are: {known}")
+            method, answer = ROUTES.get(path, ("POST", None))
             if request.method != method:
                 raise Refused(405, f"/{path} takes {method}", headers={"Allow": method})
             if rollout.asking >= AT_ONCE:
                 said = f"{AT_ONCE} requests of this rollout are under way; try again"
                 raise Refused(429, said, "busy", {"Retry-After": "1"})
-            return await answer(request, rollout, self)
+            return await (answer(request, rollout, self) if answer else rollout.routes[path](request))
         except Refused as refused:
-            rollout.error = refused.message
-            raise
+            raise rollout.refused(refused) from None
 
     def _rollout(self, secret: str, request: HttpRequest) -> GatewayRollout:
         rollout, key = self._rollouts.get(secret), _key(request)
@@ -120,22 +141,16 @@ class Gateway:
             if rollout
             else "the address names no rollout that is in progress; use the OPENAI_BASE_URL that the process was given"
         )
-        if rollout is not None:
-            rollout.error = said
-        raise Refused(401, said, "invalid_api_key")
+        refused = Refused(401, said, "invalid_api_key")
+        raise rollout.refused(refused) if rollout is not None else refused
 
     # -- fields of requests that the run decides ----------------------------------------------------------------------------
 
-    def replaced(self, name: str, value: object) -> None:
-        if value == self._sampling.get(name):
-            return
-        self._replaced.setdefault(name, value)
+    def remark(self, name: str, sentence: str) -> None:
+        self._remarks.setdefault(name, sentence)
 
     def remarks(self) -> list[str]:
-        return [
-            f"the agent asks for {name} = {value}; all its turns are sampled with rollout.{name} = {self._sampling[name]}"
-            for name, value in self._replaced.items()
-        ]
+        return list(self._remarks.values())
 
 
 def _key(request: HttpRequest) -> str:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from headrace.chat.messages import Message
 from headrace.environments.gateway.chat_tree import ChatTree
+from headrace.environments.gateway.text_tree import TextTree
 from headrace.errors import RolloutOver
+from headrace.observe.health.patience import within
+from headrace.web.errors import Refused
 
 T = TypeVar("T")
 
@@ -17,9 +24,13 @@ SECRET_BYTES = 24
 
 
 class GatewayRollout:
-    def __init__(self, tree: ChatTree) -> None:
+    def __init__(self, chats: ChatTree, texts: TextTree) -> None:
         self.secret = secrets.token_urlsafe(SECRET_BYTES)
-        self.tree = tree
+        self.chats, self.texts = chats, texts
+        self.routes: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {}
+        """Its own routes beside those of all rollouts, which take POST, by path."""
+        self.responses: dict[str, list[Message]] = {}
+        """The messages up to each response that was stored, by its id."""
         self.answered = 0
         """Requests for a turn that were answered."""
         self.error = ""
@@ -38,6 +49,11 @@ class GatewayRollout:
         """Requests in progress."""
         return len(self._working)
 
+    def refused(self, refusal: Refused) -> Refused:
+        """Notes why a request was refused."""
+        self.error = refusal.message
+        return refusal
+
     async def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs the work of one request. Raises what it raises, and RolloutOver if the rollout is closed meanwhile."""
         task = asyncio.ensure_future(work)
@@ -52,6 +68,32 @@ class GatewayRollout:
         finally:
             self._working.discard(task)
             self.changed.set()
+
+    async def until(self, ended: asyncio.Future[T], seconds: float, who: int) -> T | None:
+        """Waits for the end of what plays the rollout, and returns its result; None if the rollout has failed before. `seconds`: the time
+        that it may take between its turns, 0 for any; sampling does not count. `who`: the process that takes this time.
+
+        Raises TimeoutError when they are used up, what ended the engine, and what `ended` raises."""
+        over = asyncio.ensure_future(self.over.wait())
+        left, clock = seconds, asyncio.get_running_loop().time
+        try:
+            while not (ended.done() or over.done()):
+                self.changed.clear()
+                since, asking = clock(), self.asking > 0
+                changed = asyncio.ensure_future(self.changed.wait())
+                awaited: set[asyncio.Future[Any]] = {ended, over, changed}
+                first = asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    await (first if asking or not left else within(who, left, first))
+                finally:
+                    changed.cancel()
+                if left and not asking:
+                    left = max(left - (clock() - since), 1e-3)
+            if self.broken:
+                raise self.broken
+            return ended.result() if ended.done() else None
+        finally:
+            over.cancel()
 
     async def close(self) -> None:
         """Ends the requests in progress."""

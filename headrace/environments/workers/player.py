@@ -110,13 +110,12 @@ class Player:
         self._send(RolloutDone(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
 
     async def _called(self, agent: AsyncAgent, order: Play) -> Any:
-        offered = {"seed": order.seed, **order.columns, "prompt": order.prompt}
+        offered = {**order.columns, "prompt": order.prompt}
         if is_stepped(self._function):
-            given = arguments(self._function, offered, agent=False)
+            given = arguments(self._function, {"seed": order.seed, **offered}, agent=False)
             keeps = self._resumes == "exported"
             driver = StepDriver(self._function, agent, partial(self._in_thread, agent), keeps=keeps)
             return await driver.play(given, order.resumed)
-        del offered["seed"]
         given = arguments(self._function, offered)
         if is_async(self._function):
             return await self._function(agent, **given)

@@ -23,6 +23,7 @@ from headrace.observe.facts import (
     PromptChosen,
     RunEnded,
     RunStarted,
+    ScorerAsked,
     TicketDrawn,
     Waited,
     Warned,
@@ -32,6 +33,7 @@ from headrace.observe.facts import (
 from headrace.observe.numbers.choices import Choices
 from headrace.observe.numbers.engine_use import EngineUse, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
+from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Shares
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.records import MetricsFact, Sample, StepRow
@@ -69,6 +71,8 @@ class RunState:
         self.fates = Fates()
         self.shares = Shares()
         self.choices = Choices()
+        self.scorers: dict[str, ScorerUse] = {}
+        """The parts of the reward by name."""
         self.failures: dict[str, FirstFailure] = {}
         """The first failed rollout of each kind; `shares` has the counts."""
         self.tickets = Tickets()
@@ -120,6 +124,8 @@ class RunState:
                 self.evals.append(fact)
             case IdentityChecked():
                 self.checks.append(fact)
+            case ScorerAsked():
+                self.scorers.setdefault(fact.scorer, ScorerUse(fact.what)).add(fact)
             case WeightsLive():
                 self.swaps.append(fact)
             case CheckpointSaved():

@@ -34,7 +34,7 @@ def page(data: ReportData) -> str:
             _section(
                 "curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
             ),
-            _section("pools", "Both pools over time", gantt(state) + _waits(state)),
+            _section("pools", "Both pools over time", gantt(state) + _waits(state) + _scorers(state)),
             _section("accounting", "What became of every prompt", _accounting(state) + _chosen(state)),
             _section("rollouts", "Rollouts", rollouts(data.samples)),
             _section("warnings", "Warnings", _troubles(state) + _warnings(state)),
@@ -157,6 +157,40 @@ def _waits(state: RunState) -> str:
             )
         )
     return "<h3>Who waited for whom</h3>" + table(("who", "for what", "#times", "#total", "#mean", "#longest"), rows)
+
+
+def _scorers(state: RunState) -> str:
+    """Returns the table of the parts of the reward."""
+    rows = [
+        (
+            escape(name),
+            one.what,
+            f"{one.calls:,}",
+            short_time(one.seconds / one.calls),
+            short_time(one.longest),
+            short_time(one.waited),
+            f"{one.attempts:,}",
+            f"{one.retries:,}",
+            f"{one.tokens:,}",
+            escape(counted(one.failures)),
+        )
+        for name, one in state.scorers.items()
+    ]
+    if not rows:
+        return ""
+    names = (
+        "reward",
+        "from a",
+        "#groups",
+        "#mean",
+        "#longest",
+        "#waited for a turn",
+        "#requests",
+        "#retries",
+        "#tokens",
+        "failed rollouts",
+    )
+    return "<h3>What each part of the reward took</h3>" + table(names, rows)
 
 
 def _accounting(state: RunState) -> str:

@@ -70,6 +70,7 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
             ("tickets", [_tickets(state)]),
         ]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
+        lines += _scorers(state)
         lines.append(("checkpoint", _checkpoint(state)))
         lines += _troubles(state)
     lines += _waits(status)
@@ -133,6 +134,15 @@ def _troubles(state: RunState) -> list[Line]:
         where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
         lines.append(("failed", [Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)]))
     return lines + [("advice", [Text(f"{one.name}: {one.sentence}", WARN)]) for one in advices(state)]
+
+
+def _scorers(state: RunState) -> list[Line]:
+    """Returns a line for everything that gives rewards over the network, and for every function that failed."""
+    shown = {name: one for name, one in state.scorers.items() if one.what != "function" or one.failures}
+    return [
+        ("rewards" if n == 0 else "", [Text(f"{name} ({one.what}): {one.words}", WARN if one.failures else "")])
+        for n, (name, one) in enumerate(shown.items())
+    ]
 
 
 def _checkpoint(state: RunState) -> list[Text]:

@@ -37,7 +37,17 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     report = row.report
     names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")
     values = {f"train/{name}": float(getattr(report, name)) for name in names}
-    extras = ("reference_kl", "teacher_kl", "outside_tokens", "missing_routes", "routing_conflicts", "dropped_tokens")
+    extras = (
+        "pairs",
+        "pairs_agreed",
+        "pair_margin",
+        "reference_kl",
+        "teacher_kl",
+        "outside_tokens",
+        "missing_routes",
+        "routing_conflicts",
+        "dropped_tokens",
+    )
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
     for one in report.lags:
         numbers = {"kl": one.kl, "ratio": one.ratio, "ess": one.ess, "clipped": one.clipped, **one.gaps}

@@ -47,9 +47,11 @@ _FAILED = {
     "request_refused": "Change what the engine refuses",
     "environment_raised": "Mend the environment, or the rows that it cannot play",
     "environment_timeout": "Make the environment faster, or raise its limit",
+    "environment_memory": "Let the environment hold less memory, or raise environment.memory_gib",
     "environment_turns": "Mend the environment, or raise its limit of turns",
     "environment_reward": "Mend the rewards that the environment returns",
     "agent_exit": "Mend the agent; its output is in logs/environment.log",
+    "agent_failed": "Mend the agent, which said that it had failed",
     "teacher_refused": "Narrow the route of a [[teachers]] table, or remove such rows from the task",
 }
 _FIX = "Fix the reward function, or the rows that it cannot read"

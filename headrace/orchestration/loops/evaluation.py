@@ -76,10 +76,13 @@ class Evaluator:
 
     async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
         async def ask(asked: TurnAsked) -> Completion:
-            return await self._generate(self._request(number, index, asked))
+            return await self._generate(self._request(number, index, asked), asked.heard)
 
         seeds = [seed_of("held-out environment", index, i) for i in range(self._config.samples)]
-        async with self._telemetry.waits.named("evaluation", "the engine"):
+        waits, who = self._telemetry.waits, self._environment.players
+        async with (
+            waits.named("evaluation", f"the engine, or {who}") if who else waits.named("evaluation", "the engine")
+        ):
             rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode, room=self._room)
         played = [one for one in rolled if isinstance(one, Played)]
         episodes = [one.episode for one in played]

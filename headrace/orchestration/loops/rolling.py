@@ -117,7 +117,9 @@ class Rolling:
         elif reason := algorithm.barren(rows):
             fact = ledger.ended(rolled, "dropped", reason)
         else:
-            fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            pairs = algorithm.pairs(rolled.scored)
+            group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
+            fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
 
     async def _rollouts_of(
@@ -131,9 +133,12 @@ class Rolling:
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size, ()
 
         async def ask(asked: TurnAsked) -> Completion:
-            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked))
+            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked), asked.heard)
 
-        async with parts.telemetry.waits.named("rollouts", "the engine"):
+        waits, players = parts.telemetry.waits, parts.environment.players
+        async with (
+            waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine")
+        ):
             results = await roll_out(
                 parts.environment,
                 prompt,

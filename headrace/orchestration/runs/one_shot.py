@@ -20,7 +20,6 @@ from headrace.orchestration.build import (
     build_environment,
     build_scorer,
     build_task,
-    export_weights,
     open_model,
     open_telemetry,
 )
@@ -32,6 +31,7 @@ from headrace.orchestration.runs.hosting import complete
 from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
 from headrace.orchestration.store.run_directory import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
+from headrace.rollouts.partial import Interrupts
 
 
 class _Stderr:
@@ -63,7 +63,7 @@ def evaluate(
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
-    if not (config.reward.specs or config.environment.rewards) and all(
+    if not (config.reward.given or config.environment.rewards) and all(
         teacher.mode == "tokens" for teacher in config.teachers
     ):
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
@@ -95,7 +95,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             reading = for_reading(config)
             planned_teachers = await plan_teachers(reading, model_dir, encoder)
         task = build_task(config.task, encoder, config.seed, inputs.rows)
-        scorer = build_scorer(config, inputs.rewards)
+        scorer = build_scorer(config, inputs.rewards, decode=encoder.decode, telemetry=telemetry)
         environment = build_environment(config, encoder)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
@@ -115,7 +115,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             )
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             evaluator = Evaluator(
-                generate=pools.engine.generate,
+                generate=Interrupts(pools.engine, config.partial, waits, telemetry.clock).once,
                 environment=environment,
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),
@@ -185,9 +185,14 @@ def export(
     if config.lora.quantise and not merge:
         said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
         print(f"{said}: --merge writes the policy that was trained", file=sys.stderr)
+    # Torch is imported here only: an evaluation's controller does without it.
+    from headrace.trainer.step.exporting import export_weights
+    from headrace.trainer.step.learner import Assignment
+
     model_dir = resolve_model(config.model.path)
+    trained = Assignment(config.train, config.algo.with_length(config.rollout.max_tokens), config.lora)
     try:
-        export_weights(config, model_dir, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
+        export_weights(model_dir, trained, seed=config.seed, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:
         raise HeadraceError(
             f"could not write {to}: {error}. The directory is incomplete: delete it, and export to a disk with more room"

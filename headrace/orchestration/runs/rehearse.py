@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -178,7 +179,9 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None
-        if config.environment.in_processes:
+        if config.environment.is_handed_out:
+            found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
+        elif config.environment.in_processes:
             episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
@@ -245,25 +248,28 @@ async def _reward(
         ]
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
-        scorer = await asyncio.to_thread(build_scorer, config, rewards, log)
+        scorer = await asyncio.to_thread(
+            partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode)
+        )
         try:
-            if not config.reward.specs and not rewards:
+            if not config.reward.given and not rewards:
                 alone = (
                     "the environment's own"
                     if config.environment.rewards
                     else "none: the run learns only from its teachers"
                 )
                 return [("", alone)]
-            extracts = {spec.extract for spec in config.reward.specs}
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
                 prompt,
                 answer=config.task.answer,
-                extracts=extracts,
+                extracts=config.reward.extracts,
                 group_size=size,
                 encode=encoder.encode_completion,
                 episode=episode,
+                compares=bool(config.reward.comparing),
+                services=[one.name for one in config.reward.endpoints],
             )
         finally:
             await scorer.close()

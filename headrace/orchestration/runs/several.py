@@ -165,7 +165,14 @@ class _SeveralRuns:
             async with telemetry.waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
-                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._inputs, lane.directory.logs)
+                    prepared[name] = await prepare(
+                        lane.config,
+                        model_dir,
+                        encoder,
+                        inputs=self._inputs,
+                        logs=lane.directory.logs,
+                        telemetry=dataclasses.replace(telemetry, record=lane.storage.recorder.record),
+                    )
                     undo.push_async_callback(prepared[name].scorer.close)
                     undo.push_async_callback(prepared[name].environment.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}

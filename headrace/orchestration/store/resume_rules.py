@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.rollouts.staleness import still_bounded
-from headrace.scoring.config import RewardConfig
+from headrace.scoring.config import RewardConfig, RewardSpec
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
@@ -106,14 +106,26 @@ def scoring_mark(config: RunConfig) -> str:
         "reference": dataclasses.astuple(recipe.kl) if algo.reference_in_reward else None,
         "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
         "top": algo.teacher_top,
-        "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
+        "rewards": [_spec_mark(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
     }
+    if config.reward.endpoints:
+        made["services"] = [one.mark for one in config.reward.endpoints]
     if algo.credit != "rollout":  # left out otherwise, as the punishment below
         made["credit"] = algo.credit
     overlong = config.reward.soft_overlong_punishment
     if overlong.cache:  # left out otherwise: the mark then equals that of runs from before this setting existed
         made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _spec_mark(spec: RewardSpec) -> dict[str, Any]:
+    """The settings of a function. Those that came later are left out unless they are used."""
+    later = ("compares", "segments", "form")
+    return {
+        name: value
+        for name, value in dataclasses.asdict(spec).items()
+        if name not in later or value != getattr(RewardSpec, name)
+    }
 
 
 def _is_default(reward: RewardConfig) -> bool:

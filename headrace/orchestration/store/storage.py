@@ -37,7 +37,7 @@ class Storage:
         """`flush`: flush the journal to the disk after every step. `checkpoint`: the one from which the run is resumed. `saved`: None for
         a new run. `keep_settings` writes the settings of this process into the directory; `keep_steps` writes them with another
         number of steps, from a given step on."""
-        self._run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
+        self.run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
         self.recorder, self.checkpoints = recorder, checkpoints
         self.checkpoint, self.saved = checkpoint, saved
         self.keep_steps = keep_steps
@@ -53,7 +53,7 @@ class Storage:
         step, number = (saved.saved_step, saved.state.passes if saved.state else 0) if saved else (0, 0)
         try:
             if saved:
-                remove_parts(self._run_dir)
+                remove_parts(self.run_dir)
                 discard_superseded(saved, outlived)
             self.recorder.begin()
             self.checkpoints.root.mkdir(exist_ok=True)
@@ -61,12 +61,12 @@ class Storage:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
-            journal = open_journal(self._run_dir, self._flush, saved)
-            passes = PassLog(self._run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
+            journal = open_journal(self.run_dir, self._flush, saved)
+            passes = PassLog(self.run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes
             self._keep_settings()
         except OSError as error:
-            raise write_error(Path(error.filename or self._run_dir), error) from error
+            raise write_error(Path(error.filename or self.run_dir), error) from error
 
     @property
     def begun(self) -> bool:

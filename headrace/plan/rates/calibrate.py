@@ -71,7 +71,8 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
         for what, why in config.chosen.why.items():
             say(f"{what}: {why}")
         telemetry = open_telemetry(config, _Silent(), time.monotonic)
-        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
+        task = build_task(config.task, encoder, config.seed)
+        scorer = build_scorer(config, [reward] if reward else [], decode=encoder.decode)
         say("starting engine and trainer")
         pools = await open_pools(config, model_dir, Path(logs), telemetry, {})
         try:

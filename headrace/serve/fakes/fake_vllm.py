@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import HeadraceError
+from headrace.serve.fakes.runtime_checksums import checksums_of
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
@@ -36,8 +37,8 @@ GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 """Paths that `--api-key` guards (`entrypoints/serve/middleware/authenticate.py`); the others are open to everybody."""
 
 Positive = Annotated[int, Meta(ge=1)]
-FAULTS = ("weights_ignored", "adapter_ignored", "load_fails")
-"""Errors that a server may make: report weights or an adapter as loaded without having done it; fail to load."""
+FAULTS = ("weights_ignored", "adapter_ignored", "load_fails", "norm_ignored")
+"""Errors that a server may make: report weights, an adapter or one tensor as loaded without having done it; fail to load."""
 
 
 class VllmSampling(Body, kw_only=True):
@@ -79,19 +80,27 @@ class NewVersion(Body, kw_only=True):
     new_version: str
 
 
+class CheckWeights(Body, kw_only=True):
+    """vLLM can also `reset` its weights, and `compare` them with a `baseline`; a client of ours asks for neither."""
+
+    action: Literal["checksum"]
+
+
 class FakeVllm:
-    """The state of the server beside its engine's. `absent`: groups of routes that it was started without: "dev", "scale_out", "lora"."""
+    """The state of the server beside its engine's. `absent`: groups of routes: "dev", "scale_out", "lora", "checker"."""
 
     def __init__(
         self,
         serving: Serving,
         *,
+        weights: Path | None = None,
         dtype: str = "float32",
         max_loras: int = 0,
         logprobs_mode: str = "processed_logprobs",
         faults: Collection[str] = (),
         absent: Collection[str] = (),
     ) -> None:
+        """`weights`: the directory of those that it begins with; without one it has no checksums."""
         assert set(faults) <= set(FAULTS)
         self.serving, self.dtype, self.max_loras, self.logprobs_mode = serving, dtype, max_loras, logprobs_mode
         self.faults, self.absent = set(faults), set(absent)
@@ -101,6 +110,7 @@ class FakeVllm:
         self._salts: dict[str, int] = {}
         """The number of reloads under which each salt was used first."""
         self._reloads = 0
+        self._checksums = checksums_of(weights) if weights else {}
 
     # -- generation -----------------------------------------------------------------------------------------------------
 
@@ -222,10 +232,17 @@ class FakeVllm:
         if "load_fails" in self.faults:
             raise RuntimeError("no safetensors there")
         record = msgspec.json.decode((Path(body.kwargs["weights_path"]) / RECORD).read_bytes(), type=UpdateRecord)
+        without = "norm.weight" if "norm_ignored" in self.faults else ""
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
+            if self._checksums:
+                self._checksums |= await asyncio.to_thread(checksums_of, Path(body.kwargs["weights_path"]), without)
         self._reloads += 1
         return json_response({"results": [None]})
+
+    async def check_weights(self, request: HttpRequest) -> Response:
+        await read_body(request, CheckWeights, self.serving.limits)
+        return json_response({"checksums": self._checksums})
 
     async def weight_info(self, request: HttpRequest) -> Response:
         return json_response({"weight_version": self.label})
@@ -308,6 +325,8 @@ class FakeVllm:
                 _post("/update_weight_version", self.relabel),
                 _get("/server_info", self.server_info),
             ]
+        if self._checksums and not {"dev", "checker"} & self.absent:
+            routes.append(_post("/weight_checker", self.check_weights))
         if "lora" not in self.absent:
             routes += [
                 _post("/v1/load_lora_adapter", self.load_adapter),

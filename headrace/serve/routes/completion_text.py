@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.chat.formats import CallFormat, ToolCall
 from headrace.chat.reading import CallReader
+from headrace.chat.streamed_text import StreamedText
 from headrace.models.chat import ChatEncoder
-from headrace.serve.text import StreamedText
 
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9

@@ -76,7 +76,8 @@ class Door:
                 await self._remove(model)
         for sampler in session.samplers.values():
             if sampler.weights and (sampler.path is None or sampler.path in session.snapshots):
-                await self._shelf.forget(sampler.weights)
+                with contextlib.suppress(HeadraceError):  # an engine that is lost has no adapters
+                    await self._shelf.forget(sampler.weights)
         for path in session.snapshots:
             await asyncio.to_thread(self.store.remove, path)
         session.models.clear()
@@ -89,7 +90,7 @@ class Door:
         return {"session_id": session.id, "type": "create_session", "warning_message": UNEMBED}
 
     async def finish(self, name: str, why: str) -> None:
-        await self.sessions.end(self.sessions.get(name), f"its client has finished it ({why})")
+        await self.sessions.finish(name, f"its client has finished it ({why})")
 
     # -- models -------------------------------------------------------------------------------------------------------------
 

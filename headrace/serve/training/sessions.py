@@ -69,6 +69,12 @@ class Sessions:
         task.add_done_callback(self._freeing.discard)
         return task
 
+    async def finish(self, name: str, why: str) -> None:
+        """Returns when it is freed. Does nothing for one that is over: a client that lost the answer asks again."""
+        session = self._sessions.get(name)
+        if session is None or not session.ending:
+            await self.end(self.get(name), why)
+
     async def close(self) -> None:
         for session in self:
             self.end(session, "the server is being stopped")

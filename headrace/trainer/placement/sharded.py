@@ -2,8 +2,8 @@
 
 A layer is gathered for its forward and for its backward pass; gradients are summed and split again after every microbatch. The unit is
 a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
-a matrix that is embedding and head at once is then summed once, when both gradients are there. In a unit of their own, which
-is how transformers 5.23 places them, FSDP2 sums it as soon as the gradient of the unit's last input is known, before the embedding's is.
+a matrix that is embedding and head at once is then summed once, when both gradients are there. transformers 5.23 places it in a unit with
+the last norm, and weights of tied models then drift (docs/design-notes.md).
 
 Parameters that would not fit into a unit, because they are trained in another dtype or beside frozen weights (adapters), are small:
 every rank holds them whole, and `accumulate` adds up their gradients.

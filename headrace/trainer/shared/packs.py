@@ -78,6 +78,7 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         for row, place, start in zip(rows, places, starts, strict=False)
     ]
     count = sum(map(len, predictor))
+    sequence = torch.cat([torch.full((len(one),), number) for number, one in enumerate(predictor)])
     return Pack(
         tokens=torch.cat([row.tokens for row in rows]),
         positions=torch.cat(places),
@@ -87,7 +88,8 @@ def _pack(rows: Sequence[ExampleRow]) -> Pack:
         sampled=torch.zeros(count),
         advantage=torch.zeros(count),
         weight=torch.ones(count),
-        sequence=torch.cat([torch.full((len(one),), number) for number, one in enumerate(predictor)]),
+        sequence=sequence,
+        row=sequence,
         lag=torch.zeros(count),
         swapped=torch.zeros(count, dtype=torch.bool),
         unmixed=torch.ones(count, dtype=torch.bool),

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.algo.loss.denominator import KeptCounts
+from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.packing import Pack, StepPlan
 from headrace.trainer.forward.forward import Forward, TokenScores
@@ -22,11 +24,18 @@ from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
+from headrace.trainer.step.preferring import Marks, StepPairs, prefer
 from headrace.trainer.step.reference import Reference
 from headrace.trainer.step.sums import Sums
 
 Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 """Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
+
+
+class _Preferred(NamedTuple):
+    marks: Marks
+    reference: Tensor | None
+    """[M]"""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +51,8 @@ class Gradient:
     device: torch.device
     reference: Reference | None = None
     replay: Replay = no_replay
+    pairs: StepPairs | None = None
+    """The preferences of the step, if the loss is one of pairs."""
     bitwise: bool = False
     """Log-probs of tokens at lag 0 must be the sampler's (`bitwise.py`)."""
     sums: Sums = field(default_factory=Sums)
@@ -55,11 +66,11 @@ class Gradient:
     def fill(self, plan: StepPlan) -> Sums:
         """Adds the gradient of the whole step, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
         packs = [pack.to(self.device) for pack in plan.packs]
-        keep = self._selected(packs)
+        keep, marks = self._selected(packs), self._preferred(packs)
         self.sums.count(plan)
         self.placement.accumulate(
             packs,
-            lambda number: self._microbatch(packs[number], keep[number]),
+            lambda number: self._microbatch(packs[number], keep[number], marks[number]),
             parameters=list(self.learner.parameters.values()),
             precision=self._precision,
         )
@@ -89,19 +100,52 @@ class Gradient:
         keep = self.learner.selection(logprob, sampled, advantage)[mine]
         return keep.split([len(pack.target) for pack in packs])
 
+    def _preferred(self, packs: Sequence[Pack]) -> Sequence[_Preferred | None]:
+        """Returns the marks of each pack, and the reference's log-probs of it. Left to the microbatch if there is only one,
+        whose own forward pass has all log-probs."""
+        if self.pairs is None or len(packs) == 1:
+            return [None] * len(packs)
+        with torch.no_grad():
+            logprobs = [self._scores(pack).logprob for pack in packs]
+        references = [self._referred(pack) for pack in packs]
+        return [_Preferred(*one) for one in zip(self._marks(packs, logprobs, references), references, strict=True)]
+
+    def _marks(
+        self, packs: Sequence[Pack], logprobs: Sequence[Tensor], references: Sequence[Tensor | None]
+    ) -> list[Marks]:
+        assert self.pairs and isinstance(self.learner.algo.recipe.loss, PairLoss)
+        marks, self.sums.pairs = prefer(
+            self.learner.algo.recipe.loss,
+            self.pairs,
+            packs,
+            logprobs=logprobs,
+            references=references,
+            placement=self.placement,
+        )
+        return marks
+
+    def _referred(self, pack: Pack) -> Tensor | None:
+        if self.reference is None:
+            return None
+        with self._precision():
+            return self.reference(pack, self.temperature)
+
     def _scores(self, pack: Pack) -> TokenScores:
         with self._precision(), self.replay(pack):
             return self.forward.logprobs(pack, self.temperature, self.dtype)
 
     @contextmanager
-    def _microbatch(self, pack: Pack, keep: Tensor | None) -> Iterator[Tensor]:
+    def _microbatch(self, pack: Pack, keep: Tensor | None, preferred: _Preferred | None) -> Iterator[Tensor]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
-        reference = self.reference(pack, self.temperature) if self.reference else None
+        reference = preferred.reference if preferred else self._referred(pack)
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, self.temperature, self.dtype)
             if self.bitwise:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             tokens = _tokens(pack, scores, reference, keep)
+            if self.pairs:
+                marks = preferred.marks if preferred else self._marks([pack], [scores.logprob], [reference])[0]
+                tokens = tokens._replace(advantage=-marks.slope, share=marks.share)
             result = self.learner.objective(tokens)
             if self.kept:
                 pack = replace(pack, weight=pack.weight * self.kept.within_rows(tokens.sequence, result.rejected))

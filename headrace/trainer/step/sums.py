@@ -14,6 +14,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of
 from headrace.packing import Pack, StepPlan
 from headrace.trainer.forward.forward import TokenScores
 from headrace.trainer.placement.port import Placement
+from headrace.trainer.step.preferring import PairNumbers
 
 SHOWN_KL = 10.0
 """The most that one token adds to the reported mean, which a single absurd token would dominate otherwise. No loss uses it."""
@@ -48,6 +49,8 @@ class Sums:
     """Tokens without a finite sampler log-prob."""
     routing_conflicts: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    pairs: PairNumbers = PairNumbers()
+    """Numbers of the whole step, the same on all ranks."""
 
     def count(self, plan: StepPlan) -> None:
         self.forward_tokens += sum(len(pack.tokens) for pack in plan.packs)
@@ -97,4 +100,4 @@ class Sums:
         return self.cut > 0 and self.idle == self.tokens
 
 
-_ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics")]
+_ADDED = [name for name in Sums.__dataclass_fields__ if name not in ("ratio_max", "diagnostics", "pairs")]

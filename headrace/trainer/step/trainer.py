@@ -41,6 +41,7 @@ from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
 from headrace.trainer.step.gradient import Gradient, Replay
 from headrace.trainer.step.learner import Assignment, Learner
+from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.sums import Sums
 from headrace.types import Batch
@@ -151,7 +152,8 @@ class TorchTrainer:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         try:
-            sums = self._gradients(plan, batch.temperature, batch.adapter)
+            pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
+            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs)
         except UnequalLogprobs:
             learner.forget()
             raise
@@ -257,7 +259,7 @@ class TorchTrainer:
             share=self._forward.packed,
         )
 
-    def _gradients(self, plan: StepPlan, temperature: float, adapter: str = "") -> Sums:
+    def _gradients(self, plan: StepPlan, temperature: float, adapter: str = "", pairs: StepPairs | None = None) -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
@@ -269,6 +271,7 @@ class TorchTrainer:
             dtype=self._dtype,
             device=self._device,
             reference=reference,
+            pairs=pairs,
             replay=self._replay,
             bitwise=self._config.parity == "bitwise",
         )
@@ -298,4 +301,7 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         bitwise_tokens=sums.bitwise,
         teacher_kl=sums.teacher_kl / max(sums.taught, 1),
         noise=sums.diagnostics.noise(),
+        pairs=sums.pairs.pairs,
+        pairs_agreed=sums.pairs.agreed,
+        pair_margin=sums.pairs.margin,
     )

@@ -7,17 +7,21 @@ Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_i
 **Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
 clears the prefix cache.
 
+**Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files' (`vllm_checksums.py`).
+
 **Prefix cache.** Every request is salted with the label, so that no KV of older weights is served to it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
+from headrace.engine.remote.dialects.vllm_checksums import Checksums
 from headrace.engine.remote.dialects.vllm_facts import meet, statistics
 from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
@@ -34,6 +38,12 @@ class VllmDialect(LabelledDialect):
 
     kind = "vLLM"
     adapter_routes = "/v1"
+
+    def __init__(self, ends: Collection[int], check_every: int) -> None:
+        """`check_every`: versions between two comparisons of checksums, beside that of the first one which a process is given; 0 switches
+        them off."""
+        super().__init__(ends)
+        self._check_every, self._checksums = check_every, Checksums()
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises IdentityError where somebody else has labelled the weights meanwhile."""
@@ -121,11 +131,16 @@ class VllmDialect(LabelledDialect):
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(update.where["path"])}}
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
-        await connection.tell("/collective_rpc", reload, seconds)
+        await self._reload(connection, str(update.where["path"]), seconds)
+        if self._check_every and ("" not in self._live or update.version % self._check_every == 0):
+            await self._checksums.compare(connection, update, seconds)
         await self._label(connection, label, seconds)
         await connection.tell("/resume", None, seconds)
+
+    async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await connection.tell("/collective_rpc", reload, seconds)
 
     async def _is_refusal(self, connection: Connection, error: ValueError | Unreachable, seconds: float) -> bool:
         if not isinstance(error, Unreachable) or error.status < 500:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,16 @@ class Model:
         logprobs = tuple(-rng.random() for _ in tokens)
         spans = (VersionSpan(0, asked.turn, 0), *([VersionSpan(1, asked.turn + 1, 0)] if len(tokens) > 1 else []))
         self.sampled.append(Completion(tokens, logprobs, spans, stop))
-        return self.sampled[-1]
+        done = self.sampled[-1]
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            await self.before(place)
+            if asked.heard:
+                asked.heard(token, logprob)
+        return done
+
+    async def before(self, place: int) -> None:
+        """Called before each token of a turn."""
+        await asyncio.sleep(0)
 
 
 def check_rows(played: Played, model: Model) -> None:

@@ -78,6 +78,36 @@ def test_parallel_requests_and_two_that_continue_one_reply_are_a_tree(tmp_path: 
     assert "I never said that" in model.encoder.written(model.asked[3].context)
 
 
+def test_strict_tools_are_shown_and_remarked_on(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.HERMES), ["No.<|im_end|>"])
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    said: list[str] = []
+
+    async def case(asks: Asks) -> None:
+        await asks.chat(user("1 and 11?"), tools=[strict])
+        said.extend(asks.gateway.remarks())
+
+    played(model, case)
+    assert said == [
+        "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
+    ]
+    assert '"add"' in model.encoder.written(model.asked[0].context)
+
+
+def test_a_reply_is_without_the_stop_string_and_extends_the_tokens_that_have_it(tmp_path: Path) -> None:
+    """The stop string is in the sampled tokens, and an agent that asks for one gets the text before it (OpenAI's `stop`)."""
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["Look it up.\nSeen:", "42<|im_end|>"])
+
+    async def case(asks: Asks) -> None:
+        first = await asks.said(user("?"), stop=["Seen:"])
+        assert first.content == "Look it up.\n"
+        assert (await asks.said(user("?"), first, user("Seen: 42"))).content == "42"
+
+    found = played(model, case, stop=["Seen:"])
+    assert parents(found) == [(), (0,)]
+    check_rows(found, model)
+
+
 def test_a_stream_has_the_whole_reply(tmp_path: Path) -> None:
     model = Model(encoder_of(tmp_path, tool_chats.HERMES), [CALL])
 
@@ -123,7 +153,7 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
     said: list[str] = []
 
     async def case(asks: Asks) -> None:
-        await asks.chat(user("?"), temperature=0.2, top_p=1, seed=7, stop=["END"])
+        await asks.chat(user("?"), temperature=0.2, top_p=1, stop=["END"])
         said.extend(asks.gateway.remarks())
         for more, words in (
             ({"n": 2}, "send as many requests"),
@@ -132,6 +162,10 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
             ({"response_format": {"type": "json_object"}}, "response_format is not served"),
             ({"tools": [ADD]}, "does not show tools"),
             ({"max_tokens": 0}, "asks for nothing"),
+            ({"seed": 7}, "all rollouts of a prompt would be equal"),
+            ({"extra_body": {"ignore_eos": True}}, "ignore_eos is not served"),
+            ({"extra_body": {"stop_token_ids": [3]}}, "stop_token_ids is not served"),
+            ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens is not served"),
         ):
             with pytest.raises(openai.BadRequestError, match=words.replace("[", r"\[")):
                 await asks.chat(user("?"), **more)
@@ -148,7 +182,9 @@ def test_a_stranger_gets_401_and_no_turn(tmp_path: Path) -> None:
 
     async def case(asks: Asks) -> None:
         body = {"messages": [user("?")]}
-        other = await asks.gateway.open(ChatTree(lambda: pytest.fail("the other rollout was asked")))
+        other = await asks.gateway.open(
+            ChatTree(lambda: pytest.fail("the other rollout was asked")), asks.rollout.texts
+        )
         address = asks.url.removesuffix(asks.rollout.secret)
         async with aiohttp.ClientSession() as session:
 

@@ -45,6 +45,12 @@ def chat(text, key=key):
 
 if mode == "exits":
     sys.exit(0)
+if mode == "grows":
+    kept = bytearray(300 << 20)
+if mode == "hogs":
+    for _ in range(3):
+        subprocess.Popen([sys.executable, "-c", "kept = bytearray(b'x') * (90 << 20); import time; time.sleep(10000)"])
+    time.sleep(10000)
 if mode == "crashes":
     raise KeyError("no such thing")
 if mode == "holds":
@@ -119,6 +125,15 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in failures["killed"].detail
     assert "no such thing" in (tmp_path / "environment.log").read_text()
     assert gone(int((tmp_path / "child").read_text())), "what it started ends with it"
+
+
+def test_one_that_takes_too_much_memory_ends_alone(tmp_path: Path) -> None:
+    """At once in one process, or together with the processes that it starts."""
+    grows, hogs, good = played(tmp_path, "grows", "hogs", "good", memory_gib=0.2)
+    assert isinstance(good, Played)
+    assert isinstance(grows, Failure) and (grows.reason, grows.kind) == ("environment_memory", "MemoryError")
+    assert isinstance(hogs, Failure) and hogs.reason == "environment_memory"
+    assert "GiB; environment.memory_gib = 0.2 is the limit" in hogs.detail
 
 
 def gone(pid: int) -> bool:

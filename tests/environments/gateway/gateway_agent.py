@@ -13,6 +13,7 @@ from headrace.environments.conversation import Conversation
 from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.text_tree import TextTree
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, RolloutSession
 from headrace.types import Failure, Prompt
@@ -64,8 +65,8 @@ def played(
                 pass
 
             async def play(self, agent: Any) -> Mapping[str, float]:
-                tree = ChatTree(partial(Conversation, agent, encoder, system="", tools="template"))
-                rollout = await gateway.open(tree)
+                begin = partial(Conversation, agent, encoder, system="", tools="template", stops=stop)
+                rollout = await gateway.open(ChatTree(begin), TextTree(agent, encoder, stop))
                 asks = Asks(gateway.url(rollout), rollout, gateway)
                 try:
                     await case(asks)

@@ -14,6 +14,7 @@ from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantage.training_rows import rows_of
 from headrace.environments.conversation import Conversation, with_tools
+from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -21,7 +22,7 @@ from headrace.playing import Limits
 from headrace.rollouts.episodes import Played
 from headrace.rollouts.rollout_session import RolloutSession
 from headrace.simulate import virtual_time
-from headrace.types import Failure, Prompt, Scored
+from headrace.types import Completion, Failure, Prompt, Scored
 
 TOOL = {
     "type": "function",
@@ -57,6 +58,21 @@ ALTERNATES = (
 Talk = Callable[[Conversation, int, ChatReply | None], Sequence[Mapping[str, Any]] | None]
 
 
+class Pieces(TurnStream):
+    """Reads each token as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def heard(self, token: int, logprob: float) -> None:
+        super().heard(token, logprob)
+        self.text += self.new().text
+
+    def all_of(self, done: Completion) -> str:
+        return self.text + self.rest(done).text
+
+
 def talked(
     model: Model,
     talk: Talk,
@@ -73,7 +89,10 @@ def talked(
             conversation = Conversation(agent, model.encoder, system="", tools=place)
             reply, number = None, 0
             while messages := talk(conversation, number, reply):
-                reply = await conversation.say(messages, tools if number == 0 else None)
+                stream = Pieces()
+                reply = await conversation.say(messages, tools if number == 0 else None, 0, stream)
+                if not reply.over:
+                    assert conversation.last and stream.all_of(conversation.last) == reply.text
                 number += 1
             return {"won": 1.0}
 

@@ -1,0 +1,4 @@
+"""Commands that talk to a run while it is under way.
+
+Read `pool_command.py` (the members of its fleet) and `gateway_command.py` (the rollouts that it hands out).
+"""

@@ -1,0 +1,58 @@
+"""`headrace gateway RUN [-- COMMAND]`: shows where a run hands out its rollouts, and plays them with a command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.commands.finding import run_directory
+from headrace.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN|ADDRESS", help="a run, or the address that this command shows for it")
+    parser.add_argument(
+        "--at-once", type=int, default=8, metavar="N", help="processes of COMMAND at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="plays rollouts until the run is over"
+    )
+
+
+def gateway(arguments: argparse.Namespace) -> int:
+    words = arguments.command_words
+    return use_gateway(arguments.run, words[1:] if words[:1] == ["--"] else words, arguments.at_once)
+
+
+def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
+    """Prints the address, or plays rollouts with the command. Raises ConfigError for a run that hands out none."""
+    address = run if re.match("https?://", run) else address_of(run_directory(run))
+    if not command:
+        print(address)
+        return 0
+    if at_once < 1:
+        raise ConfigError(f"--at-once {at_once} plays nothing; choose 1 or more")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]} is no program that can be run here; install it, or write its whole path")
+    import asyncio
+
+    from headrace.environments.agents.outside_agents import OutsideAgents
+
+    count = asyncio.run(OutsideAgents(address, command, at_once, lambda line: print(line, flush=True)).play())
+    print(f"the run is over; rollouts played here: {count}")
+    return 0
+
+
+def address_of(run_dir: Path) -> str:
+    from headrace.environments.kinds import ADDRESS_FILE
+
+    try:
+        return (run_dir / "logs" / ADDRESS_FILE).read_text().strip()
+    except FileNotFoundError:
+        raise ConfigError(
+            f'{run_dir} hands out no rollouts: it does not run, has no environment.kind = "gateway", or has not come to its first rollout; '
+            f"headrace status {run_dir} shows what it does"
+        ) from None

@@ -1,0 +1,219 @@
+"""`environment.kind = "gateway"`: rollouts are handed out to agents that nobody here starts.
+
+An agent, or whoever calls it, takes a rollout (`POST ADDRESS/next`), plays it at the address that it is given, and ends it (`POST` to the
+`end` of the answer). The address has a secret, and so has each rollout; `headrace gateway RUN` shows the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from headrace.environments.agents.agent_process import agent_addresses
+from headrace.environments.agents.printed_reward import NAME
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.gateway.gateway import Gateway
+from headrace.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
+from headrace.environments.kinds import ADDRESS_FILE
+from headrace.errors import RolloutFailed
+from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.types import Prompt
+from headrace.web.bodies import Body
+from headrace.web.errors import Refused
+from headrace.web.limits import ServerLimits
+from headrace.web.sending import GONE, json_response, read_body, while_there
+from headrace.web.server import bind
+
+WAIT = 30.0
+"""Seconds for which a request for a rollout waits for one, unless it names others."""
+
+
+class RolloutWanted(Body, kw_only=True):
+    """A request for a rollout."""
+
+    wait: Annotated[float, Meta(ge=0, le=300)] = WAIT
+
+
+class RolloutEnd(Body, kw_only=True):
+    """The end of a rollout: with a reward, with rewards by name, or with the reason why there is none."""
+
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    failed: str | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Offer:
+    """A rollout that an agent may take."""
+
+    rollout: GatewayRollout
+    given: Mapping[str, Any]
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Future[Mapping[str, float]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    withdrawn: bool = False
+    """Whether it is over, so that nobody may take it."""
+
+
+def open_handing_out(
+    config: EnvironmentConfig,
+    encoder: GatewayEncoder,
+    *,
+    system: str,
+    sampling: Mapping[str, object],
+    stop: Sequence[str],
+    alone: bool,
+    directory: Path,
+) -> EnvironmentKind:
+    """Makes the environments that agents elsewhere play. `directory`: gets the file with the address. The others as for `open_agents`.
+    Raises ConfigError if the port cannot be had."""
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), bind(config.host, config.port, "environment."))
+    desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
+    said = "agents, which take rollouts at the address that headrace gateway shows"
+    return EnvironmentKind(
+        desk.make, config.limits, resumes="restarted", close=desk.close, remarks=gateway.remarks, players=said
+    )
+
+
+class Desk:
+    """Hands out rollouts and takes back their rewards."""
+
+    def __init__(self, rollouts: ServedRollouts, alone: bool, address: Path) -> None:
+        """`alone`: whether nothing else gives rewards. `address`: the file that gets the address."""
+        self.rollouts, self._alone, self._address = rollouts, alone, address
+        self._secret = secrets.token_urlsafe(SECRET_BYTES)
+        self._offers: asyncio.Queue[Offer] = asyncio.Queue()
+        rollouts.gateway.doors[self._secret] = self._next
+
+    def make(self, prompt: Prompt, seed: int) -> Environment:
+        return HandedOut(prompt, seed, self)
+
+    def offer(self, rollout: GatewayRollout, prompt: Prompt, seed: int) -> Offer:
+        offer = Offer(rollout=rollout, given={"id": prompt.id, **given_of(prompt, seed)})
+        rollout.routes["end"] = partial(self._end, offer)
+        if not self._address.exists():
+            _write_private(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
+        self._offers.put_nowait(offer)
+        return offer
+
+    async def close(self) -> None:
+        self._address.unlink(missing_ok=True)
+        await self.rollouts.gateway.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    async def _next(self, request: HttpRequest, path: str) -> Response:
+        if path != "next":
+            raise Refused(404, f"/{path} is not served here; there is: /next")
+        if request.method != "POST":
+            raise Refused(405, "/next takes POST", headers={"Allow": "POST"})
+        wanted = await read_body(request, RolloutWanted, self.rollouts.gateway.limits)
+        found = await while_there(request, self._take(wanted.wait))
+        if found is None:
+            return GONE
+        if not found:
+            return Response(status_code=204)
+        (offer,) = found
+        url = f"{str(request.base_url).rstrip('/')}/{offer.rollout.secret}"  # as this client reaches us
+        return json_response(
+            {
+                **offer.given,
+                "environment": agent_addresses(url, offer.rollout.secret),
+                "end": f"{url}/end",
+                "judged": not self._alone,
+                "seconds": self.rollouts.config.seconds,
+            }
+        )
+
+    async def _take(self, wait: float) -> Sequence[Offer]:
+        """Returns the rollout that has waited longest; none if there was none for so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                while (offer := await self._offers.get()).withdrawn:
+                    pass
+                offer.taken.set()
+                return (offer,)
+        return ()
+
+    async def _end(self, offer: Offer, request: HttpRequest) -> Response:
+        end = await read_body(request, RolloutEnd, self.rollouts.gateway.limits)
+        rewards = self._rewards(end)
+        if offer.ended.done():
+            raise Refused(409, "the rollout has ended already")
+        if end.failed is not None:
+            offer.ended.set_exception(RolloutFailed("agent_failed", end.failed[:1000] or "its agent gave no reason"))
+        else:
+            offer.ended.set_result(rewards)
+        return json_response({"ended": True})
+
+    def _rewards(self, end: RolloutEnd) -> Mapping[str, float]:
+        """Raises Refused for an end with two meanings, or without the reward that is needed."""
+        given = [name for name in ("reward", "rewards", "failed") if getattr(end, name) is not None]
+        if len(given) > 1:
+            raise Refused(400, f"{' and '.join(given)} are both given; send one of them")
+        if end.failed is not None:
+            return {}
+        if given and not self._alone:
+            raise Refused(400, f"{given[0]} is given, and reward.function of the run gives the reward; send {{}}")
+        rewards = end.rewards or ({} if end.reward is None else {NAME: end.reward})
+        if self._alone and not rewards:
+            raise Refused(400, "no reward is given; send reward, rewards by name, or failed with the reason")
+        if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
+            raise Refused(400, f"the reward {wrong[0]} is not a finite number")
+        return rewards
+
+
+class HandedOut:
+    """Protocol `Environment`."""
+
+    def __init__(self, prompt: Prompt, seed: int, desk: Desk) -> None:
+        self._prompt, self._seed, self._desk = prompt, seed, desk
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        async with self._desk.rollouts.open(agent) as rollout:
+            offer = self._desk.offer(rollout, self._prompt, self._seed)
+            try:
+                await offer.taken.wait()
+                return await self._played(offer)
+            finally:
+                offer.withdrawn = True
+
+    async def _played(self, offer: Offer) -> Mapping[str, float]:
+        seconds, rollout = self._desk.rollouts.config.seconds, offer.rollout
+        try:
+            rewards = await rollout.until(offer.ended, seconds, os.getpid())
+        except TimeoutError:
+            said = (
+                f"the agent that took it has not ended it after {seconds:g} s between its turns (environment.seconds)"
+            )
+            refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
+            raise RolloutFailed(
+                "environment_timeout", f"{said}; turns that it had: {rollout.answered}{refused}"
+            ) from None
+        return rewards or {}  # none: it has failed, and the session knows why
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file that nobody else can read, as a whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+    part.rename(path)

@@ -1,0 +1,107 @@
+"""`/v1/completions` of one rollout: a text or tokens in, text out (https://platform.openai.com/docs/api-reference/completions)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from headrace.environments.gateway.chat_answers import usage_of
+from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.turn_request import (
+    MODEL,
+    GatewayRules,
+    TurnRequest,
+    Written,
+    check_drawing,
+    is_cut,
+    most_tokens,
+)
+from headrace.web.bodies import Completions
+from headrace.web.errors import Refused
+from headrace.web.sending import GONE, Events, json_response, read_body
+
+DEFAULT = 16
+"""Tokens of a completion whose request names no number, as OpenAI's reference has it."""
+
+
+async def completions(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
+    body = await read_body(request, Completions, rules.limits)
+    check_drawing(body, rules)
+    if body.logprobs:
+        said = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
+        raise Refused(400, said, "unsupported_parameter")
+    prompt, most = _prompt(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
+    turn = TurnRequest(rollout, lambda stream: rollout.texts.ask(prompt, most, stream))
+    made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=rules.written)
+    if body.stream:
+        return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
+    answer = await turn.whole(request)
+    return GONE if answer is None else json_response(made.whole(answer))
+
+
+def _prompt(body: Completions) -> str | list[int]:
+    """The prompt of the request, which may be written as a list of one."""
+    match body.prompt:
+        case str(text) | [str(text)]:
+            return text
+        case [[*tokens]] | [*tokens] if tokens and all(isinstance(one, int) for one in tokens):
+            return [one for one in tokens if isinstance(one, int)]
+    raise Refused(
+        400, "prompt is not served as a list of several, or as none; send a request for each", "unsupported_parameter"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAnswer:
+    model: str
+    """The name that the client asked for."""
+    logprobs: bool
+    written: Written
+
+    def whole(self, answer: TreeReply) -> dict[str, Any]:
+        done = answer.completion
+        logprobs = self._logprobs(done.tokens, done.logprobs, 0) if done else None
+        return self._head() | {
+            "choices": [_choice(answer.reply.text, _reason(answer), logprobs)],
+            "usage": usage_of(answer),
+        }
+
+    async def events(self, turn: TurnRequest, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        head, offset = self._head(), 0
+        async with aclosing(turn.pieces()) as pieces:
+            async for piece in pieces:
+                if piece.text or (self.logprobs and piece.tokens):
+                    logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
+                    yield head | {"choices": [_choice(piece.text, None, logprobs)]}
+                offset += sum(len(self.written([token])) for token in piece.tokens) if self.logprobs else 0
+        yield head | {"choices": [_choice("", _reason(turn.answer), None)]}
+        if usage:
+            yield head | {"choices": [], "usage": usage_of(turn.answer)}
+
+    def _head(self) -> dict[str, Any]:
+        made = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        return made | {"model": self.model}
+
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any] | None:
+        """`offset`: characters of the completion before these tokens."""
+        if not self.logprobs:
+            return None
+        texts = [self.written([token]) for token in tokens]
+        places = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": places}
+
+
+def _reason(answer: TreeReply) -> str:
+    return "length" if is_cut(answer) else "stop"
+
+
+def _choice(text: str, reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "finish_reason": reason, "logprobs": logprobs}

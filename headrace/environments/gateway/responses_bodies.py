@@ -1,0 +1,224 @@
+"""OpenAI's responses (https://platform.openai.com/docs/api-reference/responses) as chats: the items of a request become messages, and a
+reply becomes items."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
+from headrace.environments.gateway.chat_answers import said_tokens
+from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.environments.gateway.turn_request import Written
+from headrace.web.bodies import Body, Count
+from headrace.web.errors import Refused
+
+Item = dict[str, Any]
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class OfferedFunction(msgspec.Struct, kw_only=True):
+    """A tool of a request."""
+
+    name: Name = ""
+    type: str = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Responses(Body, kw_only=True):
+    """`/v1/responses`"""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    """The system message. It is not one of the messages that `previous_response_id` names."""
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """Left out: true. Stored are the messages, until the rollout is over, for `previous_response_id`."""
+    tools: list[OfferedFunction] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    include: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Count | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    max_tool_calls: int | None = None
+    prompt: dict[str, Any] | None = None
+    conversation: Any = None
+    context_management: list[Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
+
+
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tool_choice": ((None, "auto", "none"), "leave it out or choose auto or none: nothing here forces a model to call"),
+    "parallel_tool_calls": ((None, True), "leave it out, and take the first call of a response"),
+    "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
+    "truncation": ((None, "disabled"), "leave it out: a rollout that is too long is cut off (environment.max_tokens)"),
+    "background": ((None, False), "leave it out"),
+    "max_tool_calls": ((None,), "leave it out"),
+    "prompt": ((None,), "send its text as instructions and input"),
+    "conversation": ((None,), "use previous_response_id"),
+    "context_management": ((None, []), "leave it out"),
+}
+"""Fields that are not served -> the values with which they ask for nothing, and the remedy for others."""
+
+
+def refuse_unserved_responses(body: Responses) -> None:
+    """Raises Refused for fields that would change the reply."""
+    for name, (neutral, remedy) in _NEUTRAL.items():
+        if getattr(body, name) not in neutral:
+            raise _unserved(name, remedy)
+    if (body.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
+        raise _unserved("text.format", "leave it out, and ask for the format in the instructions")
+    if (body.text or {}).get("verbosity") not in (None, "medium"):
+        raise _unserved("text.verbosity", "leave it out")
+    if any(value not in (None, "none") for value in (body.reasoning or {}).values()):
+        raise _unserved("reasoning", "leave it out: the model thinks as it was trained to")
+    for one in body.include or ():
+        if one not in (_LOGPROBS, "reasoning.encrypted_content"):  # nothing here makes reasoning items
+            raise _unserved(f"include = {one}", "leave it out")
+
+
+def _unserved(name: str, remedy: str) -> Refused:
+    return Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
+
+
+def offered_functions(body: Responses) -> list[Tool]:
+    """Returns the tools that the model is shown. Raises Refused for those that run at OpenAI."""
+    for tool in body.tools or ():
+        if tool.type != "function":
+            raise Refused(
+                400, f"a tool of type {tool.type} is not served; give functions of your own", "unsupported_parameter"
+            )
+    if body.tool_choice == "none":
+        return []
+    return [
+        Tool(
+            function=Function(name=one.name, description=one.description, parameters=one.parameters, strict=one.strict)
+        )
+        for one in body.tools or ()
+    ]
+
+
+def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
+    """Returns the items of a request as messages. Calls follow the text of the same reply, as they do in an answer. Raises Refused for
+    an item that is neither a message nor of a function."""
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    messages: list[Message] = []
+    for item in given:
+        match item:
+            case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+                call = MadeCall(id=id, function=Named(name=name, arguments=arguments))
+                if messages and messages[-1].role == "assistant":
+                    last = messages.pop()
+                    messages.append(msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call]))
+                else:
+                    messages.append(Message(role="assistant", content="", tool_calls=[call]))
+            case {"type": "function_call_output", "call_id": str(id), "output": output}:
+                messages.append(Message(role="tool", content=_text(output), tool_call_id=id))
+            case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+                messages.append(Message(role="system" if role == "developer" else role, content=_text(content)))
+            case _:
+                said = f"an item of type {item.get('type', 'message')} is not served as it is written"
+                raise Refused(400, f"{said}; only messages with text and function calls with their outputs are")
+    return messages
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refused(400, f"content is {type(content).__name__}, not text or a list of parts")
+    for part in content:
+        shown = isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
+        if not shown or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise Refused(400, f"a part of a message is of type {kind}; only text is served")
+    return "".join(part["text"] for part in content)
+
+
+def text_item(id: str, text: str, logprobs: Sequence[Item], status: str = "completed") -> Item:
+    return {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [text_part(text, logprobs)] if status == "completed" else [],
+    }
+
+
+def text_part(text: str, logprobs: Sequence[Item]) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def call_items(answer: TreeReply) -> list[Item]:
+    return [
+        {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": one.id,
+            "name": one.name,
+            "arguments": one.arguments,
+            "status": "completed",
+        }
+        for one in answer.reply.calls
+        if not one.problem
+    ]
+
+
+def logprobs_of(body: Responses, answer: TreeReply, written: Written) -> list[Item]:
+    """Returns the log-probs of all tokens of the turn; none if the request asks for none."""
+    done = answer.completion
+    return said_tokens(done.tokens, done.logprobs, written) if done and body.logprobs else []
+
+
+def usage_of_response(answer: TreeReply) -> Item:
+    prompt, sampled = answer.prompt_tokens, answer.reply.tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def settings_of(body: Responses, sampling: Mapping[str, object]) -> Item:
+    """The fields of a response that repeat its request, with the values that hold."""
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": sampling.get("temperature"),
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [msgspec.to_builtins(one) for one in body.tools or ()],
+        "top_p": sampling.get("top_p"),
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,119 @@
+"""The completions of one rollout that are asked for with a text or with tokens instead of messages.
+
+A text that begins with an earlier prompt and its completion continues the tokens that were sampled (C5), and only the rest becomes tokens.
+A completion that the model ended by itself has a token at its end that its text does not show, and that the client did not keep: its
+continuation is a path of its own, whose context are the tokens without that one. So is a text that continues nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from headrace.chat.streamed_text import StreamedText
+from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply
+from headrace.environments.turn_stream import TurnStream
+from headrace.environments.workers.episode_frames import ChatReply
+from headrace.playing import Agent
+from headrace.types import Completion
+from headrace.web.errors import Refused
+
+
+class TextEncoder(Protocol):
+    """The part of `models.chat.ChatEncoder` that completions of texts use."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]: ...
+
+    def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def written(self, tokens: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Path:
+    """A completion, and all before it."""
+
+    text: str
+    """The text of both, with the stop string; empty if the prompt was tokens."""
+    tokens: tuple[int, ...]
+    """Prompt and completion."""
+    ended: bool
+    """Whether the last token is one that the text does not show."""
+    completion: Completion
+
+
+class _Next(NamedTuple):
+    """The place of a turn."""
+
+    context: tuple[int, ...]
+    after: _Path | None
+    """The completion that it extends; None: the context is all before it."""
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        return (*self.after.tokens, *self.context) if self.after else self.context
+
+
+class TextTree:
+    def __init__(self, agent: Agent, encoder: TextEncoder, stops: Sequence[str]) -> None:
+        """`stops`: the strings that end a completion. Its text is without them."""
+        self._agent, self._encoder, self._stops = agent, encoder, tuple(stops)
+        self._paths: list[_Path] = []
+        self._limit_replies = 0
+
+    async def ask(self, prompt: str | Sequence[int], most: int, stream: TurnStream | None = None) -> TreeReply:
+        """Samples the completion of a text or of tokens. `most`: the most tokens of it, 0 for rollout.max_tokens.
+
+        Raises Refused for an empty prompt, and what `Agent.turn` raises."""
+        place = self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(tuple(prompt))
+        if not place.before:
+            raise Refused(400, "the prompt has no tokens; begin with a start token at least")
+        fresh, after, count = place.after is None, place.after.completion if place.after else None, len(place.before)
+        if limit := self._agent.cut_off(place.context, fresh=fresh, after=after):
+            self._limit_replies += 1
+            if self._limit_replies <= LIMIT_REPLIES:
+                return TreeReply(ChatReply(over=limit), None, count)
+        if stream:
+            stream.begin(StreamedText(self._encoder.decode, self._stops), None, count)
+        done = await self._agent.turn(
+            place.context,
+            fresh=fresh,
+            after=after,
+            most=most,
+            messages=[{"role": "user", "content": self._encoder.written(place.context)}],
+            read=self._as_message,
+            heard=stream.heard if stream else None,
+        )
+        self._keep(prompt, place, done)
+        stop = "length" if done.stop == "length" else "stop"
+        return TreeReply(ChatReply(text=self._said(done), stop=stop, tokens=len(done.tokens)), done, count)
+
+    def _of_text(self, prompt: str) -> _Next:
+        known = [one for one in self._paths if one.text and prompt.startswith(one.text)]
+        if not known:
+            return _Next(self._encoder.encode_text(prompt), None)
+        path = max(known, key=lambda one: len(one.text))
+        glue = self._encoder.encode_completion(prompt[len(path.text) :], False)
+        return _Next((*path.tokens[:-1], *glue), None) if path.ended else _Next(glue, path)
+
+    def _of_tokens(self, prompt: tuple[int, ...]) -> _Next:
+        known = [one for one in self._paths if prompt[: len(one.tokens)] == one.tokens]
+        if not known:
+            return _Next(prompt, None)
+        path = max(known, key=lambda one: len(one.tokens))
+        return _Next(prompt[len(path.tokens) :], path)
+
+    def _keep(self, prompt: str | Sequence[int], place: _Next, done: Completion) -> None:
+        text, last = self._encoder.decode(done.tokens), done.tokens[-1:]
+        ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
+        whole = prompt + text if isinstance(prompt, str) else ""
+        self._paths.append(_Path(text=whole, tokens=(*place.before, *done.tokens), ended=ended, completion=done))
+
+    def _said(self, done: Completion) -> str:
+        return StreamedText(self._encoder.decode, self._stops).push(done.tokens, last=True)
+
+    def _as_message(self, done: Completion) -> dict[str, Any]:
+        return {"role": "assistant", "content": self._said(done)}

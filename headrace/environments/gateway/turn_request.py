@@ -1,0 +1,166 @@
+"""One request for a turn, whatever its format: the fields that its run decides, the turn as a whole or while it is sampled, and the
+errors that end a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from starlette.requests import Request as HttpRequest
+
+from headrace.chat.messages import Tool
+from headrace.environments.gateway.chat_tree import TreeReply
+from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.turn_stream import TurnPiece, TurnStream
+from headrace.errors import ConfigError, RolloutOver
+from headrace.web.bodies import Drawing
+from headrace.web.errors import Refused
+from headrace.web.limits import ServerLimits
+from headrace.web.sending import while_there
+from headrace.web.unserved import refuse_unserved, stops
+
+Written = Callable[[Sequence[int]], str]
+"""Tokens to text, special tokens included."""
+
+Ask = Callable[[TurnStream | None], Coroutine[Any, Any, TreeReply]]
+"""Samples the turn. It is followed through the stream, if there is one."""
+
+MODEL = "policy"
+"""The name of the model in answers to requests that name none. Requests may use any name: there is one model."""
+
+_OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "send as many requests, at once if you like"),
+    "seed": (
+        (None,),
+        "leave it out: the run seeds each turn, and with one seed all rollouts of a prompt would be equal",
+    ),
+    "stop_token_ids": ((None, []), "leave it out, and set rollout.stop to strings"),
+    "ignore_eos": ((False,), "leave it out: a turn ends where the model ends it"),
+    "skip_special_tokens": ((None, True), "leave it out: replies have no special tokens"),
+    "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
+    "echo": ((None, False), "leave it out: an answer has only what was sampled"),
+}
+"""Fields of requests -> the values with which they ask for nothing, and the remedy for others."""
+
+
+class GatewayRules(Protocol):
+    """The limits and settings that hold for the requests of all rollouts."""
+
+    limits: ServerLimits
+    written: Written
+    stop: tuple[str, ...]
+    """The strings that end a completion, in all requests."""
+    sampling: Mapping[str, object]
+    """The run's values of the fields that requests cannot choose, by their names."""
+
+    def remark(self, name: str, sentence: str) -> None:
+        """Notes that a field of a request has no effect. The first sentence for each name is kept."""
+
+
+def check_drawing(body: Drawing, rules: GatewayRules) -> None:
+    """Raises Refused for fields that would change what is sampled, and that the run does not have."""
+    for name, (neutral, remedy) in _OF_THE_RUN.items():
+        if hasattr(body, name) and getattr(body, name) not in neutral:
+            raise Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
+    refuse_unserved(body)
+    check_sampling(
+        rules, stops(body), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    )
+
+
+def check_sampling(rules: GatewayRules, stop: Sequence[str], fields: Mapping[str, object]) -> None:
+    """Raises Refused for a stop string that the run does not have. `fields`: those that the run decides, with the values that the request
+    asks for."""
+    if other := [one for one in stop if one not in rules.stop]:
+        raise Refused(
+            400,
+            f"stop = {other[0]!r} is not a stop string of the run; set rollout.stop = [{other[0]!r}], or leave it out",
+            "unsupported_parameter",
+        )
+    for name, value in fields.items():
+        if value is not None:
+            _replaced(rules, name, value)
+
+
+def _replaced(rules: GatewayRules, name: str, value: object) -> None:
+    own = rules.sampling.get(name)
+    if value != own:
+        rules.remark(
+            name, f"the agent asks for {name} = {value}; all its turns are sampled with rollout.{name} = {own}"
+        )
+
+
+def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
+    """Notes that arguments of tools are what the model writes. A strict tool is not refused: frameworks ask for strict ones by default,
+    and answer arguments that do not fit, so that the model can learn from the answer."""
+    if any(tool.function.strict for tool in tools):
+        said = "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
+        rules.remark("strict", said)
+
+
+def most_tokens(name: str, value: int | None) -> int:
+    """Returns the most tokens that a request asks for, 0 if it leaves that open. Raises Refused for none at all."""
+    if value == 0:
+        raise Refused(400, f"{name} = 0 asks for nothing; leave it out", "unsupported_parameter")
+    return value or 0
+
+
+def is_cut(answer: TreeReply) -> bool:
+    """Whether the turn ended at a limit, and not where the model or a stop string ended it."""
+    return bool(answer.reply.over) or answer.reply.stop == "length"
+
+
+class TurnRequest:
+    def __init__(self, rollout: GatewayRollout, ask: Ask) -> None:
+        self._rollout, self._ask, self._stream = rollout, ask, TurnStream()
+        self._answer: TreeReply | None = None
+
+    async def whole(self, request: HttpRequest) -> TreeReply | None:
+        """Returns the turn; None if the client has left. Raises Refused."""
+        return await while_there(request, self._sampled(None))
+
+    async def pieces(self) -> AsyncGenerator[TurnPiece, None]:
+        """Yields the turn while it is sampled. Raises Refused, before the first piece if nothing was sampled."""
+        sampling = asyncio.ensure_future(self._sampled(self._stream))
+        sampling.add_done_callback(lambda _: self._stream.changed.set())
+        try:
+            while await self._stream.changed.wait() and not sampling.done():
+                self._stream.changed.clear()
+                yield self._stream.new()
+            self._answer = await sampling
+            if self._answer.completion is not None:
+                yield self._stream.rest(self._answer.completion)
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+    @property
+    def answer(self) -> TreeReply:
+        """The turn, once there are no more pieces."""
+        assert self._answer is not None
+        return self._answer
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the turn, once there is a piece."""
+        return self._stream.prompt_tokens
+
+    async def _sampled(self, stream: TurnStream | None) -> TreeReply:
+        rollout = self._rollout
+        try:
+            answer = await rollout.do(self._ask(stream))
+        except ConfigError as error:
+            raise rollout.refused(Refused(400, str(error))) from None
+        except Refused as refused:
+            raise rollout.refused(refused) from None
+        except RolloutOver as error:
+            rollout.over.set()
+            raise rollout.refused(Refused(400, f"the rollout is over: {error}", "rollout_over")) from None
+        except Exception as error:
+            rollout.broken = rollout.broken or error
+            rollout.over.set()
+            said = "the rollout is over: the engine has failed"
+            raise rollout.refused(Refused(503, said, "rollout_over")) from None
+        rollout.answered += 1
+        return answer

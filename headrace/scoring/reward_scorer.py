@@ -1,0 +1,147 @@
+"""The scorer of a run: asks functions, services and judges at once for a group, and adds their weighted results."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.observe.telemetry import Telemetry
+from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.scoring.config import RewardConfig
+from headrace.scoring.extract import Extractor
+from headrace.scoring.functions import FunctionPools
+from headrace.scoring.parts.comparing import compared
+from headrace.scoring.parts.part import PartCaller, RewardPart
+from headrace.scoring.parts.score_log import ScoreLog
+from headrace.scoring.parts.segmenting import Decode, graded, returns_of
+from headrace.scoring.services.config import check_client
+from headrace.scoring.services.http_post import HttpPoster, Poster
+from headrace.scoring.services.judge import Judge
+from headrace.scoring.services.service import HttpService
+from headrace.scoring.workers.threads import ThreadPool
+from headrace.types import Episode, Failure, Prompt, Scored
+
+
+class RewardScorer:
+    """Protocol `Scorer`. Functions run in processes; `callables`, which replace them, in threads or on the running loop."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        callables: Sequence[Callable[..., Any]] = (),
+        *,
+        log: Path | None = None,
+        sandbox: SandboxSettings = DEFAULT,
+        decode: Decode | None = None,
+        telemetry: Telemetry | None = None,
+        scores: ScoreLog | None = None,
+        poster: Poster | None = None,
+    ) -> None:
+        """Loads the functions once. Raises ConfigError if one cannot be loaded, or a token cannot be had.
+
+        `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments; `scores`
+        records what services and judges say; `poster` is the client of services, over HTTP by default."""
+        self._pools = FunctionPools(config, callables, log, sandbox)
+        check_client([] if poster else [one.name for one in config.endpoints])
+        self._poster = poster or HttpPoster()
+        self._parts = [*self._pools.parts, *_over_http(config, self._poster)]
+        if not self._parts:
+            raise ConfigError(
+                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"), or pass reward= '
+                "to headrace.train"
+            )
+        self._caller = PartCaller(telemetry, scores)
+        self._decode = decode
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        if not episodes:
+            return []
+        values = await asyncio.gather(*(self._caller.call(part, prompt, episodes) for part in self._parts))
+        return [
+            self._combined(episode, given) for episode, given in zip(episodes, zip(*values, strict=True), strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Kills the processes and ends the connections. Abandoned threads keep running."""
+        self._caller.close()
+        await asyncio.gather(self._pools.close(), self._poster.close())
+
+    @property
+    def threads(self) -> ThreadPool:
+        """The threads of functions that Python passed."""
+        return self._pools.threads
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the live workers."""
+        return self._pools.pids
+
+    def _combined(
+        self, episode: Episode, values: Sequence[float | tuple[float, ...] | Failure | None]
+    ) -> Scored | Failure:
+        rewards: dict[str, float] = {}
+        steps: dict[str, Any] = {}
+        for part, given in zip(self._parts, values, strict=True):
+            value, found = self._one(part, episode, given)
+            steps |= found
+            if isinstance(value, Failure):  # a sum without one of its parts is not the reward
+                return msgspec.structs.replace(value, detail=f"{part.name}: {value.detail}")
+            if value is not None:
+                rewards[part.name] = value
+        if not rewards:
+            return Failure("reward_none", "no reward function applies to this row: all of them returned None for it")
+        total = sum(part.weight * rewards[part.name] for part in self._parts if part.name in rewards)
+        if not math.isfinite(total):
+            return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
+        extracted = {part.name: part.extract(episode.last) for part in self._parts if part.extract.kind}
+        return Scored(episode, total, rewards, extracted=extracted, **steps)
+
+    def _one(
+        self, part: RewardPart, episode: Episode, given: float | tuple[float, ...] | Failure | None
+    ) -> tuple[float | Failure | None, dict[str, Any]]:
+        """Returns the reward of a part, and the field of `Scored` for steps, if it scored any."""
+        if not isinstance(given, tuple):
+            return given, {}
+        assert self._decode, "a run that scores steps has a tokenizer"
+        returns = returns_of(given, part.form)
+        weighed = [part.weight * one for one in returns]
+        found = graded(episode, part.segments, given, returns=weighed, decode=self._decode)
+        return (found, {}) if isinstance(found, Failure) else (returns[0], {"segments": found})
+
+
+def _over_http(config: RewardConfig, poster: Poster) -> list[RewardPart]:
+    """Raises ConfigError if a token cannot be had."""
+    cut = config.extract_truncated
+    return [
+        *(
+            RewardPart(
+                name=one.name,
+                weight=one.weight,
+                ask=compared(service.call) if one.compares else service.call,
+                extract=Extractor(one.extract, cut),
+                segments=one.segments,
+                form=one.form,
+                what="service",
+                kept=True,
+            )
+            for one in config.services
+            for service in [HttpService(one, poster)]
+        ),
+        *(
+            RewardPart(
+                name=one.name,
+                weight=one.weight,
+                ask=Judge(one, poster).call,
+                extract=Extractor(one.extract, cut),
+                what="judge",
+                kept=True,
+            )
+            for one in config.judges
+        ),
+    ]

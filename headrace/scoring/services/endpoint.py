@@ -1,0 +1,134 @@
+"""One URL that gives scores: requests side by side, attempts with pauses between them, a deadline, and a reason for what failed.
+
+A request may be repeated: it carries an `Idempotency-Key`, a digest of what is asked, so that a server that has answered already can
+answer the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from headrace.scoring.job import Effort
+from headrace.scoring.services.config import EndpointConfig
+from headrace.scoring.services.http_post import HttpAnswer, NoAnswer, Poster
+from headrace.types import Failure
+
+T = TypeVar("T")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two attempts: doubled after each. A server may ask for more."""
+_PASSING = (408, 409, 425, 429)
+"""Refusals that a later attempt may not meet, beside all of 5xx."""
+_REFUSED = {
+    401: "; name its token in token_file or token_env",
+    403: "; name its token in token_file or token_env",
+    404: "; correct the url",
+    405: "; correct the url: it must take POST",
+}
+
+
+class BadAnswer(Exception):
+    """An answer that is none, or holds no scores. `final`: asking again gives the same."""
+
+    def __init__(self, reason: str, message: str, *, final: bool = False, wait: float = 0.0) -> None:
+        """`wait`: the seconds that the server asks to wait."""
+        super().__init__(message)
+        self.reason, self.final, self.wait = reason, final, wait
+
+
+class Endpoint:
+    def __init__(self, config: EndpointConfig, path: str, poster: Poster) -> None:
+        """`path` follows the config's url. Raises ConfigError if the token cannot be had."""
+        self._config, self._url, self._poster = config, config.url + path, poster
+        token = config.token()
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
+        self._slots = asyncio.Semaphore(config.concurrency)
+
+    async def ask(self, body: Any, read: Callable[[Any], T], effort: Effort) -> T | Failure:
+        """Returns what `read` makes of the JSON of the first usable answer. `read` raises BadAnswer for one that is not."""
+        packed, loop = msgspec.json.encode(body), asyncio.get_running_loop()
+        asked = loop.time()
+        async with self._slots:  # waiting here does not count towards the deadline
+            effort.waited += loop.time() - asked
+            return await self._attempts(packed, read, effort)
+
+    async def _attempts(self, body: bytes, read: Callable[[Any], T], effort: Effort) -> T | Failure:
+        key = xxhash.xxh3_64_hexdigest(body)
+        headers = {**self._headers, "Idempotency-Key": key}
+        clock, number = asyncio.get_running_loop().time, 0
+        left = (
+            self._config.deadline
+        )  # counted down, so that the time in which this process was stopped (Ctrl-Z) is no part of it
+        while True:
+            number += 1
+            effort.attempts += 1
+            effort.retries += number > 1
+            seconds, began = min(self._config.timeout, left), clock()
+            try:
+                return read(_json_of(await self._poster.post(self._url, body, headers, seconds), self._url))
+            except NoAnswer as error:
+                bad = BadAnswer("reward_timeout" if error.late else "reward_unreachable", str(error))
+            except BadAnswer as error:
+                bad = error
+            left -= min(clock() - began, seconds)
+            pause = max(_pause(key, number), bad.wait)
+            if bad.final or number > self._config.retries:
+                return Failure(bad.reason, f"{bad} (attempt {number})" if number > 1 else str(bad))
+            if pause >= left:
+                said = f"no usable answer within {self._config.deadline:g} s (deadline), after {number} attempts; the last: {bad}"
+                return Failure("reward_timeout", said)
+            await asyncio.sleep(pause)
+            left -= pause
+
+
+def _pause(key: str, number: int) -> float:
+    """Seconds after attempt `number`: half of it, and up to half more by chance, so that many requests do not come back together.
+    The chance is a digest: a run that is repeated waits as long."""
+    whole = min(FIRST_PAUSE * 2 ** (number - 1), LONGEST_PAUSE)
+    chance = xxhash.xxh3_64_intdigest(f"{key}/{number}".encode()) / 2**64
+    return whole * (0.5 + 0.5 * chance)
+
+
+def _json_of(answer: HttpAnswer, url: str) -> Any:
+    """Raises BadAnswer for another status than 200, and for what is no JSON."""
+    if answer.status != 200:
+        raise _refusal(answer, url)
+    try:
+        return msgspec.json.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BadAnswer("reward_bad_answer", f"{url} answers with what is no JSON: {_shown(answer.body)}") from None
+
+
+def _refusal(answer: HttpAnswer, url: str) -> BadAnswer:
+    status, said = answer.status, f"{url} answers {answer.status}: {_shown(answer.body)}"
+    if 300 <= status < 400:
+        place = answer.headers.get("Location", "another place")
+        return BadAnswer("reward_refused", f"{url} redirects to {place}; set url to that", final=True)
+    if status in _PASSING or status >= 500:
+        return BadAnswer("reward_unreachable", said, wait=_retry_after(answer.headers.get("Retry-After", "")))
+    return BadAnswer("reward_refused", f"{said}{_REFUSED.get(status, '')}", final=True)
+
+
+def _retry_after(value: str) -> float:
+    """Reads seconds, or a date (RFC 9110, section 10.2.3); 0 for anything else."""
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _shown(body: bytes) -> str:
+    text = " ".join(body[:400].decode(errors="replace").split())
+    return repr(text if len(text) <= 120 else text[:117] + "...")

@@ -1,0 +1,293 @@
+"""Losses of preferences through the trainer: the gradient of whole pairs, however the step is split."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from msgspec.structs import replace
+
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.config import AlgoConfig
+from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.placement.simulated import Ring
+from headrace.trainer.step.preferring import StepPairs, _marks, pairs_of
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.types import Batch, Completion, Episode, Group, Prompt, Scored, Turn, VersionSpan
+from tests.trainer.test_placement import near
+from tests.trainer.test_trainer import V, model_dir  # noqa: F401
+
+Array = np.ndarray
+NAMES = ("dpo", "ipo_pairs", "simpo")
+
+
+# -- the formulas, in float64 numpy ------------------------------------------------------------------------------------------
+
+
+def by_formula(loss: PairLoss, chosen: Array, rejected: Array, ref_chosen: Array, ref_rejected: Array) -> float:
+    """The loss of one pair from the log-probs of its tokens, as the papers write it."""
+    if isinstance(loss, SimPO):
+        x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
+        return math.log1p(math.exp(-x))
+    h = (chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum())
+    if isinstance(loss, DPO):
+        return -math.log(1 / (1 + math.exp(-loss.pair_beta * h)))
+    return (h - 1 / (2 * loss.pair_beta)) ** 2
+
+
+LOSSES = [DPO(pair_beta=0.3), IdentityPreference(pair_beta=0.2), SimPO(pair_beta=2.5, pair_margin=0.7)]
+LENGTHS = (3, 1, 4, 2, 5)
+PAIRS = ((0, 1), (0, 3), (2, 4), (4, 1))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+def test_the_slope_of_every_token_is_the_derivative_of_the_mean_over_pairs(loss):
+    """By finite differences of the formula. The third rollout has two rows."""
+    rng = np.random.default_rng(3)
+    row = np.repeat(np.arange(5), LENGTHS)
+    rollouts = np.array([0, 1, 2, 2, 3])[row]  # rows 2 and 3 are one rollout
+    pairs = ((0, 1), (0, 3), (2, 3), (3, 1))
+    logprob, reference = -rng.exponential(1.0, len(row)), -rng.exponential(1.0, len(row))
+
+    def value(logprob: Array) -> float:
+        of = lambda values, number: values[rollouts == number]  # noqa: E731
+        every = [by_formula(loss, of(logprob, c), of(logprob, r), of(reference, c), of(reference, r)) for c, r in pairs]
+        return float(np.mean(every))
+
+    chosen, rejected = torch.tensor(pairs).T
+    step = StepPairs(torch.tensor([0, 1, 2, 2, 3]), chosen, rejected)
+    columns = torch.tensor(logprob), torch.tensor(row)
+    marks, numbers = _marks(loss, step, *columns, torch.tensor(reference) if loss.needs_reference else None)
+    expected = [(value(logprob + e) - value(logprob - e)) / 2e-6 for e in 1e-6 * np.eye(len(row))]
+    np.testing.assert_allclose(marks.slope, expected, rtol=1e-6, atol=1e-9)
+    assert float(marks.share.sum()) == pytest.approx(value(logprob))
+    assert numbers.pairs == 4 and 0 <= numbers.agreed <= 1
+
+
+def test_a_rollout_without_tokens_takes_its_pairs_out_of_the_mean():
+    step = StepPairs(torch.tensor([0, 1, 2]), torch.tensor([0, 0]), torch.tensor([1, 2]))
+    logprob, row = torch.tensor([-1.0, -2.0]).double(), torch.tensor([0, 1])  # nothing of rollout 2
+    marks, numbers = _marks(SimPO(), step, logprob, row, None)
+    alone = StepPairs(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]))
+    assert numbers.pairs == 1
+    torch.testing.assert_close(marks.slope, _marks(SimPO(), alone, logprob, row, None)[0].slope)
+    nothing, none = _marks(SimPO(), step, logprob[:1], row[:1], None)
+    assert none.pairs == 0 and not nothing.slope.any()
+
+
+# -- through the trainer -----------------------------------------------------------------------------------------------------
+
+
+def completion(rng: random.Random, count: int) -> Completion:
+    tokens, logprobs = (tuple(draw() for _ in range(count)) for draw in (lambda: rng.randrange(V), lambda: -3.0))
+    return Completion(tokens, logprobs, (VersionSpan(0, 0, 0),), "stop")
+
+
+def groups(algo: AlgoConfig, seed: int = 0) -> tuple[Group, ...]:
+    """Three prompts; one rollout has two paths."""
+    rng, made, algorithm = random.Random(seed), [], algorithm_of(algo, 8)
+    for ticket, rewards in enumerate([(1.0, 0.0, 0.5), (0.0, 1.0), (1.0, 1.0, 0.0, 0.0)]):
+        prompt = Prompt(f"p{ticket}", "", tuple(rng.randrange(V) for _ in range(4 + ticket)))
+        scored = []
+        for place, reward in enumerate(rewards):
+            turns = (Turn(prompt.tokens, completion(rng, rng.randint(1, 6))),)
+            if (ticket, place) == (1, 1):
+                branches = (Turn((5, 6), completion(rng, n), parents=(0,)) for n in (3, 2))
+                turns = (*turns, *branches)
+            scored.append(Scored(Episode(turns), reward, {"exact": reward}))
+        rows, pairs = algorithm.rows(prompt, scored), algorithm.pairs(scored)
+        made.append(Group(ticket, prompt, tuple(scored), rows, pairs=pairs))
+    return tuple(made)
+
+
+def make(directory: Path, algo: AlgoConfig, placement: Any = None, budget: int = 1000) -> TorchTrainer:
+    config = TrainConfig(dtype="float32", path="torch", learning_rate=0.02, device="cpu", microbatch_tokens=budget)
+    return TorchTrainer(directory, config, algo, seed=0, placement=placement)
+
+
+def gradient_after_a_step(one: TorchTrainer) -> tuple[float, dict[str, torch.Tensor], int, Any]:
+    """The policy is then not the reference any more."""
+    algo = one._learners[""].algo
+    one.step(Batch(0, groups(algo, seed=1)))
+    given = Batch(1, groups(algo))
+    plan = one._plan(given)
+    sums = one._gradients(plan, 1.0, pairs=pairs_of(given))
+    found = {name: one._placement.whole(p.grad) for name, p in one._model.named_parameters() if p.grad is not None}
+    return sums.loss, found, len(plan.packs), sums.pairs
+
+
+def plain(directory: Path, one: TorchTrainer, given: Batch, loss: PairLoss) -> tuple[float, dict[str, torch.Tensor]]:
+    """Each row by itself through Hugging Face's own model, in float64, and the formulas over its sums."""
+    load = lambda: transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()  # noqa: E731
+    policy, reference = load(), load()
+    policy.load_state_dict({name: p.detach().double() for name, p in one._model.state_dict().items()})
+
+    def likelihood(model: Any, row: Any) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([row.prompt + row.tokens])).logits[0]
+        logp = torch.log_softmax(logits, -1)
+        kept = [t for t, sampled in enumerate(row.mask) if sampled]
+        return torch.stack([logp[len(row.prompt) + t - 1, row.tokens[t]] for t in kept])
+
+    losses = []
+    for group in given.groups:
+        rows = iter(group.rows)
+        sides = []
+        for scored in group.scored:
+            paths = 1 if len(scored.episode.turns) == 1 else 2
+            mine = [row for row in (next(rows) for _ in range(paths)) if any(row.mask)]
+            if mine:
+                sides.append([torch.cat([likelihood(model, row) for row in mine]) for model in (policy, reference)])
+            else:
+                sides.append([])
+        for c, r in group.pairs:
+            (chosen, ref_chosen), (rejected, ref_rejected) = sides[c], sides[r]
+            if isinstance(loss, SimPO):
+                x = loss.pair_beta * (chosen.mean() - rejected.mean()) - loss.pair_margin
+                losses.append(-torch.nn.functional.logsigmoid(x))
+                continue
+            h = chosen.sum() - ref_chosen.sum() - rejected.sum() + ref_rejected.sum()
+            if isinstance(loss, DPO):
+                losses.append(-torch.nn.functional.logsigmoid(loss.pair_beta * h))
+            else:
+                losses.append((h - 1 / (2 * loss.pair_beta)) ** 2)
+    total = torch.stack(losses).mean()
+    total.backward()
+    return total.item(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_that_of_the_pairs_however_the_step_is_split(name, model_dir):  # noqa: F811
+    directory, algo = model_dir("llama"), AlgoConfig(name)
+    first = make(directory, algo)
+    loss, whole, packs, numbers = gradient_after_a_step(first)
+    pair_loss = algo.recipe.loss
+    assert isinstance(pair_loss, PairLoss) and packs == 1
+    expected_loss, expected = plain(directory, first, Batch(1, groups(algo)), pair_loss)
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
+    near(whole, expected, 2e-4)
+    # the first step is split too, so that weights differ in the last digits before the second
+    split_loss, split, packs, again = gradient_after_a_step(make(directory, algo, budget=6))
+    assert packs > 3 and split_loss == pytest.approx(loss, rel=1e-4) and again.pairs == numbers.pairs
+    near(split, whole, 1e-3)
+
+
+@pytest.mark.parametrize("budget", [6, 1000])
+def test_ranks_have_the_gradient_of_one_device(budget, model_dir):  # noqa: F811
+    """Pairs lie on both ranks; a rank whose only microbatch is empty takes part all the same."""
+    directory, algo = model_dir("llama"), AlgoConfig("dpo")
+    loss, expected, _, numbers = gradient_after_a_step(make(directory, algo))
+    on = lambda placement: gradient_after_a_step(make(directory, algo, placement, budget))  # noqa: E731
+    for one_loss, found, _, mine in Ring(2).run(on):
+        assert one_loss == pytest.approx(loss, rel=1e-4)
+        assert mine.pairs == numbers.pairs and mine.margin == pytest.approx(numbers.margin, rel=1e-3, abs=1e-5)
+        near(found, expected, 1e-3)
+
+
+def test_at_the_reference_every_margin_is_zero_and_the_loss_is_log_two(model_dir):  # noqa: F811
+    algo = AlgoConfig("dpo")
+    one = make(model_dir("llama"), algo)
+    report = one.step(Batch(0, groups(algo)))
+    assert report.loss == pytest.approx(math.log(2), rel=1e-5)
+    assert (report.pairs, report.pair_margin) == (2 + 1 + 1 + 4, pytest.approx(0.0, abs=1e-4))
+    for step in range(1, 6):
+        report = one.step(Batch(step, groups(algo)))
+    assert report.pairs_agreed == 1.0 and report.pair_margin > 1 and report.loss < 0.6
+
+
+def test_a_pair_shares_its_prompt(model_dir):  # noqa: F811
+    """The prompt of a group is forwarded once for all of its pairs."""
+    algo = AlgoConfig("dpo")
+    given = Batch(0, groups(algo))
+    plan = make(model_dir("llama"), algo)._plan(given)
+    rows = [row for row in given.rows if any(row.mask)]
+    assert sum(len(pack.tokens) for pack in plan.packs) <= sum(len(row.tokens) for row in rows) + 4 + 5 + 6
+
+
+# -- which pairs there are ---------------------------------------------------------------------------------------------------
+
+
+def scored_of(*rewards: float, cut: tuple[int, ...] = ()) -> list[Scored]:
+    rng = random.Random(0)
+    made = []
+    for place, reward in enumerate(rewards):
+        done = completion(rng, 3)
+        done = replace(done, stop="length") if place in cut else done
+        made.append(Scored(Episode((Turn((1, 2), done),)), reward, {"r": reward}))
+    return made
+
+
+PROMPT = Prompt("p", "", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "pairs", "balance"),
+    [
+        ("every_pair", (1.0, 0.0, 1.0), [(0, 1), (2, 1)], [1, -2, 1]),
+        ("every_pair", (0.2, 0.5, 0.9), [(1, 0), (2, 0), (2, 1)], [-2, 0, 2]),
+        ("best_against_worst", (0.2, 0.5, 0.9), [(2, 0)], [-1, 0, 1]),
+        ("best_against_worst", (1.0, 1.0, 0.0, 0.0), [(0, 2)], [1, 0, -1, 0]),
+        ("every_pair", (0.1 + 0.2, 0.3), [], [0, 0]),
+        ("best_against_worst", (1.0, 1.0), [], [0, 0]),
+    ],
+)
+def test_pairs_come_from_rewards(advantage, rewards, pairs, balance):
+    algorithm = algorithm_of(AlgoConfig("dpo", advantage=advantage), 8)
+    scored = scored_of(*rewards)
+    rows = algorithm.rows(PROMPT, scored)
+    assert list(algorithm.pairs(scored)) == pairs
+    assert [row.advantages[0] for row in rows] == balance
+    involved = {place for pair in pairs for place in pair}
+    assert [any(row.mask) for row in rows] == [not pairs or place in involved for place in range(len(rewards))]
+    assert algorithm.barren(rows) == ("" if pairs else "no_contrast")
+
+
+def test_a_rollout_that_was_cut_off_is_in_no_pair_if_such_are_not_trained():
+    scored = scored_of(1.0, 0.0, 0.5, cut=(1,))
+    assert list(algorithm_of(AlgoConfig("dpo"), 8).pairs(scored)) == [(0, 1), (0, 2), (2, 1)]
+    masking = algorithm_of(AlgoConfig("dpo", overlong="mask"), 8)
+    assert list(masking.pairs(scored)) == [(0, 2)]
+    assert [any(row.mask) for row in masking.rows(PROMPT, scored)] == [True, False, True]
+
+
+def test_other_algorithms_have_no_pairs():
+    assert algorithm_of(AlgoConfig(), 8).pairs(scored_of(1.0, 0.0)) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "grpo", "advantage": "every_pair"}, "about pairs of rollouts"),
+        ({"name": "grpo", "aggregation": "pair_mean"}, "about pairs of rollouts"),
+        ({"name": "grpo", "loss": "dpo"}, "algo.name = dpo"),
+        ({"name": "dpo", "advantage": "group_norm"}, "every_pair or best_against_worst"),
+        ({"name": "dpo", "aggregation": "token_mean"}, "algo.aggregation = pair_mean"),
+        ({"name": "dpo", "kl": {"coef": 0.1}}, "algo.kl.coef"),
+        ({"name": "simpo", "correction": {"mode": "truncate"}}, "algo.correction"),
+        ({"name": "simpo", "correction": {"opsm": 0.1}}, "algo.correction"),
+        ({"name": "dpo", "lag": {"kind": "exponential"}}, "algo.lag"),
+        ({"name": "dpo", "select": {"kind": "m2po"}}, "algo.select"),
+        ({"name": "dpo", "distill": {"kind": "sampled"}}, "algo.distill"),
+        ({"name": "dpo", "old": "trainer"}, "algo.old"),
+        ({"name": "dpo", "credit": "turn"}, "algo.credit"),
+        ({"name": "dpo", "denominator": "kept"}, "algo.denominator"),
+        ({"name": "dpo", "pair_margin": 1.0}, "pair_margin has no meaning"),
+        ({"name": "grpo", "pair_beta": 1.0}, "pair_beta has no meaning"),
+        ({"name": "dpo", "pair_beta": 0.0}, "greater than 0"),
+    ],
+)
+def test_what_has_no_meaning_with_pairs_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        AlgoConfig(**given)
+
+
+def test_a_loss_of_pairs_says_whether_it_needs_a_reference():
+    assert AlgoConfig("dpo").reference_in_loss and AlgoConfig("ipo_pairs").reference_in_loss
+    assert not AlgoConfig("simpo").reference_in_loss
+    assert AlgoConfig("dpo").min_rollouts == 2

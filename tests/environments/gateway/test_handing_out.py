@@ -1,0 +1,252 @@
+"""Rollouts that are handed out: who may take them, how they end, and what becomes of an agent that vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import tool_chats
+from gateway_agent import LONGEST, user
+from written_turns import Model, encoder_of
+
+from headrace.cli import main
+from headrace.config import load_config
+from headrace.environments.agents.handing_out import open_handing_out
+from headrace.environments.agents.outside_agents import OutsideAgents
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.kinds import ADDRESS_FILE
+from headrace.errors import ConfigError, HeadraceError
+from headrace.rollouts.episodes import roll_out
+from headrace.rollouts.rollout_session import Played
+from headrace.types import Failure, Prompt
+
+
+class Service:
+    """Something that calls agents, and knows the address of the run."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
+        self.address, self._session = address, session
+
+    async def post(self, url: str, body: Any) -> tuple[int, Any]:
+        async with self._session.post(url, json=body) as answer:
+            return answer.status, await answer.json() if answer.content_type == "application/json" else None
+
+    async def take(self, wait: float = LONGEST) -> Any:
+        status, lease = await self.post(f"{self.address}/next", {"wait": wait})
+        assert status == 200
+        return lease
+
+    async def play(self, lease: Any) -> str:
+        """The agent: it knows nothing but the variables of its rollout."""
+        names = lease["environment"]
+        async with openai.AsyncOpenAI(base_url=names["OPENAI_BASE_URL"], api_key=names["OPENAI_API_KEY"]) as client:
+            reply = await client.chat.completions.create(model="a", messages=[user(lease["prompt"])])
+            return reply.choices[0].message.content or ""
+
+
+Case = Callable[[Service], Awaitable[None]]
+
+
+def handed_out(
+    place: Path, case: Case, rollouts: int = 1, *, alone: bool = True, **settings: Any
+) -> list[Played | Failure]:
+    encoder = encoder_of(place / "model", tool_chats.PLAIN)
+    model = Model(encoder, ["so<|im_end|>"] * 9)
+    config = EnvironmentConfig(kind="gateway", **settings)
+
+    async def whole() -> list[Played | Failure]:
+        kind = open_handing_out(config, encoder, system="", sampling={}, stop=(), alone=alone, directory=place)
+        prompt = Prompt("train/7", "hello", (1,), columns={"answer": "so"})
+        playing = asyncio.ensure_future(roll_out(kind, prompt, range(rollouts), ask=model, decode=encoder.decode))
+        try:
+            async with asyncio.timeout(LONGEST), aiohttp.ClientSession() as session:
+                while not (place / ADDRESS_FILE).exists():
+                    await asyncio.sleep(0.01)
+                await case(Service((place / ADDRESS_FILE).read_text().strip(), session))
+                return await playing
+        finally:
+            playing.cancel()
+            await kind.close()
+
+    return asyncio.run(whole())
+
+
+def test_a_rollout_is_taken_played_and_ended(tmp_path: Path) -> None:
+    async def case(service: Service) -> None:
+        assert stat.S_IMODE((tmp_path / ADDRESS_FILE).stat().st_mode) == 0o600
+        leases = [await service.take() for _ in range(3)]
+        assert [lease["seed"] for lease in leases] == [0, 1, 2]
+        assert all(
+            (one["id"], one["prompt"], one["columns"]) == ("train/7", "hello", {"answer": "so"}) for one in leases
+        )
+        assert not leases[0]["judged"] and leases[0]["seconds"] == 600
+        ends = [{"reward": 1.5}, {"rewards": {"right": 1, "short": -0.5}}, {"failed": "its database is gone"}]
+        for lease, end in zip(leases, ends, strict=True):
+            assert await service.play(lease) == "so"
+            assert await service.post(lease["end"], end) == (200, {"ended": True})
+
+    one, two, three = handed_out(tmp_path, case, 3)
+    assert isinstance(one, Played) and one.rewards == {"agent": 1.5} and len(one.episode.turns) == 1
+    assert isinstance(two, Played) and two.rewards == {"right": 1.0, "short": -0.5}
+    assert isinstance(three, Failure) and (three.reason, three.detail) == ("agent_failed", "its database is gone")
+    assert not (tmp_path / ADDRESS_FILE).exists(), "it is closed"
+
+
+def test_an_agent_that_vanishes_is_a_failure_of_its_own_rollout(tmp_path: Path) -> None:
+    async def case(service: Service) -> None:
+        vanished, silent = await service.take(), await service.take()
+        await service.play(vanished)
+        while (await service.post(silent["end"], {"reward": [1]}))[0] != 401:  # 400 as long as it is awaited
+            await asyncio.sleep(0.05)
+
+    for found in handed_out(tmp_path, case, 2, seconds=0.5):
+        assert isinstance(found, Failure) and found.reason == "environment_timeout"
+        assert "has not ended it after 0.5 s between its turns" in found.detail
+
+
+def test_an_end_without_a_turn_is_a_failure(tmp_path: Path) -> None:
+    async def case(service: Service) -> None:
+        assert (await service.post((await service.take())["end"], {"reward": 1}))[0] == 200
+
+    (found,) = handed_out(tmp_path, case)
+    assert isinstance(found, Failure) and found.reason == "environment_turns"
+
+
+def test_strangers_get_401_and_the_address_takes_rollouts_only(tmp_path: Path) -> None:
+    async def case(service: Service) -> None:
+        base = service.address.rsplit("/", 1)[0]
+        lease = await service.take()
+        own = lease["end"].removesuffix("/end")
+        for url, status in (
+            (f"{base}/next", 401),
+            (f"{service.address}x/next", 401),
+            (f"{own}/next", 404),
+            (f"{service.address}/end", 404),
+            (f"{service.address}/v1/chat/completions", 404),
+            (f"{base}/end", 401),
+        ):
+            assert (await service.post(url, {"wait": 0}))[0] == status, url
+        assert (await service.post(f"{service.address}/next", {"wait": 0}))[0] == 204, "all are taken"
+        assert (await service.post(f"{service.address}/next", {"wait": -1}))[0] == 400
+        await service.play(lease)
+        await service.post(lease["end"], {"reward": 0})
+        while (status := (await service.post(lease["end"], {"reward": 1}))[0]) == 409:
+            await asyncio.sleep(0.01)
+        assert status == 401, "its secret is worth nothing any more"
+
+    (found,) = handed_out(tmp_path, case)
+    assert isinstance(found, Played) and found.rewards == {"agent": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("alone", "end", "words"),
+    [
+        (True, {}, "no reward is given"),
+        (True, {"rewards": {}}, "no reward is given"),
+        (True, {"reward": 1, "failed": "no"}, "reward and failed are both given"),
+        (True, {"reward": "1"}, "Expected `float | null`"),
+        (True, {"score": 1}, "unknown field `score`"),
+        (False, {"reward": 1}, "reward.function of the run gives the reward; send {}"),
+    ],
+)
+def test_an_end_that_means_nothing_is_refused_and_may_be_sent_again(
+    alone: bool, end: Any, words: str, tmp_path: Path
+) -> None:
+    async def case(service: Service) -> None:
+        lease = await service.take()
+        assert lease["judged"] is not alone
+        await service.play(lease)
+        status, said = await service.post(lease["end"], end)
+        assert status == 400 and words in said["error"]["message"]
+        assert (await service.post(lease["end"], {"reward": 2} if alone else {}))[0] == 200
+
+    (found,) = handed_out(tmp_path, case, alone=alone)
+    assert isinstance(found, Played) and found.rewards == ({"agent": 2.0} if alone else {})
+
+
+AGENT = """
+import json, os, sys
+from urllib.request import Request, urlopen
+given = json.load(sys.stdin)
+body = json.dumps({"messages": [{"role": "user", "content": given["prompt"]}]}).encode()
+text = json.load(urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})))
+if given["seed"] == 1:
+    sys.exit("no such thing")
+print("done" if given["seed"] == 2 else float(text["choices"][0]["message"]["content"] == given["columns"]["answer"]))
+"""
+
+
+def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    said: list[str] = []
+
+    async def case(service: Service) -> None:
+        outside = OutsideAgents(service.address, [sys.executable, str(tmp_path / "agent.py")], 2, said.append)
+        playing = asyncio.ensure_future(outside.play())
+        while len(said) < 4:
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+
+    good, crashed, silent, last = handed_out(tmp_path, case, 4)
+    assert isinstance(good, Played) and good.rewards == {"agent": 1.0} and isinstance(last, Played)
+    assert isinstance(crashed, Failure) and crashed.reason == "agent_failed"
+    assert crashed.detail == "its process ended with exit code 1; it said: no such thing"
+    assert isinstance(silent, Failure) and "the last line of its output is no reward: 'done'" in silent.detail
+    assert 'train/7: {"rewards": {"agent": 1.0}}' in said
+
+
+def test_a_command_at_a_wrong_address_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    outside = OutsideAgents(f"http://127.0.0.1:{port}/secret", [sys.executable], 1, print)
+    with pytest.raises(HeadraceError, match=f"http://127.0.0.1:{port} hands out no rollouts: .*refused"):
+        asyncio.run(outside.play())
+
+
+def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    assert main(["gateway", str(tmp_path)]) == 2
+    assert "hands out no rollouts: it does not run" in capsys.readouterr().err
+    (tmp_path / "logs" / ADDRESS_FILE).write_text("http://127.0.0.1:1/secret\n")
+    assert main(["gateway", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "http://127.0.0.1:1/secret\n"
+    assert main(["gateway", str(tmp_path), "--", "no-such-agent"]) == 2
+    assert main(["gateway", "--at-once", "0", str(tmp_path), "--", "python3"]) == 2
+    said = capsys.readouterr().err
+    assert "no-such-agent is no program" in said and "--at-once 0 plays nothing" in said
+
+
+MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"kind": "gateway", "seconds": 0}, "would wait for ever for an agent that has vanished"),
+        ({"kind": "gateway", "command": ["a"]}, 'environment.command belongs to environment.kind = "process"'),
+        ({"kind": "gateway", "workers": 3}, "environment.workers belongs to another kind"),
+        ({"kind": "process", "command": ["a"], "port": 8000}, "environment.port belongs to another kind"),
+        ({"port": 8000}, 'environment.port belongs to environment.kind = "gateway"'),
+        ({"function": "a.py:f", "host": "0.0.0.0"}, 'environment.host belongs to environment.kind = "gateway"'),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(environment: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({**MINIMAL, "environment": environment})
+
+
+def test_a_port_that_is_taken_is_refused_at_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = EnvironmentConfig(kind="gateway", port=taken.getsockname()[1])
+        encoder = encoder_of(tmp_path, tool_chats.PLAIN)
+        with pytest.raises(ConfigError, match="environment.host 127.0.0.1 environment.port .* cannot be had"):
+            open_handing_out(config, encoder, system="", sampling={}, stop=(), alone=True, directory=tmp_path)
