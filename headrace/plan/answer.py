@@ -82,7 +82,10 @@ def answer(request: PlanRequest, say: Say) -> Answer:
         )
     split = _split_of(request, scenario) if request.hardware and request.gpus > 1 else None
     if split:
-        notes.append("headrace itself runs on one GPU today (--gpus 1): this predicts what a run on more GPUs would do")
+        notes.append(
+            "a trainer's ranks on GPUs of one machine (train.parallel) were never run on a GPU so far, those on several machines do not exist, and "
+            "the native engine takes one GPU: this predicts what such a run would do (docs/scale.md)"
+        )
         first = split(request.trainer_gpus or request.gpus // 2)
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
@@ -141,6 +144,7 @@ def _computed(request: PlanRequest) -> Rates:
         trainer=hardware.trainer_gpus(chip, shape),
         max_running=running,
         name=request.model,
+        microbatch=request.config.train.microbatch_tokens,
     )
 
 
@@ -227,7 +231,15 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
-        rates = hardware.rates(chip, shape, replica=replica, trainer=trainer, max_running=running, name=request.model)
+        rates = hardware.rates(
+            chip,
+            shape,
+            replica=replica,
+            trainer=trainer,
+            max_running=running,
+            name=request.model,
+            microbatch=request.config.train.microbatch_tokens,
+        )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

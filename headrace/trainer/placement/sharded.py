@@ -46,6 +46,8 @@ class Sharded:
         if config.replicate == 1:
             del sizes["replicate"]
         self._mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._roots: list[FSDPModule] = []
+        """The models that were spread."""
 
     @property
     def leads(self) -> bool:
@@ -79,6 +81,7 @@ class Sharded:
             module.set_force_sum_reduction_for_comms(True)
         # an expert that no token of this rank chose has a gradient on another
         model.set_reduce_scatter_unused_params(True)
+        self._roots.append(model)
         model.register_forward_hook(_free)
 
     def optimizer(
@@ -110,6 +113,8 @@ class Sharded:
         precision: Precision,
     ) -> None:
         for number in range(len(packs)):
+            for root in self._roots:  # copies of the split add up their gradients once a step
+                root.set_requires_all_reduce(number == len(packs) - 1)
             with precision(), microbatch(number) as loss:
                 loss.backward()
         self._add_up([p for p in parameters if not isinstance(p, DTensor)])
