@@ -244,7 +244,7 @@ PAIRS = [
         "give the teacher a model",
         "train.parallel.shard=2",
         "algo.name=opd",
-        'teachers=[{student="average"}]',
+        'teachers=[{name="old",student="average"}]',
     ),
     sets("more ranks than cores", "give each rank at least one core", "train.parallel.shard=2", "train.cores=[0]"),
     sets("two adapters of one name", "two adapters are called a", "lora.rank=4", 'adapters=[{name="a"},{name="a"}]'),

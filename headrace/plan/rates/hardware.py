@@ -12,6 +12,7 @@ measurement on the machine itself (`--calibrate`) or a finished run gives better
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     parameters: float
     active: float
@@ -83,17 +84,17 @@ class Architecture:
 
 # From the published config.json of each: Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
 SHAPES = {
-    "0.5b": Architecture(0.494e9, 0.494e9, 24, 2, 64, 0.136e9),
-    "1.5b": Architecture(1.54e9, 1.54e9, 28, 2, 128, 0.233e9),
-    "3b": Architecture(3.09e9, 3.09e9, 36, 2, 128, 0.311e9),
-    "7b": Architecture(7.62e9, 7.62e9, 28, 4, 128, 1.09e9),
-    "8b": Architecture(8.19e9, 8.19e9, 36, 8, 128, 1.24e9),
-    "14b": Architecture(14.8e9, 14.8e9, 48, 8, 128, 1.56e9),
-    "32b": Architecture(32.8e9, 32.8e9, 64, 8, 128, 1.56e9),
-    "70b": Architecture(70.6e9, 70.6e9, 80, 8, 128, 2.10e9),
-    "72b": Architecture(72.7e9, 72.7e9, 80, 8, 128, 2.49e9),
-    "30b-a3b": Architecture(30.5e9, 3.3e9, 48, 4, 128, 0.622e9),
-    "235b-a22b": Architecture(235e9, 22e9, 94, 4, 128, 1.24e9),
+    "0.5b": Architecture(parameters=0.494e9, active=0.494e9, layers=24, kv_heads=2, head=64, outer=0.136e9),
+    "1.5b": Architecture(parameters=1.54e9, active=1.54e9, layers=28, kv_heads=2, head=128, outer=0.233e9),
+    "3b": Architecture(parameters=3.09e9, active=3.09e9, layers=36, kv_heads=2, head=128, outer=0.311e9),
+    "7b": Architecture(parameters=7.62e9, active=7.62e9, layers=28, kv_heads=4, head=128, outer=1.09e9),
+    "8b": Architecture(parameters=8.19e9, active=8.19e9, layers=36, kv_heads=8, head=128, outer=1.24e9),
+    "14b": Architecture(parameters=14.8e9, active=14.8e9, layers=48, kv_heads=8, head=128, outer=1.56e9),
+    "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, kv_heads=8, head=128, outer=1.56e9),
+    "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, kv_heads=8, head=128, outer=2.10e9),
+    "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, kv_heads=8, head=128, outer=2.49e9),
+    "30b-a3b": Architecture(parameters=30.5e9, active=3.3e9, layers=48, kv_heads=4, head=128, outer=0.622e9),
+    "235b-a22b": Architecture(parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9),
 }
 
 
@@ -117,7 +118,7 @@ def shape(name: str) -> Architecture:
     near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
     if not 0.1e9 <= parameters <= 1e12:
         raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
-    return Architecture(parameters, parameters, near.layers, near.kv_heads, near.head, near.outer)
+    return dataclasses.replace(near, parameters=parameters, active=parameters)
 
 
 def replica_gpus(chip: Gpu, model: Architecture) -> int:

@@ -21,16 +21,14 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one rank, and the bytes that it receives."""
+    """Collectives of one rank, and the bytes that it receives: all per microbatch, `copied` per step."""
 
     gathers: int
     gathered: float
-    """Per microbatch, both."""
     reductions: int
     reduced: float
-    """Per microbatch, both."""
     copied: float
-    """Bytes of all-reduces between copies of the split, per step."""
+    """Bytes of all-reduces between copies of the split."""
 
     def step(self, microbatches: int) -> float:
         """Bytes of a whole step."""
