@@ -33,10 +33,10 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/headrace train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Two tests at a
+# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Three tests at a
 # time, because many of them wait for processes.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
