@@ -90,6 +90,11 @@ class RunConfig:
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
 
+    @property
+    def longest_rollout(self) -> int:
+        """The most tokens that can be sampled for one rollout, all its turns together."""
+        return self.rollout.max_tokens * self.environment.turns
+
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validates and checks
@@ -160,11 +165,7 @@ def check(config: RunConfig) -> list[str]:
             seeds=config.task.kind == "seeds",
         ),
         *turn_problems(
-            config.environment.turns,
-            text_teachers=[one.name for one in config.teachers if one.mode == "text"],
-            length=config.algo.name if config.algo.with_length(1) != config.algo else "",
-            penalty=bool(config.algo.length_penalty),
-            routing=config.rollout.keep_routing,
+            config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
     ]
