@@ -154,7 +154,8 @@ def check(config: RunConfig) -> list[str]:
         *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *_trainer_problems(config),
+        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers)),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
@@ -222,11 +223,6 @@ def _learning_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
             "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
         )
-
-
-def _trainer_problems(config: RunConfig) -> Iterator[str]:
-    yield from parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank))
-    yield from parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers))
 
 
 def _length_problems(config: RunConfig) -> list[str]:

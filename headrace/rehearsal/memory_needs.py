@@ -82,8 +82,8 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
     if ranks > 1:
-        host = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
-        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", host, "cpu")
+        loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
+        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
     split = shape.parameters * everyone / train.parallel.shard
     if plan.adapters:
