@@ -39,6 +39,7 @@ from headrace.settings.process_config import CheckpointConfig, ChosenConfig, Eva
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
+from headrace.trainer.parallel import parallel_problems
 from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
 
 
@@ -162,6 +163,7 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers)),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
@@ -323,7 +325,7 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
 # --- several adapters ------------------------------------------------------------------------------------------------
 
 _SHARED = {
-    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights"),
+    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths"),
     "lora": ("quantise",),
     "rollout": ("keep_routing",),
 }

@@ -97,7 +97,10 @@ def answer(request: PlanRequest, say: Say) -> Answer:
         )
     split = _split_of(request, scenario) if request.hardware and request.gpus > 1 else None
     if split:
-        notes.append("headrace itself runs on one GPU today (--gpus 1): this predicts what a run on more GPUs would do")
+        notes.append(
+            "a trainer's ranks on GPUs of one machine (train.parallel) were never run on a GPU so far, those on several machines do not exist, and "
+            "the native engine takes one GPU: this predicts what such a run would do (docs/scale.md)"
+        )
         first = split(request.trainer_gpus or request.gpus // 2)
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
@@ -157,6 +160,7 @@ def _computed(request: PlanRequest) -> Rates:
         max_running=running,
         name=request.model,
         travel=request.travel,
+        microbatch=request.config.train.microbatch_tokens,
     )
 
 
@@ -251,6 +255,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             max_running=running,
             name=request.model,
             travel=request.travel,
+            microbatch=request.config.train.microbatch_tokens,
         )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
-from headrace.plan.rates.hardware import shape
+from headrace.plan.rates import hardware
 from headrace.plan.rates.travel import Travel, changed_share, difference, pays_below, whole
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
@@ -47,6 +47,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         "",
         *_details(asked, price, run_steps),
         *_weights(request),
+        *_ranks(request, asked.scenario.rates.trainer.gpus),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -78,7 +79,7 @@ def _weights(request: PlanRequest) -> list[str]:
     """The way of new weights, whole and as differences."""
     if not request.travel:
         return []
-    parameters, share = shape(request.model).parameters, changed_share(request.config.train.learning_rate)
+    parameters, share = hardware.shape(request.model).parameters, changed_share(request.config.train.learning_rate)
     full, less = whole(parameters, request.network), difference(parameters, request.network, share)
     return [
         f"  new weights: {gigabytes(full.bytes)} whole, {short_time(full.seconds)} at {request.network / 1e9:g} GB/s; as differences "
@@ -89,6 +90,29 @@ def _weights(request: PlanRequest) -> list[str]:
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
+
+
+def _ranks(request: PlanRequest, gpus: int) -> list[str]:
+    """The ranks of the trainer: their mesh, their memory, and what travels between them."""
+    if not request.hardware or gpus < 2:
+        return []
+    chip, model, tokens = (
+        hardware.gpu(request.hardware),
+        hardware.shape(request.model),
+        request.config.train.microbatch_tokens,
+    )
+    mesh = hardware.trainer_mesh(chip, model, gpus)
+    moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
+    size = moved.gathered + moved.reduced
+    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
+    copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
+    between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
+    return [
+        f"  trainer: {gpus} ranks (shard = {mesh.shard}{copies}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
+        f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
+        f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
+        f"{short_time(size / hardware.link(chip, mesh))}{between}",
+    ]
 
 
 def _cost(choice: Option, price: float, steps: int) -> str:

@@ -82,6 +82,20 @@ def _workers(pid: int) -> Iterator[tuple[str, int]]:
             yield words[words.index(b"headrace.orchestration.workers.worker") + 1].decode(), int(entry.name)
 
 
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a controller's trainer, in the order of their ranks."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words, stat = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "stat").read_text()
+        except OSError:  # gone meanwhile
+            continue
+        parent, *_ = stat.rsplit(")", 1)[1].split()[1:]
+        if int(parent) == pid and b"headrace.orchestration.workers.worker" in words and b"trainer" in words:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
 def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
     """Does something from outside as soon as the metrics show that step."""
 
