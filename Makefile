@@ -27,16 +27,17 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m headrace.engine.native.kernels.build
 	$(BIN)/python -m headrace.trainer.kernels.build
+	$(BIN)/python -m headrace.weight_sync.delta.build
 	touch $(STAMP)
 
 # Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".
 demo: setup
 	$(BIN)/headrace train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
-# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Two tests at a
+# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Three tests at a
 # time, because many of them wait for processes.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)

@@ -248,7 +248,7 @@ def _built(
         held_out=prepared.prompts,
         evaluation=config.eval,
         journal=storage.journal,
-        algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
+        algorithm=algorithm_of(config.algo, config.longest_rollout, reward_weights(config)),
         decode=encoder.decode,
         snapshots=Snapshots(
             checkpoints=storage.checkpoints,
