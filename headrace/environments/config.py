@@ -157,7 +157,7 @@ class EnvironmentConfig:
 
     @property
     def export_remedy(self) -> str:
-        """What to do where it exports no state."""
+        """The remedy where it exports no state."""
         if self.function:
             return "write it as a class with step, export_state and restore (docs/environments.md)"
         return 'set environment.resumes = "exported" if it follows from its row, its seed and the replies alone (docs/libraries.md)'

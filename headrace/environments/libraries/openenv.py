@@ -105,7 +105,8 @@ class ServedRollout(LibraryRollout):
 
     def __init__(self, seed: int, prompt: Any = None, **columns: Any) -> None:
         self._columns, self._replies = {"seed": seed, **columns}, Replies()
-        self._opened, self._session = contextlib.AsyncExitStack(), None
+        self._opened = contextlib.AsyncExitStack()
+        self._session: ServerSession | None = None
         self._restored: dict[str, Any] | None = None
 
     async def step(self, agent: AsyncAgent, reply: AgentReply | None) -> Any:

@@ -111,7 +111,7 @@ class Player:
 
     async def _called(self, agent: AsyncAgent, order: Play) -> Any:
         offered = {**order.columns, "prompt": order.prompt}
-        if is_stepped(self._function):
+        if isinstance(self._function, type):
             check_row(self._function, order.columns)
             given = arguments(self._function, {"seed": order.seed, **offered}, agent=False)
             keeps = self._resumes == "exported"
