@@ -86,7 +86,7 @@ def same_training(old: RunConfig, new: RunConfig) -> bool:
         kept["train"] = {
             name: value
             for name, value in tree["train"].items()
-            if name not in ("cores", "threads", "minutes", "max_skipped_steps")
+            if name not in ("cores", "threads", "minutes", "max_skipped_steps", "max_deaths")
         }
         if config.train.schedule == "constant":
             del kept["train"]["steps"]
