@@ -210,10 +210,7 @@ class FakeEngine(_Presence):
     # -- time ---------------------------------------------------------------------------------------------------------------
 
     def reappear(self) -> None:
-        if all(map(self.is_kept, self._asked.values())):
-            super().reappear()
-        else:
-            self.die()
+        super().reappear() if all(map(self.is_kept, self._asked.values())) else self.die()
 
     async def _pass(self, pending: _Pending, seconds: float) -> None:
         """A forward pass. Raises `_Interrupted` as soon as the request is aborted."""
