@@ -36,7 +36,7 @@ class Traffic:
 
 
 def traffic(mesh: ParallelConfig, *, layers: int, inner: float, outer: float) -> Traffic:
-    """`inner`: parameters of all layers; `outer`: all others. Every one is trained."""
+    """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     share = (mesh.shard - 1) / mesh.shard
     copies = 2 * (mesh.replicate - 1) / mesh.replicate

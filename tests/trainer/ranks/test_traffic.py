@@ -63,17 +63,18 @@ def held(directory: Path, case: Case) -> int:
     return sum(local(tensor).nbytes for tensor in (*parameters, *gradients, *state))
 
 
-def parts(directory: Path) -> tuple[int, int, int]:
-    """The layers of a model, their parameters, and all others."""
+def parts(directory: Path, whole: bool = False) -> tuple[int, int, int]:
+    """The layers of a model, their parameters, and all others. `whole`: without experts."""
     model = load_model(directory, CPU)
     layers = layers_of(model)
     inner = sum(p.numel() for layer in layers for p in layer.parameters())
-    return len(layers), inner, sum(p.numel() for p in model.parameters()) - inner
+    experts = sum(p.numel() for name, p in model.named_parameters() if whole and ".experts." in name)
+    return len(layers), inner - experts, sum(p.numel() for p in model.parameters()) - inner
 
 
 def compare(ranks: RankProcesses, case: Case) -> None:
     directory = tiny_models.saved(case["model"])
-    layers, inner, outer = parts(directory)
+    layers, inner, outer = parts(directory, case.ranks.expert > 1)
     expected = traffic(case.ranks, layers=layers, inner=inner, outer=outer)
     for microbatches, calls, found in ranks.run(counted, directory, case):
         assert microbatches >= 3
@@ -89,6 +90,10 @@ def compare(ranks: RankProcesses, case: Case) -> None:
 def test_what_travels_between_two_ranks_is_what_the_planner_says(parallel: dict[str, Any], two: RankProcesses) -> None:
     dtype = "bfloat16" if "gather" in parallel else "float32"
     compare(two, Case(model="llama", parallel=parallel, train={"dtype": dtype}))
+
+
+def test_whole_experts_are_never_gathered(two: RankProcesses) -> None:
+    compare(two, Case(model="qwen3_moe", parallel={"expert": 2}))
 
 
 @pytest.mark.slow
