@@ -15,6 +15,7 @@ from sharded_case import CPU, GROUPS, Case, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
@@ -117,6 +118,7 @@ def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}), 1e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel={"gather": "bfloat16"}), 6e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}), 3e-2)
+    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel={"expert": 2}), 3e-2)
 
 
 @pytest.mark.slow
@@ -124,6 +126,24 @@ def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -
 @pytest.mark.parametrize("parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}])
 def test_four_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[str, int], four: RankProcesses) -> None:
     compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel=parallel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole experts", "whole experts, recorded"])
+def test_four_ranks_with_whole_experts_have_the_gradient_of_one_device(name: str, four: RankProcesses) -> None:
+    compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel={"shard": 4, "expert": 4}))
+
+
+def refused(directory: Path, case: Case) -> str:
+    with pytest.raises(ConfigError) as caught:
+        sharded(directory, case)
+    return str(caught.value)
+
+
+def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
+    case = Case(model="llama", parallel={"expert": 2})
+    for said in two.run(refused, tiny_models.saved("llama"), case):
+        assert "LlamaForCausalLM has no experts that can be split; remove it" in said
 
 
 # -- in float64 --------------------------------------------------------------------------------------------------------------
