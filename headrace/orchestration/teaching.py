@@ -224,13 +224,22 @@ class PublishingTrainer:
 
     def __init__(self, trainer: Trainer, teaching: SelfTeaching) -> None:
         self._trainer, self._teaching = trainer, teaching
+        self._copied = False
         self.step, self.score, self.save = trainer.step, trainer.score, trainer.save
         self.publish_shadow = trainer.publish_shadow
         self.watch, self.kill, self.close = trainer.watch, trainer.kill, trainer.close
 
+    async def copy(self, adapter: str = "") -> None:
+        """Publishes the older self here, because the next step may have begun when `publish` returns."""
+        await self._trainer.copy(adapter)
+        await self._teaching.after_publish()
+        self._copied = True
+
     async def publish(self, adapter: str = "") -> WeightUpdate:
         update = await self._trainer.publish(adapter)
-        await self._teaching.after_publish()
+        copied, self._copied = self._copied, False
+        if not copied:
+            await self._teaching.after_publish()
         return update
 
 

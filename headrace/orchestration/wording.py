@@ -12,6 +12,7 @@ from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of
 from headrace.scoring.config import RewardConfig
 from headrace.trainer.config import TrainConfig
+from headrace.weight_sync.config import way_of
 
 
 def headline(config: RunConfig) -> str:
@@ -64,10 +65,17 @@ def _scorer(reward: RewardConfig) -> str:
 
 
 def _weights(config: RunConfig) -> str:
-    way = "files" if config.engine.is_server else "shared memory"
-    if config.lora.served_name:
-        return f"{way}: base once, then adapters"
-    return f"{way}, two versions" if config.engine.is_server else f"{way}, two packed buffers"
+    way, settings = way_of(config.weight_sync, config.ends), config.weight_sync
+    if config.ends.adapters:
+        form = "base once, then adapters"
+    elif settings.encoding == "delta":
+        form = f"deltas, full every {settings.anchor_every}"
+    else:
+        form = {"files": "two versions", "shared_memory": "two packed buffers"}.get(way.kind, "full")
+    return f"{_WAYS[way.kind]}: {form} ({way.why})"
+
+
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

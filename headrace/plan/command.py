@@ -13,6 +13,7 @@ import msgspec
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.rates import hardware
+from headrace.plan.rates.travel import Travel, changed_share, difference, pays_below, whole
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
 
@@ -21,7 +22,7 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
     print(
-        json.dumps(report(found, price, request.config.train.steps), indent=1)
+        json.dumps(report(found, request.travel, price, request.config.train.steps), indent=1)
         if as_json
         else text(found, request, price)
     )
@@ -45,6 +46,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *(f"note: {note}" for note in found.notes),
         "",
         *_details(asked, price, run_steps),
+        *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
     ]
     if biased := bias(prediction):
@@ -71,6 +73,23 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
     if one.dropped:
         lines.append("  dropped: " + ", ".join(f"{count} × {reason}" for reason, count in one.dropped.items()))
     return lines
+
+
+def _weights(request: PlanRequest) -> list[str]:
+    """The way of new weights, whole and as differences."""
+    if not request.travel:
+        return []
+    parameters, share = hardware.shape(request.model).parameters, changed_share(request.config.train.learning_rate)
+    full, less = whole(parameters, request.network), difference(parameters, request.network, share)
+    return [
+        f"  new weights: {gigabytes(full.bytes)} whole, {short_time(full.seconds)} at {request.network / 1e9:g} GB/s; as differences "
+        f"({share:.2%} of the values change) {gigabytes(less.bytes)}, {short_time(less.fetch)}, and {short_time(less.compare + less.apply)} of "
+        f"work of one core: less in all below {pays_below(parameters, share) / 1e9:.1f} GB/s"
+    ]
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
 
 
 def _ranks(request: PlanRequest, gpus: int) -> list[str]:
@@ -117,11 +136,12 @@ def table(choices: Sequence[Option], price: float, best: Option) -> list[str]:
     return lines
 
 
-def report(found: Answer, price: float, run_steps: int) -> dict[str, Any]:
-    """Returns the answer as values for JSON."""
+def report(found: Answer, travel: Travel | None, price: float, run_steps: int) -> dict[str, Any]:
+    """Returns the answer as values for JSON. `travel`: the way of new weights, if it is known."""
     return {
         "rates": msgspec.to_builtins(found.asked.scenario.rates.source),
         "notes": list(found.notes),
+        "weights": {"bytes": travel.bytes, "seconds": travel.seconds} if travel else None,
         "choices": [_entry(choice, price, run_steps) for choice in found.choices],
         "recommended": found.choices.index(found.recommended) if found.recommended else None,
         "reason": recommendation(found.recommended, found.choices)

@@ -45,6 +45,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    fetches: bool = False
+    """Whether the engines of this machine fetch weights into memory of their own."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
@@ -64,6 +66,9 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     for number in range(0 if plan.engine.urls else plan.engine.replicas):
         who = f"engine {number + 1}" if plan.engine.replicas > 1 else "engine"
         yield from engine_needs(who, shape, plan.engine, plan.engine_device)
+        if plan.fetches:
+            serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
+            yield MemoryNeed(who, "weights as they arrive (2 ×)", serving, "cpu", certain=True)
 
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:

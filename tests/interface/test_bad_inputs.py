@@ -142,6 +142,7 @@ COMMANDS = [
     Bad("plan without a size", ("plan", "mine.toml", "--hardware", "h100"), ("name it with --model",)),
     Bad("plan for a chip unheard of", ("plan", "mine.toml", "--hardware", "tpu", "--model", "7b"), ("choose one of h100",)),
     Bad("plan on too few", ("plan", "mine.toml", "--hardware", "h100", "--model", "7b", "--gpus", "1"), ("at least 3 GPUs",)),
+    Bad("plan without a network", ("plan", "mine.toml", "--hardware", "h100", "--model", "7b", "--network", "0"), ("--network 0 must be above 0",)),
     Bad("a dtype for nothing", ("doctor", "--dtype", "float32"), ("name the model",)),
 ]  # fmt: skip
 

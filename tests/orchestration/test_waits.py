@@ -483,6 +483,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ),
     ("trainer", "* scored groups"): of_pipeline(),
     ("trainer", "the swap in the engine (of *)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),
+    ("delivery", "the trainer (the published weights)"): of_pipeline(),
     ("delivery", "the swap in the engine"): of_pipeline(),
     ("delivery", "the engine (probe)"): of_pipeline(),
     ("controller", "the trainer (*)"): of_pipeline(),

@@ -28,6 +28,9 @@ class ProcessTrainer:
     async def step(self, batch: Batch) -> TrainReport:
         return await self._worker.call("step", batch, TrainReport)
 
+    async def copy(self, adapter: str = "") -> None:
+        await self._worker.call("copy", adapter, type(None))
+
     async def publish(self, adapter: str = "") -> WeightUpdate:
         return await self._worker.call("publish", adapter, WeightUpdate)
 

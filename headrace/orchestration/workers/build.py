@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
@@ -20,7 +22,9 @@ from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, Wei
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
+from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
@@ -32,14 +36,19 @@ if TYPE_CHECKING:
     from headrace.trainer.step.shadow import Shadow
 
 
-def open_transport() -> Transport:
-    """The transport from the trainer to an engine on the same machine."""
-    return TRANSPORTS["shared_memory"].open()
+def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transport:
+    """The transport from the trainer to engines. `form`: in which whole models travel, if bytes do."""
+    return TRANSPORTS[kind].open(form)
 
 
-def open_files(directory: Path) -> Transport:
-    """The way to a server. The directory is made anew, and goes in the end."""
-    return Files(str(directory))
+def open_http(form: Encoding, host: str) -> Http:
+    """`host`: the address at which the trainer's process listens for engines."""
+    return msgspec.structs.replace(Http.open(form), host=host)
+
+
+def open_files(directory: Path, form: Encoding = FULL) -> Transport:
+    """The way through a directory, which is made anew, and goes in the end."""
+    return Files(str(directory), form)
 
 
 def open_launcher(logs: Path) -> Launcher:
@@ -111,16 +120,19 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
     return Sharded(train.parallel, device)
 
 
-class FollowingSender:
-    """Protocol `WeightSender` of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
+class FollowingSender(WeightSender):
+    """The sender of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
 
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
+    ) -> Callable[[], WeightUpdate]:
         for _ in parameters:
             pass
         kind: Literal["full", "adapter"] = "adapter" if adapter else "full"
-        return WeightUpdate(version=version, kind=kind, fingerprint="of rank 0", nbytes=0, seconds=0.0, adapter=adapter)
+        update = WeightUpdate(
+            version=version, kind=kind, fingerprint="of rank 0", nbytes=0, seconds=0.0, adapter=adapter
+        )
+        return lambda: update
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:

@@ -4,7 +4,7 @@
     a prompt token          2 · active parameters / compute
     a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
                             or what travels between ranks for it, if that takes longer (`mesh.py`)
-    an update on its way    bytes of the weights / network
+    an update on its way    bytes of the weights / network (`travel.py`)
 
 Peaks are from the manufacturers; the shares of them that are reached are assumptions for well-tuned stacks, written below. A short
 measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from headrace.errors import ConfigError
 from headrace.plan.rates.mesh import RankMemory, Traffic, rank_memory, traffic
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.plan.rates.travel import BFLOAT16, Travel, whole
 from headrace.trainer.parallel import ParallelConfig
 
 READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
@@ -40,7 +41,6 @@ WEIGHTS_SHARE, USABLE = 0.65, 0.9
 """Shares of a replica's memory: for weights at most, and for weights and cache together."""
 TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
 """Bytes per parameter of weights, gradients and AdamW's state in mixed precision, and the share of memory for them."""
-BFLOAT16 = 2
 SHARED = 2.0
 """Factor by which engine and trainer slow each other down on one GPU: their kernels take turns."""
 
@@ -185,9 +185,12 @@ def _power_of_two(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
 
 
-def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) -> EngineRates:
+def engine_rates(
+    chip: Gpu, model: Architecture, gpus: int, max_running: int, travel: Travel | None = None
+) -> EngineRates:
     """Returns the rates of one replica, tensor-parallel over `gpus`. With n sequences a mixture of experts reads at most n times the
-    parameters that one token passes."""
+    parameters that one token passes. `travel`: the way of new weights; whole over NETWORK by default."""
+    travel = travel or whole(model.parameters, NETWORK)
     joint = gpus * DOUBLING ** math.log2(gpus)
     bandwidth, compute = READS * chip.bandwidth * joint, COMPUTES * chip.compute * joint
     room = (USABLE * chip.memory * gpus - model.parameters * BFLOAT16) / model.cache_bytes
@@ -203,24 +206,27 @@ def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) ->
         context=model.cache_bytes / bandwidth,
         max_running=max_running,
         kv_tokens=float(max(0, int(room))),
-        verify=model.parameters * BFLOAT16 / NETWORK,
+        verify=travel.fetch + travel.apply,
         swap=0.02,
         gpus=gpus,
     )
 
 
-def trainer_rates(chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH) -> TrainerRates:
-    """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once.
-    Ranks gather weights while they compute. `microbatch`: tokens that a rank forwards at once."""
+def trainer_rates(
+    chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH, travel: Travel | None = None
+) -> TrainerRates:
+    """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
+    compares them with the version before if `travel` says so. Ranks gather weights while they compute. `microbatch`: tokens that a
+    rank forwards at once."""
     mesh = trainer_mesh(chip, model, gpus)
     moved = trainer_traffic(model, mesh)
-    travel = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
+    between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=max(6 * model.active / (TRAINS * chip.compute * joint), travel),
+        token=max(6 * model.active / (TRAINS * chip.compute * joint), between),
         step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
-        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
+        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
         gpus=gpus,
     )
 
@@ -234,11 +240,12 @@ def rates(
     max_running: int,
     name: str = "",
     microbatch: int = MICROBATCH,
+    travel: Travel | None = None,
 ) -> Rates:
     """Returns the rates of pools that have their own GPUs."""
     return Rates(
-        engine_rates(chip, model, replica, max_running),
-        trainer_rates(chip, model, trainer, microbatch),
+        engine_rates(chip, model, replica, max_running, travel),
+        trainer_rates(chip, model, trainer, microbatch, travel),
         source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
         model=name,
     )
