@@ -21,7 +21,7 @@ from headrace.trainer.parallel import ParallelConfig
 FLOAT32, BFLOAT16 = 4, 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Collectives of one rank, and the bytes that it receives: all per microbatch, `copied` per step."""
 

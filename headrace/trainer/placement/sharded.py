@@ -29,8 +29,8 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.experts import split_experts
 from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.trainer.placement.whole_experts import split_experts
 from headrace.types import Row
 
 
