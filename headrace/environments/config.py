@@ -73,8 +73,9 @@ class EnvironmentConfig:
     the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
     """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
-    auto: exported for a class with `export_state` and `restore`, else replayed.
-    exported: the state that the class exported with the last turn is restored, and the rollout goes on in that turn.
+    auto: exported for a class with `export_state` and `restore`, reasoning_gym and textarena, else replayed.
+    exported: the state that was exported with the last turn is restored, and the rollout goes on in that turn. gym and openenv are made
+    again and given the same replies, unless the class of gym has the two methods.
     stateless: the same for a class without a state of its own. No tool call that was finished is made again.
     replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
     restarted: it is called again, and may ask for others."""
@@ -153,6 +154,13 @@ class EnvironmentConfig:
     def setting(self) -> str:
         """The setting that chooses the environment, for messages."""
         return "environment.function" if self.function else f'environment.kind = "{self.kind}"'
+
+    @property
+    def export_remedy(self) -> str:
+        """The remedy where it exports no state."""
+        if self.function:
+            return "write it as a class with step, export_state and restore (docs/environments.md)"
+        return 'set environment.resumes = "exported" if it follows from its row, its seed and the replies alone (docs/libraries.md)'
 
     @property
     def in_processes(self) -> bool:

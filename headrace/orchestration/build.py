@@ -311,7 +311,7 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
 
         sandbox = config.sandbox.settings
         kind = open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
-        if problem := fork_problem(config.rollout.forks, kind, environment.setting):
+        if problem := fork_problem(config.rollout.forks, kind, environment.setting, environment.export_remedy):
             raise ConfigError(problem)
         return kind
     if not is_installed(EXTRAS["serve"].module):

@@ -19,13 +19,13 @@ from headrace.rollouts.rollout import ForksConfig, seed_of
 from headrace.types import Branch, Completion, Episode, Scored, Turn
 
 
-def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str) -> str:
+def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str, remedy: str) -> str:
     """Returns why rollouts of this environment cannot branch, with the remedy; empty if they can."""
     if not config.alternatives or kind.resumes in KEPT:
         return ""
     return (
-        f"rollout.forks.alternatives = {config.alternatives} plays rollouts again from the middle, and {setting} cannot go on from there: write it as a "
-        "class with step, export_state and restore (docs/environments.md), or set rollout.forks.alternatives = 0"
+        f"rollout.forks.alternatives = {config.alternatives} plays rollouts again from the middle, and {setting} cannot go on from there: {remedy}, "
+        "or set rollout.forks.alternatives = 0"
     )
 
 
