@@ -184,12 +184,13 @@ print("done" if given["seed"] == 2 else float(text["choices"][0]["message"]["con
 """
 
 
-def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path) -> None:
+def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
+    monkeypatch.chdir(tmp_path)
     said: list[str] = []
 
     async def case(service: Service) -> None:
-        outside = OutsideAgents(service.address, [sys.executable, str(tmp_path / "agent.py")], 2, said.append)
+        outside = OutsideAgents(service.address, [sys.executable, "agent.py"], 2, said.append)
         playing = asyncio.ensure_future(outside.play())
         while len(said) < 4:
             await asyncio.sleep(0.01)
@@ -220,9 +221,10 @@ def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.Captu
     assert main(["gateway", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "http://127.0.0.1:1/secret\n"
     assert main(["gateway", str(tmp_path), "--", "no-such-agent"]) == 2
-    assert main(["gateway", "--at-once", "0", str(tmp_path), "--", "python3"]) == 2
+    for words in (["--at-once", "0", str(tmp_path)], [str(tmp_path), "--at-once", "0"]):
+        assert main(["gateway", *words, "--", "python3", "--at-once", "2"]) == 2
     said = capsys.readouterr().err
-    assert "no-such-agent is no program" in said and "--at-once 0 plays nothing" in said
+    assert "no-such-agent is no program" in said and said.count("--at-once 0 plays nothing") == 2
 
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}
