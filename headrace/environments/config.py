@@ -151,12 +151,12 @@ class EnvironmentConfig:
 
     def _foreign(self, changed: Sequence[str]) -> tuple[Sequence[str], str]:
         """The settings that do not belong to this kind, and the kind that they belong to."""
-        if self.kind in _OWN:
-            own = (*_OWN[self.kind], *_SHARED[self.kind], *_OF_ALL)
-            return [one for one in changed if one not in own], "another kind of environment"
+        mine = (*_OWN[self.kind], *_SHARED[self.kind], *_OF_ALL) if self.kind in _OWN else ()
         for kind, settings in _OWN.items():
-            if found := [one for one in changed if one in settings]:
+            if found := [one for one in changed if one in settings and one not in mine]:
                 return found, f'environment.kind = "{kind}"'
+        if mine:
+            return [one for one in changed if one not in mine], "another kind of environment"
         if self.function:
             return [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
         if self.kind in LIBRARIES:

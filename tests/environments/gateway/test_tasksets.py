@@ -196,12 +196,15 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "seeds"}}
     ("environment", "words"),
     [
         ({"kind": "verifiers"}, 'environment.kind = "verifiers" needs environment.name'),
-        ({"kind": "verifiers", "name": "a", "command": ["b"]}, "environment.command belongs to another kind"),
+        (
+            {"kind": "verifiers", "name": "a", "command": ["b"]},
+            'environment.command belongs to environment.kind = "process"',
+        ),
         (
             {"kind": "gym", "name": "a.py:B", "python": "p"},
             'environment.python belongs to environment.kind = "verifiers"',
         ),
-        ({"kind": "gateway", "processes": 3}, "environment.processes belongs to another kind"),
+        ({"kind": "gateway", "processes": 3}, 'environment.processes belongs to environment.kind = "process"'),
     ],
 )
 def test_settings_that_cannot_work_are_refused(environment: dict[str, Any], words: str) -> None:
