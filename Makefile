@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m headrace.engine.native.kernels.build
 	$(BIN)/python -m headrace.trainer.kernels.build
+	$(BIN)/python -m headrace.weight_sync.delta.build
 	touch $(STAMP)
 
 # Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".

@@ -184,6 +184,7 @@ def plan(arguments: argparse.Namespace) -> int:
         tools=arguments.tool_seconds,
         results=arguments.result_tokens,
         sweep=arguments.sweep,
+        network=arguments.network * 1e9,
     )
     return print_plan(request, arguments.price, arguments.json, arguments.picture)
 
@@ -334,6 +335,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
+    one.add_argument("--network", type=float, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
     one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
     one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
     one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")

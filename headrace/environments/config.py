@@ -83,8 +83,9 @@ class EnvironmentConfig:
     the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
     """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
-    auto: exported for a class with `export_state` and `restore`, else replayed.
-    exported: the state that the class exported with the last turn is restored, and the rollout goes on in that turn.
+    auto: exported for a class with `export_state` and `restore`, reasoning_gym and textarena, else replayed.
+    exported: the state that was exported with the last turn is restored, and the rollout goes on in that turn. gym and openenv are made
+    again and given the same replies, unless the class of gym has the two methods.
     stateless: the same for a class without a state of its own. No tool call that was finished is made again.
     replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
     restarted: it is called again, and may ask for others."""
@@ -169,6 +170,13 @@ class EnvironmentConfig:
         return "environment.function" if self.function else f'environment.kind = "{self.kind}"'
 
     @property
+    def export_remedy(self) -> str:
+        """The remedy where it exports no state."""
+        if self.function:
+            return "write it as a class with step, export_state and restore (docs/environments.md)"
+        return 'set environment.resumes = "exported" if it follows from its row, its seed and the replies alone (docs/libraries.md)'
+
+    @property
     def in_processes(self) -> bool:
         """Whether code in processes beside generation plays the rollouts: a function or a command of the user, an environment of
         another library, or agents elsewhere."""
@@ -239,26 +247,11 @@ def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds
         )
 
 
-def turn_problems(
-    turns: int, *, text_teachers: Sequence[str], length: str, penalty: bool, routing: bool
-) -> Iterator[str]:
-    """Returns a sentence for each part of the run that cannot carry episodes of several turns yet. `length`: the
-    algorithm that divides by the length of the longest rollout; empty if none does. `penalty`: whether the algorithm
-    has a length penalty; `routing`: whether the choice of experts is kept."""
-    if turns == 1:
-        return
-    said = f"the environment has up to {turns} turns, and"
-    for name in text_teachers:
-        yield f'{said} the teacher {name} reads the text of one: use mode = "tokens"'
-    if length:
+def turn_problems(turns: int, *, length: str) -> Iterator[str]:
+    """Returns a sentence for each setting that episodes of several turns cannot follow. `length`: the algorithm that divides by the length
+    of the longest rollout; empty if none does."""
+    if turns > 1 and length:
         yield (
-            f"{said} {length} divides by rollout.max_tokens, the longest that one turn can be: set algo.length_constant to the tokens of the "
-            "longest episode"
-        )
-    if penalty:
-        yield f"{said} algo.length_penalty compares a rollout with rollout.max_tokens, the longest that one turn can be: set it to 0"
-    if routing:
-        yield (
-            f"{said} rollout.keep_routing records the experts of the last one's request alone, which may have computed the turns before it "
-            "again under newer weights: set it to false"
+            f"the environment has up to {turns} turns, and {length} divides by rollout.max_tokens, the longest that one turn can be: set "
+            "algo.length_constant to the tokens of the longest episode"
         )

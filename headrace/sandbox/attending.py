@@ -121,14 +121,20 @@ def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
     """Returns the fields of `sandbox.SandboxResult`."""
     out, err, *verdict = [one[: limits.output].decode(errors="replace") for one in ended.printed]
     reason, detail = ended.broken
-    if not out.startswith(CONFINED.decode()):
-        reason, detail = "unconfined", err.strip()[-500:]
-    out = out[len(CONFINED) :]
     if not reason and verdict:
         reason, detail = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
+    if not out.startswith(CONFINED.decode()) and not _needless(ended, verdict, reason):
+        reason, detail = "unconfined", err.strip()[-500:] or detail
+    out = out.removeprefix(CONFINED.decode())
     if reason == "ended" or (not reason and not verdict):
         reason, detail = _how(ended, limits, err, detail)
     return {"reason": reason, "detail": detail, "out": out, "err": err, "cpu_seconds": ended.cpu_seconds}
+
+
+def _needless(ended: CallEnd, verdict: list[str], reason: str) -> bool:
+    """Returns whether the code was killed because a test that asked it nothing was over, perhaps before the code was confined. A test
+    that asked would have waited for an answer, or for the end of the code."""
+    return bool(verdict) and not ended.broken[0] and reason != "ended" and ended.status == -signal.SIGKILL
 
 
 def _how(ended: CallEnd, limits: SandboxLimits, err: str, detail: str) -> tuple[str, str]:

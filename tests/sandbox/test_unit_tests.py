@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from headrace.sandbox.attending import CallEnd, report_of
 from headrace.sandbox.inside.plain import NotPlain, as_json, from_json
 from headrace.sandbox.sandbox import Sandbox
 from headrace.scoring.config import RewardConfig, RewardSpec, sandbox_problems
@@ -145,6 +147,23 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_test_that_cannot_be_run_is_the_mistake_of_the_test(name, sandbox):
     assert sandbox.test(*UNSUPPORTED[name]).reason == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("broken", "status", "verdict", "reason"),
+    [
+        (("", ""), -signal.SIGKILL, ["unsupported", "it calls nothing"], "unsupported"),
+        (("", ""), -signal.SIGKILL, ["ended", "it ended before it answered"], "unconfined"),
+        (("", ""), 1, ["unsupported", "it calls nothing"], "unconfined"),
+        (("time", "it took more than 5 s"), -signal.SIGKILL, None, "unconfined"),
+    ],
+)
+def test_code_that_a_test_did_not_wait_for_need_not_have_been_confined(broken, status, verdict, reason):
+    """The process of the code is killed when the test is over, which on a busy machine may be before it was confined."""
+    printed = [b"", b"", json.dumps(verdict).encode() if verdict else b""]
+    ended = CallEnd(broken, status, 0.0, 0.0, printed)
+    report = report_of(ended, LIMITS)
+    assert report["reason"] == reason and report["detail"] == (verdict or broken)[1]
 
 
 def test_the_entry_point_may_have_the_name_of_a_builtin(sandbox):

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -227,24 +228,36 @@ def test_a_server_ends_with_its_controller_though_it_is_stopped() -> None:
 @pytest.mark.parametrize("how", ["end", "kill"])
 def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: str) -> None:
     async def go() -> None:
-        for server in servers():  # one that is ready might fork the worker before it is given up
-            os.kill(server.pid, signal.SIGSTOP)
         worker = ForkLauncher(tmp_path).worker(Job("engine", "engine"), lambda method, payload: None)
-        await worker.start()
-        if how == "kill":
+        with stopped(servers()):  # one that is ready might fork the worker before it is given up
+            await worker.start()
             calling = asyncio.ensure_future(worker.call("stats", None, type(None)))
             await asyncio.sleep(0)
-            worker.kill()
+            if how == "kill":
+                worker.kill()
+            else:
+                await worker.end()
+        if (
+            how == "kill"
+        ):  # the server has the other end of the connection until it reads that nobody waits for this worker
             with pytest.raises(WorkerDied, match="could not be started: it was killed before it began"):
                 await calling
-        await worker.end()
+            await worker.end()
+        calling.cancel()
         assert not worker._process.has_started
 
+    asyncio.run(go())
+
+
+@contextmanager
+def stopped(processes: list[preloaded.ForkServer]) -> Iterator[None]:
+    for one in processes:
+        one._process.send_signal(signal.SIGSTOP)  # does nothing if it has ended
     try:
-        asyncio.run(go())
+        yield
     finally:
-        for server in servers():
-            os.kill(server.pid, signal.SIGCONT)
+        for one in processes:
+            one._process.send_signal(signal.SIGCONT)
 
 
 # --- a process that somebody else forked -----------------------------------------------------------------------------------
