@@ -139,12 +139,12 @@ def _placed(vf: Any, config: Any, trained: str, max_turns: int) -> Any:
     turns. (verifiers' own choice is a sandbox of a service, and a shell.)"""
     changed = {}
     for name, seat in _seats(vf, config):
-        chosen, update = seat.model_fields_set, {}
+        update: dict[str, Any] = {}
         if name == trained and seat.max_turns is None:
             update["max_turns"] = max_turns
         if seat.harness is None and vf.default_harness_id(config.taskset.id) == "bash":
             update["harness"] = vf.harness_config_type("null")(id="null")
-        if "runtime" not in chosen:
+        if "runtime" not in seat.model_fields_set:
             update["runtime"] = vf.SubprocessConfig()
             ident = config.taskset.id if seat.harness is None else seat.harness.id
             harness = update.get("harness") or seat.harness or vf.harness_config_type(ident)(id=ident)
