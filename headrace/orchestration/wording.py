@@ -19,7 +19,7 @@ def headline(config: RunConfig) -> str:
     model, task = Path(config.model.path).name, config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.kind == "seeds":
-        prompts = config.environment.name or config.environment.function.rpartition(":")[2]
+        prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
