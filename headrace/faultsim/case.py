@@ -30,7 +30,7 @@ class GroupShape(NamedTuple):
     size: int
     turns: int = 1
     alternatives: int = 0
-    """Of each rollout, from one of its turns on."""
+    """Alternatives of each rollout, from one of its turns on."""
 
 
 class Case(Struct, frozen=True):
