@@ -6,6 +6,7 @@ Most tests are of a stand-in for the package (`fake_verifiers.py`); the slow one
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +40,8 @@ async def play(task, ask, give, config):
         raise KeyError("no such thing")
     if mode == "exits":
         os._exit(7)
+    if mode == "hangs":
+        time.sleep(10000)
     if mode == "silent":
         return give("exact", 1.0)
     said = await ask(task.prompt)
@@ -58,9 +61,15 @@ async def play(task, ask, give, config):
 
 
 def played(
-    place: Path, prompts: Sequence[Prompt], *, seeds: bool = False, model: Model | None = None, **settings: Any
+    place: Path,
+    prompts: Sequence[Prompt],
+    *,
+    seeds: bool = False,
+    model: Model | None = None,
+    then: Prompt | None = None,
+    **settings: Any,
 ) -> list[Played | Failure]:
-    """Plays a rollout of each prompt, side by side in one process."""
+    """Plays a rollout of each prompt, side by side in one process. `then`: one that is played behind them, until it succeeds."""
     if "python" not in settings and not (place / "python").exists():
         fake_verifiers.interpreter(place)
         (place / "letters.py").write_text(TASKSET)
@@ -76,7 +85,13 @@ def played(
         )
         try:
             each = [roll_out(kind, prompt, [0], ask=model, decode=encoder.decode) for prompt in prompts]
-            return [one for (one,) in await asyncio.gather(*each)]
+            found = [one for (one,) in await asyncio.gather(*each)]
+            for _ in range(10 if then else 0):
+                assert then
+                (last,) = await roll_out(kind, then, [0], ask=model, decode=encoder.decode)
+                if isinstance(last, Played):
+                    return [*found, last]
+            return found
         finally:
             await kind.close()
 
@@ -128,19 +143,38 @@ def test_an_agent_that_plays_twice_in_an_episode_is_a_failure(tmp_path: Path) ->
 
 
 def test_a_process_that_ends_is_replaced_and_its_rollouts_have_failed(tmp_path: Path) -> None:
-    lost, other = played(tmp_path, [row(mode="exits"), row(mode="blocks")])
+    lost, other, again = played(tmp_path, [row(mode="exits"), row(mode="blocks")], then=row())
     for one in (lost, other):
         assert isinstance(one, Failure) and one.reason == "environment_died"
         assert "its process ended with exit code 7" in one.detail
-    (again,) = played(tmp_path, [row()])
     assert isinstance(again, Played)
 
 
 def test_one_that_blocks_its_process_is_ended_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taskset_process, "GRACE", 1.0)
-    (blocked,) = played(tmp_path, [row(mode="blocks")], seconds=5.0)
+    blocked, again = played(tmp_path, [row(mode="hangs")], then=row(), seconds=4.0)
     assert isinstance(blocked, Failure) and blocked.reason == "environment_timeout"
-    assert "took more than 5 s between its turns" in blocked.detail
+    assert "took more than 4 s between its turns" in blocked.detail and isinstance(again, Played)
+
+
+def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> None:
+    python = str(fake_verifiers.interpreter(tmp_path))
+    (tmp_path / "letters.py").write_text(TASKSET)
+    name = str(tmp_path / "letters.py")
+    settings = {"name": name, "options": {}, "max_turns": 3, "held_out": 0, "seeds": False, "memory": 0}
+    order = {"play": 1, "url": "http://127.0.0.1:1", "row": {"prompt": "?", "mode": "hangs"}}
+    words, pipe = taskset_process.player_words(python), subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["say"] == "opened"
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.close()
+            assert process.wait(120)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
