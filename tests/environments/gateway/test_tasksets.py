@@ -17,14 +17,18 @@ from typing import Any
 import fake_verifiers
 import pytest
 import tool_chats
+from tiny_run import of, tiny_config
 from written_turns import Model, check_rows, encoder_of
 
+import headrace
 from headrace.commands.doctor import taskset_findings
 from headrace.config import load_config
+from headrace.durable.journal import read_steps
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.verifiers import taskset_process
 from headrace.environments.verifiers.taskset_environment import open_taskset
 from headrace.errors import ConfigError
+from headrace.observe.facts import Evaluated, GroupEnded
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
 from headrace.types import Failure, Prompt
@@ -253,6 +257,47 @@ def test_its_file_and_interpreter_are_found_beside_the_config(tmp_path: Path) ->
     environment = load_config(tmp_path / "run.toml").environment
     assert environment.name == os.path.realpath(tmp_path / "sums.py")
     assert environment.python == os.path.realpath(tmp_path) + "/v/bin/python" and environment.rewards
+
+
+LETTERS = """
+TASKS = [{"prompt": f"Say {letter}", "answer": letter} for letter in "abcdefghijkl"]
+
+async def play(task, ask, give, config):
+    said = await ask(task.prompt)
+    give("first", said.count(task.answer) / max(len(said), 1), 2.0)
+    give("second", (await ask("more")).count("e") / 10)
+"""
+
+
+def test_a_run_trains_on_a_taskset(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters.py").write_text(LETTERS)
+    environment = {
+        "kind": "verifiers",
+        "name": str(tmp_path / "letters.py"),
+        "python": str(fake_verifiers.interpreter(tmp_path)),
+        "max_turns": 2,
+        "workers": 1,
+    }
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment=environment,
+        engine={"context_length": 128},
+        train={"steps": 2},
+        eval={"prompts": 2, "samples": 1},
+    )
+    config["task"] = {"kind": "seeds", "held_out": 4}
+    assert headrace.train(config).reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    rollouts = [one for step in read_steps(directory) for group in step.groups for one in group.scored]
+    asked = {one.episode.turns[0].messages[0]["content"] for one in rollouts}
+    assert asked <= {f"Say {letter}" for letter in "abcdefgh"}, "the last four tasks are held out"
+    for one in rollouts:
+        assert len(one.episode.turns) == 2 and one.episode.turns[1].parents == (0,)
+        assert one.rewards.keys() == {"first", "second"} and one.reward == sum(one.rewards.values())
+    assert not any(fact.failures for fact in of(directory, GroupEnded))
+    assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
 REAL = """
