@@ -192,6 +192,7 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
         ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
         ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
         ({"options": {"taskset": {"endless": True}}}, "is endless: set environment.options.select.limit"),
+        ({"options": {"select": {"limit": 1}}}, "has one task, and none to hold out: set task.held_out = 0"),
         ({"options": {"taskset": {"level": 3}}}, "TasksetConfig.level: Extra inputs are not permitted"),
         ({"name": "no_such_taskset"}, "No module named 'no_such_taskset'"),
     ],
