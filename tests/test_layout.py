@@ -69,7 +69,7 @@ ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
     "environments": ("workers", "libraries", "gateway", "agents"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
