@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
     steps: tuple[float, float] = (0, math.inf)
     rewards: tuple[float, float] = (-math.inf, math.inf)
-    """At least one rollout has a reward in this range."""
+    """The range in which at least one rollout has its reward."""
     cut: bool = False
     """Only groups with a rollout that was cut off."""
     failed: bool = False

@@ -1,4 +1,4 @@
-"""Where each group and each step of `journal.jsonl` lies, so that one rollout of many millions is read by itself."""
+"""The places of groups and prompts in `journal.jsonl`, so that one rollout of many millions is read by itself."""
 
 from __future__ import annotations
 
