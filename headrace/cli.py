@@ -32,7 +32,9 @@ FAILED, BAD_INPUT, PAUSED, INTERRUPTED = 1, 2, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
+    parsed = _parser().parse_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
     return exit_code(lambda: parsed.command(parsed))
 
 
@@ -184,6 +186,7 @@ def plan(arguments: argparse.Namespace) -> int:
         tools=arguments.tool_seconds,
         results=arguments.result_tokens,
         sweep=arguments.sweep,
+        network=arguments.network * 1e9,
     )
     return print_plan(request, arguments.price, arguments.json, arguments.picture)
 
@@ -276,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(
-        "--python", action="append", default=[], metavar="PYTHON", help="look for engines in this interpreter too"
+        "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
@@ -338,6 +341,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
     one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
+    one.add_argument("--network", type=float, default=40.0, metavar="GB/S", help="to an engine (default: %(default)g)")
     one.add_argument("--turns", default="", metavar="D", help="turns of a rollout, where it may have several")
     one.add_argument("--tool-seconds", default="", metavar="D", help="seconds between two turns")
     one.add_argument("--result-tokens", default="", metavar="D", help="tokens between two turns")

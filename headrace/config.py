@@ -39,6 +39,8 @@ from headrace.settings.process_config import CheckpointConfig, ChosenConfig, Eva
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
+from headrace.trainer.parallel import parallel_problems
+from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -67,6 +69,7 @@ class RunConfig:
     adapters: tuple[AdapterConfig, ...] = ()
     """Several adapters trained at once on one base. Each has settings of its own, on top of the run's."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     partial: PartialConfig = Field(default_factory=PartialConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -88,6 +91,17 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
+
+    @property
+    def ends(self) -> WeightEnds:
+        """The ends of the way of weights."""
+        server = self.engine.kind if self.engine.is_server else ""
+        return WeightEnds(server, bool(self.adapters or self.lora.served_name))
+
+    @property
+    def longest_rollout(self) -> int:
+        """The most tokens that can be sampled for one rollout, all its turns together."""
+        return self.rollout.max_tokens * self.environment.turns
 
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
@@ -139,16 +153,17 @@ def check(config: RunConfig) -> list[str]:
         *lora_problems(
             config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
         ),
-        *_sampling_problems(config),
         *curriculum_problems(
             config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
         ),
         *_length_problems(config),
         *_core_problems(config),
         *engine_problems(config.engine),
+        *weight_sync_problems(config.weight_sync, config.ends),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers)),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
@@ -159,11 +174,7 @@ def check(config: RunConfig) -> list[str]:
             seeds=config.task.kind == "seeds",
         ),
         *turn_problems(
-            config.environment.turns,
-            text_teachers=[one.name for one in config.teachers if one.mode == "text"],
-            length=config.algo.name if config.algo.with_length(1) != config.algo else "",
-            penalty=bool(config.algo.length_penalty),
-            routing=config.rollout.keep_routing,
+            config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
         *_learning_problems(config),
     ]
@@ -187,18 +198,12 @@ def check(config: RunConfig) -> list[str]:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _sampling_problems(config: RunConfig) -> list[str]:
-    rollout = config.rollout
-    problems = []
-    if rollout.temperature == 0:
-        problems.append(
+def _learning_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.temperature == 0:
+        yield (
             "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
             "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
         )
-    return problems
-
-
-def _learning_problems(config: RunConfig) -> Iterator[str]:
     if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
         yield (
             f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
@@ -320,7 +325,7 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
 # --- several adapters ------------------------------------------------------------------------------------------------
 
 _SHARED = {
-    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights"),
+    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths"),
     "lora": ("quantise",),
     "rollout": ("keep_routing",),
 }

@@ -96,9 +96,13 @@ class Trainer(Protocol):
 
     async def step(self, batch: Batch) -> TrainReport: ...
 
+    async def copy(self, adapter: str = "") -> None:
+        """Copies the current weights of an adapter, or of the whole model. The next `publish` of it publishes this copy, whatever the
+        trainer does meanwhile."""
+
     async def publish(self, adapter: str = "") -> WeightUpdate:
-        """Writes the current weights of an adapter, or of the whole model, where engines can load them. If adapters are trained,
-        the model is their frozen base, which has to be published first."""
+        """Publishes what was copied, or else the current weights, where engines can load them. If adapters are trained, the model is
+        their frozen base, which has to be published first."""
 
     async def publish_shadow(self) -> WeightUpdate | None:
         """Publishes the student's older self (`teacher.kind = "self"`), if a new version of it is due."""
@@ -225,8 +229,9 @@ class Transport(Protocol):
     """
 
     @classmethod
-    def open(cls) -> Transport:
-        """Raises OSError if this machine does not support it."""
+    def open(cls, form: Any = ...) -> Transport:
+        """Raises OSError if this machine does not support it. `form`: a `weight_sync.config.Encoding`, which transports that send no
+        bytes have no use for."""
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -246,14 +251,25 @@ class Transport(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of a transport."""
 
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> Callable[[], WeightUpdate]:
+        """Copies the parameters of the model, or of `adapter`. Returns the rest of the work, which returns the update that announces them.
+        It may be done in another thread while the parameters change, and before the next copy. Both raise OSError."""
+
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
-        """Writes the parameters of the model, or of `adapter`, and returns the update that announces them."""
+        """Does all of it."""
+        return self.copy(version, parameters, adapter)()
 
 
 class WeightReceiver(Protocol):
     """The engine's end of a transport."""
+
+    @property
+    def received(self) -> int:
+        """Bytes of all updates that travelled to it, in their encoding. 0 where none travel."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns views of the published parameters by name, valid until the version after the next one is published. Raises

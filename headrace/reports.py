@@ -177,6 +177,8 @@ class LoadReport(Struct, frozen=True):
     stopped."""
     mixed_tokens: int = 0
     """Tokens sampled between the first and the last part of a streamed update."""
+    received: int = 0
+    """Bytes that travelled to this engine for the update. 0 where none do, and where it is not known."""
 
 
 class Capabilities(Struct, frozen=True):

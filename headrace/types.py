@@ -107,8 +107,7 @@ class Request(Struct, frozen=True):
 
 
 class VersionSpan(Struct, frozen=True):
-    """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
-    A request that uses an adapter has the adapter's versions.
+    """A run of tokens sampled by the same weights, from token `start` to the start of the next span; with an adapter, by its versions.
 
     >>> before = VersionSpan(start=0, version=4, kv_version=4)
     >>> after = VersionSpan(start=2, version=5, kv_version=4)  # new weights went live; the KV entries of before were kept
@@ -185,8 +184,7 @@ class Completion(Struct, frozen=True):
     error: str = ""
     """The cause, if `stop` is `error`."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, each given those before it, all
-    under the version of the first span."""
+    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, under the version of the first span."""
     prompt_top: TopLogprobs | None = None
     """[prompt - 1, k] the most probable tokens at the same positions."""
     top: TopLogprobs | None = None
@@ -219,6 +217,8 @@ class Turn(Struct, frozen=True):
     completion: Completion
     parents: tuple[int, ...] = ()
     """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
+    rewrites: tuple[int, ...] = ()
+    """The index of the turn whose conversation it continues, if a template has rewritten the messages up to that turn."""
     agent: str = ""
     """The role that the policy plays in it, if the episode has several; empty for the only one, or the first."""
     messages: tuple[dict[str, Any], ...] = ()

@@ -42,7 +42,7 @@ class WeightUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Fals
     fingerprint: str
     nbytes: int
     seconds: float
-    """Time that the trainer took to publish."""
+    """Time for which publishing held up the trainer."""
     where: dict[str, Any] = {}
     """The place of the bytes, as numbers and texts that only the transport that wrote them reads."""
     adapter: AdapterSpec | None = None

@@ -68,8 +68,8 @@ class AlgoConfig:
     length_constant: int = Field(default=0, ge=0)
     """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
-    proportion."""
+    """A rollout of full length (rollout.max_tokens in each of environment.max_turns turns) loses this share of its group's
+    mean reward, if that is above 0; shorter ones lose in proportion to their sampled tokens."""
     credit: Literal["rollout", "turn", "agent", "segment"] = "rollout"
     """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
     those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts. agent: those of one

@@ -93,7 +93,9 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
         fits = config.dtype in ("auto", one.dtype) and config.path in ("auto", one.path)
         if one.part == "engine" and config.dtype == "auto" and one.dtype == "float32" and not wide:
             fits = False
-        if one.part == "trainer" and train.weights == "bfloat16" and one.dtype == "float32":
+        if one.part == "trainer" and "bfloat16" in (train.weights, train.parallel.gather) and one.dtype == "float32":
+            fits = False
+        if one.part == "trainer" and train.parallel.ranks > 1 and one.path == "kernels":  # they read whole weights
             fits = False
         if fits:
             allowed.append(one)

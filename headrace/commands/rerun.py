@@ -110,7 +110,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
         for config, end in _by_settings(course):
             async with _trainer(config, restore, Path(scratch)) as trainer:
                 plan = plan_of(config, config.lora.served_name)
-                algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
+                algorithm = algorithm_of(config.algo, config.longest_rollout, reward_weights(config))
                 for journaled in islice(steps, end - at):
                     batch = plan.batch_again(journaled, algorithm)
                     batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)

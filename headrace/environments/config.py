@@ -10,16 +10,22 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
 
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
-_OF_COMMANDS = ("command", "directory", "processes")
-_OF_GATEWAY = ("host", "port")
 _OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
+_OWN = {
+    PROCESS: ("command", "directory", "processes"),
+    GATEWAY: ("host", "port"),
+    VERIFIERS: ("python", "processes"),
+}
+"""The settings of the kinds that ask the gateway for their turns, which functions and libraries do not have."""
+_SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), VERIFIERS: (*_OF_LIBRARIES, "workers", "memory_gib")}
+"""The settings that such a kind shares with functions and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -30,13 +36,14 @@ class EnvironmentConfig:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
     skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
     `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md). gateway: agents elsewhere take the rollouts
-    (headrace gateway)."""
+    (headrace gateway). verifiers: a taskset of verifiers, in an interpreter of its own (docs/libraries.md)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
-    game. openenv: the URL of the server."""
+    game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
+    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config, and
+    `select`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
@@ -47,7 +54,10 @@ class EnvironmentConfig:
     directory: str = ""
     """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process: the most processes at once. Further rollouts wait."""
+    """process: the most processes at once. Further rollouts wait. verifiers: the most rollouts at once, for each of them may be a
+    process."""
+    python: str = ""
+    """verifiers: the interpreter that has verifiers, such as ~/verifiers/bin/python. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"
     """gateway: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
     all of its addresses do."""
@@ -73,8 +83,9 @@ class EnvironmentConfig:
     the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
     resumes: Resumes | Literal["auto"] = "auto"
     """How a rollout goes on when the run was killed. A turn that was sampled after the same tokens is not sampled again in any case.
-    auto: exported for a class with `export_state` and `restore`, else replayed.
-    exported: the state that the class exported with the last turn is restored, and the rollout goes on in that turn.
+    auto: exported for a class with `export_state` and `restore`, reasoning_gym and textarena, else replayed.
+    exported: the state that was exported with the last turn is restored, and the rollout goes on in that turn. gym and openenv are made
+    again and given the same replies, unless the class of gym has the two methods.
     stateless: the same for a class without a state of its own. No tool call that was finished is made again.
     replayed: the function is called again, and expected to ask for the same turns; the run warns if it does not.
     restarted: it is called again, and may ask for others."""
@@ -88,7 +99,7 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS, GATEWAY)):
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, *_OWN)):
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
@@ -122,6 +133,10 @@ class EnvironmentConfig:
             raise ValueError(
                 'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
             )
+        if self.kind == VERIFIERS and not self.name:
+            raise ValueError(
+                'environment.kind = "verifiers" needs environment.name, the taskset: the name of an installed one, or path/to/file.py'
+            )
         if self.kind == GATEWAY and not self.seconds:
             raise ValueError(
                 "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
@@ -137,12 +152,12 @@ class EnvironmentConfig:
 
     def _foreign(self, changed: Sequence[str]) -> tuple[Sequence[str], str]:
         """The settings that do not belong to this kind, and the kind that they belong to."""
-        for kind, settings, more in ((PROCESS, _OF_COMMANDS, ("memory_gib",)), (GATEWAY, _OF_GATEWAY, ())):
-            if self.kind == kind:
-                own = (*settings, *more, *_OF_ALL)
-                return [one for one in changed if one not in own], "another kind of environment"
-            if found := [one for one in changed if one in settings]:
+        mine = (*_OWN[self.kind], *_SHARED[self.kind], *_OF_ALL) if self.kind in _OWN else ()
+        for kind, settings in _OWN.items():
+            if found := [one for one in changed if one in settings and one not in mine]:
                 return found, f'environment.kind = "{kind}"'
+        if mine:
+            return [one for one in changed if one not in mine], "another kind of environment"
         if self.function:
             return [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
         if self.kind in LIBRARIES:
@@ -153,6 +168,13 @@ class EnvironmentConfig:
     def setting(self) -> str:
         """The setting that chooses the environment, for messages."""
         return "environment.function" if self.function else f'environment.kind = "{self.kind}"'
+
+    @property
+    def export_remedy(self) -> str:
+        """The remedy where it exports no state."""
+        if self.function:
+            return "write it as a class with step, export_state and restore (docs/environments.md)"
+        return 'set environment.resumes = "exported" if it follows from its row, its seed and the replies alone (docs/libraries.md)'
 
     @property
     def in_processes(self) -> bool:
@@ -171,9 +193,14 @@ class EnvironmentConfig:
         return self.kind == GATEWAY
 
     @property
+    def is_taskset(self) -> bool:
+        """Whether a taskset of verifiers plays them."""
+        return self.kind == VERIFIERS
+
+    @property
     def asks_gateway(self) -> bool:
         """Whether what plays them asks for its turns over HTTP."""
-        return self.is_command or self.is_handed_out
+        return self.kind in _OWN
 
     @property
     def turns(self) -> int:
@@ -220,26 +247,11 @@ def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds
         )
 
 
-def turn_problems(
-    turns: int, *, text_teachers: Sequence[str], length: str, penalty: bool, routing: bool
-) -> Iterator[str]:
-    """Returns a sentence for each part of the run that cannot carry episodes of several turns yet. `length`: the
-    algorithm that divides by the length of the longest rollout; empty if none does. `penalty`: whether the algorithm
-    has a length penalty; `routing`: whether the choice of experts is kept."""
-    if turns == 1:
-        return
-    said = f"the environment has up to {turns} turns, and"
-    for name in text_teachers:
-        yield f'{said} the teacher {name} reads the text of one: use mode = "tokens"'
-    if length:
+def turn_problems(turns: int, *, length: str) -> Iterator[str]:
+    """Returns a sentence for each setting that episodes of several turns cannot follow. `length`: the algorithm that divides by the length
+    of the longest rollout; empty if none does."""
+    if turns > 1 and length:
         yield (
-            f"{said} {length} divides by rollout.max_tokens, the longest that one turn can be: set algo.length_constant to the tokens of the "
-            "longest episode"
-        )
-    if penalty:
-        yield f"{said} algo.length_penalty compares a rollout with rollout.max_tokens, the longest that one turn can be: set it to 0"
-    if routing:
-        yield (
-            f"{said} rollout.keep_routing records the experts of the last one's request alone, which may have computed the turns before it "
-            "again under newer weights: set it to false"
+            f"the environment has up to {turns} turns, and {length} divides by rollout.max_tokens, the longest that one turn can be: set "
+            "algo.length_constant to the tokens of the longest episode"
         )

@@ -1,5 +1,5 @@
-"""The environment that code in processes plays: a function of the user, `async def play(agent, prompt, answer, **columns)`, a class that
-goes from turn to turn, or an environment of another library (`libraries/`), which is one of the two."""
+"""The environment that code in processes plays: a function of the user, `async def play(agent, prompt, answer, **columns)`, or a class that
+goes from turn to turn, as those of other libraries are (`libraries/`)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def open_function(
 def _resumes(config: EnvironmentConfig, loaded: FunctionLoaded) -> Resumes:
     """Returns how rollouts go on after a kill. Raises ConfigError if the environment cannot do what the setting says."""
     if config.resumes == "auto":
-        return "exported" if loaded.exports else "replayed"
+        return "exported" if loaded.exports and not loaded.exports_if_set else "replayed"
     needs = {"exported": loaded.exports, "stateless": loaded.stepped}
     if not needs.get(config.resumes, True):
         methods = "step, export_state and restore" if config.resumes == "exported" else "step"

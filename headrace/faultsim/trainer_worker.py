@@ -33,6 +33,7 @@ class SimulatedTrainerProcess(Process):
         super().__init__(chance)
         self._memory, self._turns, self._skips = memory, turns, skips
         self._version, self._weights = 0, "begin"
+        self._copied: WeightUpdate | None = None
         self._seconds = chance.random.choice([0.1, 1.0, 5.0])
 
     async def serve(self) -> None:
@@ -54,9 +55,13 @@ class SimulatedTrainerProcess(Process):
                 return self._start(unpack(frame.payload, TrainerStart))
             case "step":
                 return await self._step(unpack(frame.payload, Batch))
-            case "publish":
+            case "copy":
                 await asyncio.sleep(self.chance.seconds(0.1))
-                return self._publish()
+                self._copied = self._publish()
+                return None
+            case "publish":
+                update, self._copied = self._copied or self._publish(), None
+                return update
             case "score":
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(self._weights, len(tokens) - 1))

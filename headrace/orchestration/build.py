@@ -248,7 +248,7 @@ def _built(
         held_out=prepared.prompts,
         evaluation=config.eval,
         journal=storage.journal,
-        algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
+        algorithm=algorithm_of(config.algo, config.longest_rollout, reward_weights(config)),
         decode=encoder.decode,
         snapshots=Snapshots(
             checkpoints=storage.checkpoints,
@@ -311,7 +311,7 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
 
         sandbox = config.sandbox.settings
         kind = open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
-        if problem := fork_problem(config.rollout.forks, kind, environment.setting):
+        if problem := fork_problem(config.rollout.forks, kind, environment.setting, environment.export_remedy):
             raise ConfigError(problem)
         return kind
     if not is_installed(EXTRAS["serve"].module):
@@ -323,6 +323,11 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         from headrace.environments.agents.agent_environment import open_agents
 
         return open_agents(environment, encoder, **settings, log=log)
+    if environment.is_taskset:
+        from headrace.environments.verifiers.taskset_environment import open_taskset
+
+        seeds = config.task.kind == "seeds"
+        return open_taskset(environment, encoder, **settings, log=log, seeds=seeds, held_out=config.task.held_out)
     if log is None:
         raise ConfigError(
             f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"

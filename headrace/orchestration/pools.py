@@ -130,6 +130,7 @@ def trainer_start(
         restore={name: str(checkpoint) for name, checkpoint in restore.items()},
         shadow=shadow_of(config, shadow) if shadow else None,
         adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+        ranks=config.train.parallel.ranks,
     )
 
 

@@ -28,10 +28,12 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
-from headrace.orchestration.workers.build import open_files, open_transport
+from headrace.orchestration.workers.build import open_files, open_http, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
+from headrace.weight_sync.config import way_of
+from headrace.weight_sync.http_ranges import Http
 from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
@@ -44,12 +46,15 @@ DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
-    if not config.engine.is_server:
-        return open_transport()
+    way = way_of(config.weight_sync, config.ends)
+    if way.kind == "http":
+        return open_http(config.weight_sync.form, config.weight_sync.host)
+    if way.kind != "files":
+        return open_transport(way.kind, config.weight_sync.form)
     shared = config.engine.shared_dir
     if shared and not Path(shared).is_dir():
         raise ConfigError(f"engine.shared_dir = {shared} is no directory here; make it, or leave it out")
-    return open_files((Path(shared) if shared else logs.absolute()) / f"{config.name}-weights")
+    return open_files((Path(shared) if shared else logs.absolute()) / f"{config.name}-weights", config.weight_sync.form)
 
 
 def start_engine(
@@ -66,7 +71,9 @@ def start_engine(
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
-            return _server(member, name, model_dir=model_dir, logs=logs, telemetry=member_telemetry)
+            return _server(
+                member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
+            )
         who = f"engine {name}".rstrip()
         return _process(
             member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=member_telemetry
@@ -116,7 +123,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
 
 
 def _server(
-    config: RunConfig, name: str, *, model_dir: Path, logs: Path, telemetry: Telemetry
+    config: RunConfig, name: str, *, model_dir: Path, transport: Transport, logs: Path, telemetry: Telemetry
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
@@ -127,9 +134,10 @@ def _server(
     else:
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
+    fetching = HeadraceDialect(transport.token) if isinstance(transport, Http) else None
     engine = RemoteEngine(
         Connection(url, token),
-        DIALECTS[settings.kind](model_dir, config.watch.identity_every),
+        fetching or DIALECTS[settings.kind](model_dir, config.watch.identity_every),
         patience=math.inf if waits_alone else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,

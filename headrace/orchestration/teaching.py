@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from headrace.orchestration.needs import check_teacher
 from headrace.orchestration.workers.worker_messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
 from headrace.scoring.teacher.config import TeacherConfig
-from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.scoring.teacher.stage import Teacher, TraceScorer
+from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
 from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row, read_rows
@@ -74,6 +75,11 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
         ) from None
     own = ChatEncoder(directory)
     if teacher.mode == "text":
+        if config.environment.turns > 1 and not own.has_template:
+            raise ConfigError(
+                f"the teacher {teacher.name} reads conversations, because a rollout may have {config.environment.turns} turns, and {directory} "
+                "has no chat template; use an instruct model, or add its chat_template.jinja"
+            )
         return PlannedTeacher(teacher, directory, engine, own)
     problem = vocabulary_problem(encoder.vocabulary(), own.vocabulary())
     widths = width_of(model_dir), width_of(directory)
@@ -218,13 +224,22 @@ class PublishingTrainer:
 
     def __init__(self, trainer: Trainer, teaching: SelfTeaching) -> None:
         self._trainer, self._teaching = trainer, teaching
+        self._copied = False
         self.step, self.score, self.save = trainer.step, trainer.score, trainer.save
         self.publish_shadow = trainer.publish_shadow
         self.watch, self.kill, self.close = trainer.watch, trainer.kill, trainer.close
 
+    async def copy(self, adapter: str = "") -> None:
+        """Publishes the older self here, because the next step may have begun when `publish` returns."""
+        await self._trainer.copy(adapter)
+        await self._teaching.after_publish()
+        self._copied = True
+
     async def publish(self, adapter: str = "") -> WeightUpdate:
         update = await self._trainer.publish(adapter)
-        await self._teaching.after_publish()
+        copied, self._copied = self._copied, False
+        if not copied:
+            await self._teaching.after_publish()
         return update
 
 
@@ -358,12 +373,16 @@ def _text_teacher(planned: PlannedTeacher, engine: Engine, task: TaskConfig) -> 
             return encoder.encode_text(prompt.text)
         return encoder.encode_messages(messages_of(prompt, task.prompt, system))[1]
 
+    def encode_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return encoder.encode_messages(with_system(messages, config.system))[1]
+
     return TextTeacher(
         name=config.name,
         engine=engine,
         takes=lambda prompt: config.takes(prompt.columns),
         weight=config.weight,
         encode_prompt=encode_prompt,
+        encode_messages=encode_messages,
         encode_completion=encoder.encode_completion,
     )
 

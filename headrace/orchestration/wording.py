@@ -11,13 +11,15 @@ from headrace.observe.facts import RunStarted
 from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of
 from headrace.scoring.config import RewardConfig
+from headrace.trainer.config import TrainConfig
+from headrace.weight_sync.config import way_of
 
 
 def headline(config: RunConfig) -> str:
     model, task = Path(config.model.path).name, config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.kind == "seeds":
-        prompts = config.environment.name or config.environment.function.rpartition(":")[2]
+        prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
@@ -26,11 +28,24 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
     return {
         "controller": "this process",
         "engine": _engine(config, path),
-        "trainer": f"own process, {_place(config.train.device, config.train.cores, config.train.threads)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
+        "trainer": _trainer(config.train),
         "weights": _weights(config),
         "scorer": _scorer(config.reward),
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
+
+
+def _trainer(train: TrainConfig) -> str:
+    parallel = train.parallel
+    split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
+    experts = ", experts whole" if parallel.expert > 1 else ""
+    who = (
+        "own process"
+        if parallel.ranks == 1
+        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.shard}{experts})"
+    )
+    dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
+    return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
 
 def _engine(config: RunConfig, path: str) -> str:
@@ -50,10 +65,17 @@ def _scorer(reward: RewardConfig) -> str:
 
 
 def _weights(config: RunConfig) -> str:
-    way = "files" if config.engine.is_server else "shared memory"
-    if config.lora.served_name:
-        return f"{way}: base once, then adapters"
-    return f"{way}, two versions" if config.engine.is_server else f"{way}, two packed buffers"
+    way, settings = way_of(config.weight_sync, config.ends), config.weight_sync
+    if config.ends.adapters:
+        form = "base once, then adapters"
+    elif settings.encoding == "delta":
+        form = f"deltas, full every {settings.anchor_every}"
+    else:
+        form = {"files": "two versions", "shared_memory": "two packed buffers"}.get(way.kind, "full")
+    return f"{_WAYS[way.kind]}: {form} ({way.why})"
+
+
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

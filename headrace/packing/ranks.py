@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +34,8 @@ def split_ranks(
 
     Whole trees go, the most expensive first, to the rank with the least work: at most 4/3 of the best possible maximum (Graham 1969).
     Trees too large for that are split and repeat what they share. All ranks get the same number of microbatches, because every one takes
-    part in collectives; packs of one token without loss fill up. Weights are those of the whole step (C9), so gradients are
+    part in collectives; packs of one token without loss fill up. Where rows are forwarded one by one (`share` is false), the packs of one
+    number have as many rows on every rank, for the same reason. Weights are those of the whole step (C9), so gradients are
     summed over ranks, never averaged. The first rank's plan counts all dropped tokens.
     """
     losses = [loss_places(row) for row in rows]
@@ -52,7 +54,7 @@ def split_ranks(
         plan = plan_of(mine, step, routed, 0 if rank else dropped(rows, losses))
         filling = (_empty_pack(routed),) * (most - len(mine))
         plans.append(StepPlan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
-    return plans
+    return plans if share else _levelled(plans)
 
 
 def cost_of(root: TreeNode) -> int:
@@ -79,6 +81,28 @@ def _dealt(pieces: Sequence[TreeNode], ranks: int) -> list[list[TreeNode]]:
         hands[rank].append(piece)
         heapq.heappush(loads, (load + cost, rank))
     return hands
+
+
+def _levelled(plans: Sequence[StepPlan]) -> list[StepPlan]:
+    """The plans with rows of one token without loss in packs that have fewer rows than those of another rank."""
+    rows = [max(len(pack.segments) for pack in packs) for packs in zip(*(plan.packs for plan in plans), strict=True)]
+    levelled = [tuple(map(_with_rows, plan.packs, rows)) for plan in plans]
+    return [replace(plan, packs=packs) for plan, packs in zip(plans, levelled, strict=True)]
+
+
+def _with_rows(pack: Pack, count: int) -> Pack:
+    more, end = count - len(pack.segments), len(pack.tokens)
+    zeros = torch.zeros(more, dtype=torch.int64)
+    routing = pack.routing
+    if routing is not None:
+        routing = torch.cat([routing, routing.new_full((more, *routing.shape[1:]), -1)])
+    return replace(
+        pack,
+        tokens=torch.cat([pack.tokens, zeros]),
+        positions=torch.cat([pack.positions, zeros]),
+        segments=pack.segments + tuple(Segment(end + number, 1, ROOT) for number in range(more)),
+        routing=routing,
+    )
 
 
 def _empty_pack(routed: tuple[int, int] | None) -> Pack:

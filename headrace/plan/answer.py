@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from headrace.config import RunConfig, load_config
 from headrace.errors import ConfigError
 from headrace.models.resolve import cache_dir
 from headrace.plan.rates import hardware
+from headrace.plan.rates.hardware import NETWORK
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.plan.rates.travel import Travel, travel_of
 from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.simulate.distributions import Distribution, fixed, parse
@@ -52,6 +55,16 @@ class PlanRequest:
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
+    network: float = NETWORK
+    """Bytes per second between trainer and engines."""
+
+    @property
+    def travel(self) -> Travel | None:
+        """The way of new weights, if the size of the model is given."""
+        if not self.model:
+            return None
+        settings, rate = self.config.weight_sync, self.config.train.learning_rate
+        return travel_of(settings, rate, hardware.shape(self.model).parameters, self.network)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class Answer:
 
 def answer(request: PlanRequest, say: Say) -> Answer:
     """Simulates the request. Raises ConfigError with the remedy if something is missing or cannot be simulated."""
+    if not 0 < request.network < math.inf:
+        raise ConfigError(f"--network {request.network / 1e9:g} must be above 0 (gigabytes a second)")
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)
@@ -82,7 +97,10 @@ def answer(request: PlanRequest, say: Say) -> Answer:
         )
     split = _split_of(request, scenario) if request.hardware and request.gpus > 1 else None
     if split:
-        notes.append("headrace itself runs on one GPU today (--gpus 1): this predicts what a run on more GPUs would do")
+        notes.append(
+            "a trainer's ranks on GPUs of one machine (train.parallel) were never run on a GPU so far, those on several machines do not exist, and "
+            "the native engine takes one GPU: this predicts what such a run would do (docs/scale.md)"
+        )
         first = split(request.trainer_gpus or request.gpus // 2)
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
@@ -141,6 +159,8 @@ def _computed(request: PlanRequest) -> Rates:
         trainer=hardware.trainer_gpus(chip, shape),
         max_running=running,
         name=request.model,
+        travel=request.travel,
+        microbatch=request.config.train.microbatch_tokens,
     )
 
 
@@ -227,7 +247,16 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
-        rates = hardware.rates(chip, shape, replica=replica, trainer=trainer, max_running=running, name=request.model)
+        rates = hardware.rates(
+            chip,
+            shape,
+            replica=replica,
+            trainer=trainer,
+            max_running=running,
+            name=request.model,
+            travel=request.travel,
+            microbatch=request.config.train.microbatch_tokens,
+        )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

@@ -12,6 +12,8 @@ import msgspec
 
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
+from headrace.plan.rates import hardware
+from headrace.plan.rates.travel import Travel, changed_share, difference, pays_below, whole
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
 
@@ -20,7 +22,7 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
     print(
-        json.dumps(report(found, price, request.config.train.steps), indent=1)
+        json.dumps(report(found, request.travel, price, request.config.train.steps), indent=1)
         if as_json
         else text(found, request, price)
     )
@@ -44,6 +46,8 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *(f"note: {note}" for note in found.notes),
         "",
         *_details(asked, price, run_steps),
+        *_weights(request),
+        *_ranks(request, asked.scenario.rates.trainer.gpus),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -71,6 +75,47 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
     return lines
 
 
+def _weights(request: PlanRequest) -> list[str]:
+    """The way of new weights, whole and as differences."""
+    if not request.travel:
+        return []
+    parameters, share = hardware.shape(request.model).parameters, changed_share(request.config.train.learning_rate)
+    full, less = whole(parameters, request.network), difference(parameters, request.network, share)
+    return [
+        f"  new weights: {gigabytes(full.bytes)} whole, {short_time(full.seconds)} at {request.network / 1e9:g} GB/s; as differences "
+        f"({share:.2%} of the values change) {gigabytes(less.bytes)}, {short_time(less.fetch)}, and {short_time(less.compare + less.apply)} of "
+        f"work of one core: less in all below {pays_below(parameters, share) / 1e9:.1f} GB/s"
+    ]
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB"
+
+
+def _ranks(request: PlanRequest, gpus: int) -> list[str]:
+    """The ranks of the trainer: their mesh, their memory, and what travels between them."""
+    if not request.hardware or gpus < 2:
+        return []
+    chip, model, tokens = (
+        hardware.gpu(request.hardware),
+        hardware.shape(request.model),
+        request.config.train.microbatch_tokens,
+    )
+    mesh = hardware.trainer_mesh(chip, model, gpus)
+    moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
+    size = moved.microbatch(tokens)
+    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
+    copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
+    copies += f", expert = {mesh.expert}" if mesh.expert > 1 else ""
+    between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
+    return [
+        f"  trainer: {gpus} ranks (shard = {mesh.shard}{copies}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
+        f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
+        f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
+        f"{short_time(size / hardware.link(chip, mesh))}{between}",
+    ]
+
+
 def _cost(choice: Option, price: float, steps: int) -> str:
     return f" and cost {choice.prediction.cost(price, steps):,.2f} at {price:g} a GPU-hour" if price else ""
 
@@ -91,11 +136,12 @@ def table(choices: Sequence[Option], price: float, best: Option) -> list[str]:
     return lines
 
 
-def report(found: Answer, price: float, run_steps: int) -> dict[str, Any]:
-    """Returns the answer as values for JSON."""
+def report(found: Answer, travel: Travel | None, price: float, run_steps: int) -> dict[str, Any]:
+    """Returns the answer as values for JSON. `travel`: the way of new weights, if it is known."""
     return {
         "rates": msgspec.to_builtins(found.asked.scenario.rates.source),
         "notes": list(found.notes),
+        "weights": {"bytes": travel.bytes, "seconds": travel.seconds} if travel else None,
         "choices": [_entry(choice, price, run_steps) for choice in found.choices],
         "recommended": found.choices.index(found.recommended) if found.recommended else None,
         "reason": recommendation(found.recommended, found.choices)

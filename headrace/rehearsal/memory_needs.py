@@ -45,6 +45,8 @@ class MemoryPlan(NamedTuple):
     adapters: int
     """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
+    fetches: bool = False
+    """Whether the engines of this machine fetch weights into memory of their own."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
@@ -64,6 +66,9 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     for number in range(0 if plan.engine.urls else plan.engine.replicas):
         who = f"engine {number + 1}" if plan.engine.replicas > 1 else "engine"
         yield from engine_needs(who, shape, plan.engine, plan.engine_device)
+        if plan.fetches:
+            serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
+            yield MemoryNeed(who, "weights as they arrive (2 ×)", serving, "cpu", certain=True)
 
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:
@@ -77,23 +82,29 @@ def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Devi
 
 
 def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
-    train, device = plan.train, plan.train_device
-    yield MemoryNeed("trainer", "Python and torch", PROCESS, "cpu")
+    """Yields the memory of all ranks together. A GPU has one rank: its part is compared with the GPU."""
+    train, device, ranks = plan.train, plan.train_device, plan.train.parallel.ranks
+    yield MemoryNeed("trainer", "Python and torch", PROCESS * ranks, "cpu")
     computing = BYTES[plan.train_dtype]
+    if ranks > 1:
+        loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
+        yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
+    everyone = ranks if device == "cpu" else 1
+    split = shape.parameters * everyone / train.parallel.shard
     if plan.adapters:
         kept = BYTES[plan.lora.quantise or plan.train_dtype]
-        yield MemoryNeed("trainer", "frozen weights", shape.parameters * kept, device, certain=True)
-        extra = plan.adapters * shape.adapter(plan.lora)
+        yield MemoryNeed("trainer", "frozen weights", split * kept, device, certain=True)
+        extra = plan.adapters * shape.adapter(plan.lora) * everyone
         yield MemoryNeed("trainer", "adapter, gradients, AdamW", 16 * extra, device, certain=True)
     else:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
-        yield MemoryNeed("trainer", f"weights ({train.weights})", shape.parameters * size, device, certain=True)
-        yield MemoryNeed("trainer", "gradients", shape.parameters * size, device, certain=True)
+        yield MemoryNeed("trainer", f"weights ({train.weights})", split * size, device, certain=True)
+        yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
         optimizer = 12 if train.offload_optimizer else 8
-        yield MemoryNeed("trainer", "AdamW", shape.parameters * optimizer, host, certain=True)
+        yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
         if plan.reference_in_loss:
-            yield MemoryNeed("trainer", "reference model", shape.parameters * computing, device, certain=True)
-    yield MemoryNeed("trainer", "activations, about", activations(shape, train, computing), device)
+            yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
+    yield MemoryNeed("trainer", "activations, about", activations(shape, train, computing) * everyone, device)
 
 
 def activations(shape: ModelShape, train: TrainConfig, size: float) -> float:

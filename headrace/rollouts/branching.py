@@ -8,7 +8,8 @@ a kill. So the tokens before the pivot are the same ones. They are computed once
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 
 from msgspec.structs import replace
@@ -18,13 +19,13 @@ from headrace.rollouts.rollout import ForksConfig, seed_of
 from headrace.types import Branch, Completion, Episode, Scored, Turn
 
 
-def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str) -> str:
+def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str, remedy: str) -> str:
     """Returns why rollouts of this environment cannot branch, with the remedy; empty if they can."""
     if not config.alternatives or kind.resumes in KEPT:
         return ""
     return (
-        f"rollout.forks.alternatives = {config.alternatives} plays rollouts again from the middle, and {setting} cannot go on from there: write it as a "
-        "class with step, export_state and restore (docs/environments.md), or set rollout.forks.alternatives = 0"
+        f"rollout.forks.alternatives = {config.alternatives} plays rollouts again from the middle, and {setting} cannot go on from there: {remedy}, "
+        "or set rollout.forks.alternatives = 0"
     )
 
 
@@ -89,7 +90,7 @@ def as_tree(leaves: Sequence[Scored], pivot: int) -> Scored:
     branches = []
     for one in leaves:
         own, start = one.episode.turns[pivot:], len(turns)
-        turns += [_moved(turn, pivot, start) for turn in own]
+        turns += [moved(turn, partial(_place_of, pivot, start)) for turn in own]
         given += [dict(rewards) for rewards in _of_turns(one)[pivot:]]
         teachers += one.teachers[pivot:]
         references += one.references[pivot:]
@@ -111,9 +112,14 @@ def _of_turns(one: Scored) -> Sequence[Mapping[str, float]]:
     return one.turn_rewards or ({},) * len(one.episode.turns)
 
 
-def _moved(turn: Turn, pivot: int, start: int) -> Turn:
-    parents = tuple(parent if parent < pivot else parent - pivot + start for parent in turn.parents)
-    return turn if parents == turn.parents else replace(turn, parents=parents)
+def moved(turn: Turn, place: Callable[[int], int]) -> Turn:
+    """Returns the turn with the new places of the turns that it names."""
+    return replace(turn, parents=tuple(map(place, turn.parents)), rewrites=tuple(map(place, turn.rewrites)))
+
+
+def _place_of(pivot: int, start: int, number: int) -> int:
+    """Returns the place of turn `number` of an end whose turns from `pivot` on begin at `start`."""
+    return number if number < pivot else number - pivot + start
 
 
 def _means(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits, TokenListener
+from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
@@ -150,9 +151,14 @@ class RolloutSession:
         parent = self._parent(fresh, after)
         done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
         reply = read(done) if read else {}
-        parents = () if parent is None else (parent,)
         self._turns[number] = Turn(
-            tuple(context), done, parents=parents, agent=role, messages=tuple(map(dict, messages)), reply=reply
+            tuple(context),
+            done,
+            parents=() if parent is None else (parent,),
+            rewrites=(self._number(after),) if fresh and after else (),
+            agent=role,
+            messages=tuple(map(dict, messages)),
+            reply=reply,
         )
         self._rewards[number] = {}
         return done
@@ -277,10 +283,7 @@ class RolloutSession:
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""
         place = {number: index for index, number in enumerate(sorted(self._turns))}
-        return tuple(
-            msgspec.structs.replace(turn, parents=tuple(place[parent] for parent in turn.parents))
-            for _, turn in sorted(self._turns.items())
-        )
+        return tuple(moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
 
 
 def _is_number(value: object) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.trainer.parallel import ParallelConfig
+
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class TrainConfig:
@@ -58,11 +60,16 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     cores: tuple[int, ...] = ()
-    """CPU cores of the trainer process; if empty, all cores are shared."""
+    """CPU cores of the trainer's process, or of its ranks together; if empty, all cores are shared."""
     threads: int = Field(default=0, ge=0)
-    """Number of threads. 0: as many as `cores`, or as were measured to be fastest."""
+    """Number of threads, of all ranks together. 0: as many as `cores`, or as were measured to be fastest."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Number of consecutive skipped steps (non-finite gradient) after which the run stops."""
+    max_deaths: int = Field(default=3, ge=0)
+    """Number of times that the trainer's process, or one of its ranks, may die. The run then goes on by itself from its
+    last checkpoint and its journal. 0 ends the run, which can be resumed."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Several ranks that train one model. One rank, the default, starts no further process."""
 
     @model_validator(mode="after")
     def _weights_fit(self) -> TrainConfig:

@@ -34,6 +34,7 @@ class FakeTrainer:
     def __post_init__(self) -> None:
         self.versions: dict[str, int] = {}
         """Versions by adapter; the empty name stands for all weights."""
+        self._copied: dict[str, int] = {}
         self._attempts = self.saves = 0
         self._died: asyncio.Future[None] | None = None
 
@@ -53,9 +54,13 @@ class FakeTrainer:
         version = self.versions[batch.adapter] = self.versions.get(batch.adapter, 0) + 1
         return TrainReport(batch.step, version, seconds=self.seconds_per_step, **reported)
 
+    async def copy(self, adapter: str = "") -> None:
+        self._copied[adapter] = self.versions.get(adapter, 0)
+
     async def publish(self, adapter: str = "") -> WeightUpdate:
+        version = self._copied.pop(adapter, self.versions.get(adapter, 0))
+        spec = AdapterSpec(adapter, 1, 1.0) if adapter else None
         await asyncio.sleep(self.publish_seconds)
-        version, spec = self.versions.get(adapter, 0), AdapterSpec(adapter, 1, 1.0) if adapter else None
         kind: Literal["adapter", "full"] = "adapter" if adapter else "full"
         return WeightUpdate(
             version=version,

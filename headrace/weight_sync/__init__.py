@@ -1,6 +1,7 @@
 """Carries weights from the trainer to engines.
 
-Read `packed.py` (the buffer that every transport fills, and its fingerprint), `transport.py` (the table of transports),
-`shared_memory.py` (both ends of one), `files.py` and `safe_files.py` (another, for engines behind HTTP), `directory.py`
-(weights that never change, read from a model's directory, and adapters that peft saved).
+Read `packed.py` (the buffer that every transport fills, and its fingerprint), `slots.py` (the memory of such buffers), `config.py` (the
+settings, and the choice of a transport), `transport.py` (the table of transports), `shared_memory.py` (both ends of one), `offers.py` and
+`fetching.py` (the two ends of those that engines fetch from), `tcp.py`, `http_ranges.py`, `files.py` and `safe_files.py` (which do), `delta/` (the difference of
+two versions), `directory.py` (weights that never change, read from a model's directory, and adapters that peft saved).
 """

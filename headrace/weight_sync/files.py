@@ -2,11 +2,12 @@
 
     DIRECTORY/model/000007/model.safetensors              what every reader of safetensors understands
     DIRECTORY/model/000007/update.json                    version, fingerprint and canonical order
+    DIRECTORY/model/000008/changes.hrd                    the difference from 000007 (`delta/codec.py`), where such are sent
     DIRECTORY/policy/000007/adapter_model.safetensors     an adapter, beside its adapter_config.json, as peft saves it
 
 A version is written into a directory of another name, flushed to the disk, and renamed: whoever finds it finds all of it. The
-two newest versions of each are kept, so that an engine which is replaced can load again what it served. Torch is imported where
-it is used: the controller makes this value, and the controller loads no torch.
+two newest versions of each are kept, with all that they are differences from, so that an engine which is replaced can load again what it
+served. Torch is imported where it is used: the controller makes this value, and the controller loads no torch.
 """
 
 from __future__ import annotations
@@ -16,26 +17,31 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.errors import IdentityError
+from headrace.protocols import WeightSender
 from headrace.types import Struct
+from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.safe_files import read_into, write_tensors
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.packed import PackedBuffer
+    from headrace.weight_sync.offers import OfferedVersion
+
 
 KEPT = 2
 """Versions of each model or adapter that stay on the disk."""
 
-RECORD = "update.json"
+RECORD, CHANGES = "update.json", "changes.hrd"
 
 
 class UpdateRecord(Struct, frozen=True):
@@ -43,6 +49,8 @@ class UpdateRecord(Struct, frozen=True):
 
     update: WeightUpdate
     manifest: Manifest
+    before: str = ""
+    """The directory of the version that this one is the difference from; empty for a full copy."""
 
 
 class Files(Struct, frozen=True, tag="files"):
@@ -50,112 +58,170 @@ class Files(Struct, frozen=True, tag="files"):
 
     directory: str
     """The directory, which belongs to the transport and is removed at its end."""
+    encoding: Encoding = FULL
 
     @classmethod
-    def open(cls) -> Files:
-        return cls(tempfile.mkdtemp(prefix="headrace-weights-"))
+    def open(cls, form: Encoding = FULL) -> Files:
+        return cls(tempfile.mkdtemp(prefix="headrace-weights-"), form)
 
     @property
     def inherited(self) -> tuple[int, ...]:
         return ()
 
     def sender(self, manifests: Mapping[str, Manifest], once: Collection[str] = ()) -> FilesSender:
-        return FilesSender(Path(self.directory), manifests)
+        return FilesSender(Path(self.directory), manifests, self.encoding)
 
-    def receiver(self, manifests: Mapping[str, Manifest]) -> FilesReceiver:
-        return FilesReceiver()
+    def receiver(self, manifests: Mapping[str, Manifest]) -> FetchingReceiver:
+        return FetchingReceiver(manifests, FilesSource())
 
     def close(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class FilesSender:
+class FilesSender(WeightSender):
     """The trainer's end."""
 
-    def __init__(self, directory: Path, manifests: Mapping[str, Manifest]) -> None:
+    def __init__(self, directory: Path, manifests: Mapping[str, Manifest], form: Encoding) -> None:
         """Removes the files that an earlier process left in the directory: its versions may be others under the same
         numbers."""
+        from headrace.weight_sync.offers import Offers
+
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        self._directory, self._manifests = directory, manifests
-        self._packed: dict[str, tuple[PackedBuffer, memoryview]] = {}
-        self._written: dict[str, list[Path]] = {}
+        once = [name for name in manifests if name or not form.delta]  # only differences need the version before
+        self._directory, self._offers = directory, Offers(manifests, once, form)
+        self._written: dict[str, list[tuple[Path, bool]]] = {}
+        """Directories, and whether each is a full copy."""
 
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
-        """Writes the parameters of the model, or of `adapter`. Raises OSError if they cannot be written."""
+    ) -> Callable[[], WeightUpdate]:
         started = time.perf_counter()
+        offered = self._offers.copy(adapter.name if adapter else "", parameters)
+        seconds = time.perf_counter() - started
+        return lambda: self._written_down(version, offered(), seconds, adapter)
+
+    def _written_down(
+        self, version: int, offer: OfferedVersion, seconds: float, adapter: AdapterSpec | None
+    ) -> WeightUpdate:
+        """Raises OSError if it cannot be written."""
         name = adapter.name if adapter else ""
-        manifest, (packed, buffer) = self._manifests[name], self._memory(name)
-        packed.fill(parameters)
+        offers, manifest = self._offers, self._offers.manifests[name]
         target = self._directory / (name or "model") / f"{version:06d}"
+        written = self._written.setdefault(name, [])
+        whole = not offer.base or target in [path for path, _ in written]  # what others differ from is not replaced
         update = WeightUpdate(
             version=version,
             kind="adapter" if adapter else "full",
-            fingerprint=packed.fingerprint(),
+            fingerprint=offer.fingerprint,
             nbytes=manifest.payload,
-            seconds=0.0,
-            where={"path": str(target)},
+            seconds=seconds,
+            where={"path": str(target)} | ({} if whole else {"base": offer.base, "delta": len(offer.delta)}),
             adapter=adapter,
         )
-        write_version(target, UpdateRecord(update, manifest), buffer)
-        self._prune(name, target)
-        return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
+        if whole:
+            write_version(target, UpdateRecord(update, manifest), offers.slots.buffer(name, offer.number))
+        else:
+            write_changes(target, UpdateRecord(update, manifest, str(written[-1][0])), offer.delta)
+        self._prune(written, target, whole)
+        return update
 
-    def _memory(self, name: str) -> tuple[PackedBuffer, memoryview]:
-        from headrace.weight_sync.packed import PackedBuffer
-
-        if name not in self._packed:
-            buffer = memoryview(bytearray(self._manifests[name].nbytes))
-            self._packed[name] = PackedBuffer(self._manifests[name], buffer), buffer
-        return self._packed[name]
-
-    def _prune(self, name: str, newest: Path) -> None:
-        written = self._written.setdefault(name, [])
-        written[:] = [*(path for path in written if path != newest), newest]
-        while len(written) > KEPT:
-            shutil.rmtree(written.pop(0), ignore_errors=True)
+    def _prune(self, written: list[tuple[Path, bool]], newest: Path, whole: bool) -> None:
+        written[:] = [*(one for one in written if one[0] != newest), (newest, whole)]
+        start = max((number for number, (_, full) in enumerate(written[: 1 - KEPT]) if full), default=0)
+        for path, _ in written[:start]:
+            shutil.rmtree(path, ignore_errors=True)
+        del written[:start]
 
 
 def write_version(target: Path, record: UpdateRecord, buffer: memoryview) -> None:
     """Writes one version whole or not at all. `buffer`: the packed buffer of the record's manifest. Raises OSError."""
+    with _at_once(target, record) as coming:
+        write_tensors(coming / tensors_file(record.update), record.manifest, buffer)
+        if spec := record.update.adapter:
+            _write_text(coming / "adapter_config.json", json.dumps(peft_config(spec, record.manifest)).encode())
+
+
+def write_changes(target: Path, record: UpdateRecord, delta: bytes) -> None:
+    """Writes the difference from the version in `record.before`, whole or not at all. Raises OSError."""
+    with _at_once(target, record) as coming:
+        _write_text(coming / CHANGES, delta)
+
+
+@contextmanager
+def _at_once(target: Path, record: UpdateRecord) -> Iterator[Path]:
+    """Yields a directory that becomes `target` when all of it is on the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     coming = target.with_name(f".{target.name}")
     shutil.rmtree(coming, ignore_errors=True)
     coming.mkdir()
-    write_tensors(coming / tensors_file(record.update), record.manifest, buffer)
+    yield coming
     _write_text(coming / RECORD, msgspec.json.encode(record))
-    if spec := record.update.adapter:
-        _write_text(coming / "adapter_config.json", json.dumps(peft_config(spec, record.manifest)).encode())
     _flush_directory(coming)
     shutil.rmtree(target, ignore_errors=True)  # the same version of before a failure
     coming.rename(target)
     _flush_directory(target.parent)
 
 
+class FilesSource:
+    """Protocol `Source`: the files of an engine whose layout is known."""
+
+    def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
+        """Reads the newest full copy, and every difference since."""
+        from headrace.weight_sync.delta.codec import apply
+
+        with _readable(update) as path:
+            differences, record = [], _record(path)
+            _check(record.update, update, path)
+            while record.before:
+                differences.append((path / CHANGES).read_bytes())
+                path = Path(record.before)
+                record = _record(path)
+            read_into(path / tensors_file(update), manifest, into)
+            for delta in reversed(differences):
+                apply(into, delta)
+            return manifest.payload + sum(map(len, differences))
+        raise AssertionError
+
+    def delta(self, update: WeightUpdate, limit: int) -> bytes:
+        with _readable(update) as path:
+            _check(_record(path).update, update, path)
+            return (path / CHANGES).read_bytes()
+        raise AssertionError
+
+
 class FilesReceiver:
-    """The engine's end. The layout comes with the files, so that a server can read updates that it was not prepared
+    """The end of a server, for full copies. The layout comes with the files, so that it can read updates that it was not prepared
     for."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Raises IdentityError if the files are gone, torn, or not those of the update."""
         from headrace.weight_sync.packed import PackedBuffer
 
-        path = Path(str(update.where["path"]))
-        try:
-            record = msgspec.json.decode((path / RECORD).read_bytes(), type=UpdateRecord)
+        with _readable(update) as path:
+            record = _record(path)
             _check(record.update, update, path)
-            buffer = memoryview(
-                bytearray(record.manifest.nbytes)
-            )  # never one that is served: this update may be refused
+            # never a buffer that is served: this update may be refused
+            buffer = memoryview(bytearray(record.manifest.nbytes))
             read_into(path / tensors_file(update), record.manifest, buffer)
-        except (OSError, msgspec.DecodeError, ValueError) as error:
-            raise IdentityError(
-                f"version {update.version} cannot be read from {path}: {error}. Trainer and engine must see the same directory, "
-                f"and only the {KEPT} newest versions are kept"
-            ) from error
         return PackedBuffer(record.manifest, buffer).verified(update)
+
+
+@contextmanager
+def _readable(update: WeightUpdate) -> Iterator[Path]:
+    """Yields the directory of the update. Raises IdentityError if it cannot be read."""
+    path = Path(str(update.where["path"]))
+    try:
+        yield path
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise IdentityError(
+            f"version {update.version} cannot be read from {path}: {error}. Trainer and engine must see the same directory, "
+            f"and only the {KEPT} newest versions are kept"
+        ) from error
+
+
+def _record(path: Path) -> UpdateRecord:
+    return msgspec.json.decode((path / RECORD).read_bytes(), type=UpdateRecord)
 
 
 def tensors_file(update: WeightUpdate) -> str:

@@ -1,12 +1,8 @@
-"""Weight sync on one host: packed buffers in anonymous shared memory.
-
-    full training     | full 0 | full 1 |
-    LoRA              | base | adapter a, 0 | adapter a, 1 | adapter b, 0 | adapter b, 1 | ...
+"""Weight sync on one host: packed buffers in anonymous shared memory (`slots.py`).
 
 The trainer writes version v into slot v % 2, converted to the serving dtype once; the engine maps the same pages and swaps between two
 forward passes by pointing its tensors at the other slot. Slot v % 2 may be written again only after v + 1 is live, so a pipeline publishes
-one version at a time. Base weights beside adapters are published once and have one slot. The memory has no name (it is a file
-descriptor that both processes inherit), so a killed run leaves nothing behind.
+one version at a time. Both processes inherit the descriptor of the memory.
 
 Torch is imported inside of functions: the controller opens the memory, and it loads no torch.
 """
@@ -15,22 +11,21 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace.errors import IdentityError
+from headrace.protocols import WeightSender
 from headrace.types import Struct
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
+from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
     from headrace.weight_sync.packed import PackedBuffer
-
-Manifests = Mapping[str, Manifest]
-"""The layouts of all that is published: an adapter's by its name, the model's by the empty name."""
 
 
 class SharedMemory(Struct, frozen=True, tag="shared_memory"):
@@ -39,8 +34,8 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
     fd: int
 
     @classmethod
-    def open(cls) -> SharedMemory:
-        return cls(_anonymous_memory())
+    def open(cls, form: Encoding = FULL) -> SharedMemory:
+        return cls(anonymous_memory())
 
     @property
     def inherited(self) -> tuple[int, ...]:
@@ -56,52 +51,28 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
         os.close(self.fd)
 
 
-def _anonymous_memory() -> int:
-    """Returns a file descriptor. The sender sets its size, and the memory is freed with its last user."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("headrace-weights", 0)
-    with tempfile.TemporaryFile() as file:  # already unlinked
-        return os.dup(file.fileno())
-
-
-class SharedMemorySender:
+class SharedMemorySender(WeightSender):
     """The trainer's end."""
 
     def __init__(self, fd: int, manifests: Manifests, once: Collection[str]) -> None:
-        from headrace.weight_sync.packed import PackedBuffer
+        self._slots, self._manifests = Slots(fd, manifests, once), manifests
 
-        self._starts: dict[str, list[int]] = {}
-        """First byte of each slot, by name."""
-        end = 0
-        for name, manifest in manifests.items():
-            slots = 1 if name in once else 2
-            self._starts[name] = [end + slot * manifest.nbytes for slot in range(slots)]
-            end += slots * manifest.nbytes
-        os.ftruncate(fd, end)
-        memory = memoryview(mmap.mmap(fd, end))
-        self._slots = {
-            name: [PackedBuffer(manifests[name], memory[start : start + manifests[name].nbytes]) for start in starts]
-            for name, starts in self._starts.items()
-        }
-        self._nbytes = {name: manifest.payload for name, manifest in manifests.items()}
-
-    def send(
+    def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> WeightUpdate:
-        """`adapter`: the adapter that the parameters belong to; None for the model's own."""
+    ) -> Callable[[], WeightUpdate]:
         started = time.perf_counter()
         name = adapter.name if adapter else ""
-        slot = version % len(self._slots[name])
-        packed = self._slots[name][slot]
+        slot = version % self._slots.count(name)
+        packed = self._slots.packed(name, slot)
         packed.fill(parameters)
-        mark = packed.fingerprint()
-        return WeightUpdate(
+        seconds = time.perf_counter() - started
+        return lambda: WeightUpdate(
             version=version,
             kind="adapter" if adapter else "full",
-            fingerprint=mark,
-            nbytes=self._nbytes[name],
-            seconds=time.perf_counter() - started,
-            where={"offset": self._starts[name][slot]},
+            fingerprint=packed.fingerprint(),
+            nbytes=self._manifests[name].payload,
+            seconds=seconds,
+            where={"offset": self._slots.start(name, slot)},
             adapter=adapter,
         )
 
@@ -114,6 +85,7 @@ class SharedMemoryReceiver:
         self._memory = memoryview(b"")
         self._slots: dict[tuple[str, int], PackedBuffer] = {}
         """Mapped slots by name and first byte."""
+        self.received = 0
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns views of the update after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Union
 
 from headrace.protocols import Transport
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.weight_sync.tcp import Tcp
 
 TRANSPORTS: dict[str, type[Transport]] = {
     "shared_memory": SharedMemory,
     "files": Files,
+    "tcp": Tcp,
+    "http": Http,
 }
 
 if TYPE_CHECKING:

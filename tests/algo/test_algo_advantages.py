@@ -395,6 +395,19 @@ def test_length_penalty_prefers_the_shorter_of_two_right_answers():
     assert short.advantages[0] == pytest.approx(0.2) == -long.advantages[0]
 
 
+def test_length_penalty_counts_the_sampled_tokens_of_all_turns():
+    """Of 24 tokens that can be sampled in three turns of 8, one rollout has 12 and the other 3; what it reads in between costs nothing."""
+
+    def talk(*counts: int) -> Scored:
+        first, *later = counts
+        turns = [Turn((1, 2), completion(first))]
+        turns += [Turn((9,) * 50, completion(count), parents=(place,)) for place, count in enumerate(later)]
+        return Scored(Episode(tuple(turns)), 1.0, {})
+
+    long, short = algorithm_of(AlgoConfig("dr_grpo", length_penalty=0.5), 24).rows(PROMPT, [talk(8, 3, 1), talk(2, 1)])
+    assert short.advantages[0] == pytest.approx(0.5 * (12 - 3) / 24 / 2) == -long.advantages[0]
+
+
 def test_length_penalty_never_rewards_length():
     """Not where the mean is negative either: by rewards of -1, or by a divergence that was taken off first."""
     assert penalised((-1.0, -1.0), (10, 2), 0.5, 10) == (-1.0, -1.0)

@@ -102,11 +102,38 @@ def test_sampling_masks_are_laid_end_to_end_with_nothing_cut_in_between():
     assert len(unpacked(row.sampling_mask)) == len(row.tokens)
 
 
-def test_the_last_request_of_a_path_held_all_of_it_and_so_does_its_routing():
-    first, last = RoutingTrace(1, 1, 1, b"\x01\x02"), RoutingTrace(1, 1, 1, b"\x01\x02\x03\x04\x05")
-    turns = (Turn((1, 2), completion(5, routing=first)), Turn((8,), completion(6, routing=last), parents=(0,)))
+def traced(*experts: int) -> RoutingTrace:
+    return RoutingTrace(1, 2, 1, bytes(number for one in experts for number in (one, one + 100)))
+
+
+def test_each_position_has_the_experts_of_the_request_that_forwarded_it_first():
+    """Two tokens of prompt and two sampled: the first request forwards three. Then one of context, and one sampled: the second forwards
+    the last token of the first turn and the context, and computes the others again, by other experts."""
+    first, last = traced(1, 2, 3), traced(11, 12, 13, 14, 15)
+    turns = (Turn((1, 2), completion(5, 6, routing=first)), Turn((8,), completion(7, routing=last), parents=(0,)))
     (row,) = rows(PROMPT, [scored(*turns)], [1.0])
-    assert row.routing == last
+    assert row.routing == traced(1, 2, 3, 14, 15)
+
+
+def test_positions_that_a_request_did_not_record_are_those_of_a_later_one():
+    later = traced(11, 12, 13, 14, 15, 16)
+    for first, joined in ((traced(1), traced(1, 12, 13, 14, 15)), (None, later), (traced(), later)):
+        turns = (Turn((1, 2), completion(5, 6, routing=first)), Turn((8,), completion(7, routing=later), parents=(0,)))
+        (row,) = rows(PROMPT, [scored(*turns)], [1.0])
+        assert row.routing is not None and row.routing.experts == joined.experts[:10]
+    unknown = (Turn((1, 2), completion(5, 6, routing=traced(1))), Turn((8,), completion(7), parents=(0,)))
+    (row,) = rows(PROMPT, [scored(*unknown)], [1.0])
+    assert row.routing == traced(1), "nothing is invented for what follows"
+
+
+def test_branches_share_the_experts_of_what_they_share():
+    turns = (
+        Turn((1, 2), completion(5, routing=traced(1, 2))),
+        Turn((8,), completion(6, routing=traced(21, 22, 23, 24)), parents=(0,)),
+        Turn((9,), completion(7, routing=traced(31, 32, 33, 34)), parents=(0,)),
+    )
+    one, other = rows(PROMPT, [scored(*turns)], [1.0])
+    assert (one.routing, other.routing) == (traced(1, 2, 23, 24), traced(1, 2, 33, 34))
 
 
 def trace(version: int, *logprobs: float, top: TopLogprobs | None = None) -> TeacherTrace:

@@ -184,7 +184,6 @@ def test_what_fails_in_every_rollout_is_refused_at_the_start(
     [
         ({"task": {"chat": False}}, "task.chat = false"),
         ({"task": {"examples": 2}}, "task.examples = 2"),
-        ({"rollout": {"keep_routing": True}}, "up to 8 turns, and rollout.keep_routing"),
         ({"environment": {"kind": "single_turn", "max_turns": 3}}, "environment.max_turns belongs to"),
         ({"environment": {"function": "env:play"}}, "is not of the form path/to/file.py:name"),
     ],

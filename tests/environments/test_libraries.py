@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import textarena
 import tool_chats
-from tool_chats import WrittenAgent, play_said
+from tool_chats import WrittenAgent, play_said, play_steps
 
 from headrace.config import load_config
 from headrace.environments.config import EnvironmentConfig
@@ -90,7 +90,7 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_step_is_a_turn_with_the_reward_that_it_caused(counter: Path) -> None:
     agent = WrittenAgent("1", "2", "5")
-    assert open_gym(settings(f"{counter}:Counter"))(agent, prompt="please", target=3) == {}
+    assert play_steps(open_gym(settings(f"{counter}:Counter")), agent, prompt="please", target=3) == {}
     assert agent.rewards == [("gym", 0.5), ("gym", 0.5), ("gym", 0.0)], "the wrong number ends it"
     first, second, third = agent.heard
     assert [one["content"] for one in first] == ["please", "count to 3"]
@@ -99,7 +99,7 @@ def test_each_step_is_a_turn_with_the_reward_that_it_caused(counter: Path) -> No
 
 def test_options_are_read_as_env_config_and_extras_are_the_columns_the_seed_and_the_limit(counter: Path) -> None:
     agent = WrittenAgent("2", "4")
-    open_gym(settings(f"{counter}:Counter", step=2))(agent, prompt="p", target=4)
+    play_steps(open_gym(settings(f"{counter}:Counter", step=2)), agent, prompt="p", target=4)
     assert agent.rewards == [("gym", 0.5), ("gym", 0.5)]
 
     counter.with_name("seen.py").write_text(
@@ -109,13 +109,13 @@ def test_options_are_read_as_env_config_and_extras_are_the_columns_the_seed_and_
         "    def step(self, action): return {'observations': [], 'reward': self.extras['seed'], 'done': self.path == 'here'}\n"
     )
     agent = WrittenAgent("x", seed=77)
-    open_gym(settings(f"{counter.parent}/seen.py:Seen", place={"path": "here"}))(agent, prompt="p")
+    play_steps(open_gym(settings(f"{counter.parent}/seen.py:Seen", place={"path": "here"})), agent, prompt="p")
     assert agent.rewards == [("gym", 77.0)]
 
 
 def test_a_conversation_that_is_cut_off_keeps_what_was_earned(counter: Path) -> None:
     agent = WrittenAgent("1", "2", limit=2)
-    assert open_gym(settings(f"{counter}:Counter"))(agent, prompt="p", target=9) == {}
+    assert play_steps(open_gym(settings(f"{counter}:Counter")), agent, prompt="p", target=9) == {}
     assert agent.rewards == [("gym", 0.5), ("gym", 0.5)] and len(agent.heard) == 3
 
 
@@ -180,21 +180,25 @@ ENTRY = {"question": "4 + 3 =", "answer": "7", "metadata": {"source_dataset": "c
 def test_a_wrong_answer_may_be_followed_by_another() -> None:
     play = open_reasoning_gym(settings(discount=0.5, feedback="no"))
     agent = WrittenAgent("8", "9", " 7 ", "never said")
-    assert play(agent, prompt="4 + 3 =", **columns_of(ENTRY)) == {"reasoning_gym": 0.25}
+    assert play_steps(play, agent, prompt="4 + 3 =", **columns_of(ENTRY)) == {"reasoning_gym": 0.25}
     assert [one[0]["content"] for one in agent.heard] == ["4 + 3 =", "no", "no"]
 
 
 def test_attempts_end_with_the_limit() -> None:
     play = open_reasoning_gym(settings(max_turns=2))
     agent = WrittenAgent("8", "9", "7")
-    assert play(agent, prompt="4 + 3 =", **columns_of(ENTRY))["reasoning_gym"] < 0.1 and len(agent.heard) == 2
+    assert (
+        play_steps(play, agent, prompt="4 + 3 =", **columns_of(ENTRY))["reasoning_gym"] < 0.1 and len(agent.heard) == 2
+    )
     cut = WrittenAgent("8", limit=0)
-    assert play(cut, prompt="4 + 3 =", **columns_of(ENTRY)) == {}, "nothing was answered, so there is nothing to score"
+    assert play_steps(play, cut, prompt="4 + 3 =", **columns_of(ENTRY)) == {}, (
+        "nothing was answered, so there is nothing to score"
+    )
 
 
 def test_rows_of_another_task_are_named() -> None:
     with pytest.raises(ValueError, match='plays the problems of task.kind = "reasoning_gym"'):
-        open_reasoning_gym(settings())(WrittenAgent("7"), prompt="4 + 3 =", answer="7")
+        play_steps(open_reasoning_gym(settings()), WrittenAgent("7"), prompt="4 + 3 =", answer="7")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_a_game_is_played_and_its_result_is_the_reward() -> None:
     play, right = open_textarena(settings("GuessTheNumber-v0")), number_of(6)
     wrong = right - 1 if right > 1 else right + 1
     agent = WrittenAgent(f"[{wrong}]", f"is it {right}?", f"[{right}]")
-    assert play(agent, prompt="seed 6", seed=6) == {"textarena": 1.0}
+    assert play_steps(play, agent, prompt="seed 6", seed=6) == {"textarena": 1.0}
     first, second, third = (one[0]["content"] for one in agent.heard)
     assert "You have to guess the number between 1 and 20" in first
     assert second == f"The target number is {'higher' if wrong < right else 'lower'}.", "what is new, and nothing else"
@@ -234,7 +238,7 @@ def test_a_game_is_played_and_its_result_is_the_reward() -> None:
 def test_invalid_moves_end_a_game_by_its_own_rule() -> None:
     play = open_textarena(settings("GuessTheNumber-v0", min_number=1, max_number=101))
     agent = WrittenAgent("[1]", "hm", "hm", "[2]")
-    (result,) = play(agent, prompt="p", seed=6).values()
+    (result,) = play_steps(play, agent, prompt="p", seed=6).values()
     right = random.Random(6).randint(1, 101)
     assert result == pytest.approx(1 - (right - 1) / 100) and len(agent.heard) == 3
 
@@ -242,9 +246,9 @@ def test_invalid_moves_end_a_game_by_its_own_rule() -> None:
 def test_a_game_that_is_cut_off_has_no_result_unless_one_is_set() -> None:
     wrong = "[1]" if number_of(6) > 1 else "[2]"
     with pytest.raises(RuntimeError, match="cut off at environment.max_turns .* environment.options.unfinished"):
-        open_textarena(settings("GuessTheNumber-v0"))(WrittenAgent(wrong), prompt="p", seed=6)
+        play_steps(open_textarena(settings("GuessTheNumber-v0")), WrittenAgent(wrong), prompt="p", seed=6)
     play = open_textarena(settings("GuessTheNumber-v0", unfinished=-0.5))
-    assert play(WrittenAgent(wrong), prompt="p", seed=6) == {"textarena": -0.5}
+    assert play_steps(play, WrittenAgent(wrong), prompt="p", seed=6) == {"textarena": -0.5}
 
 
 def test_the_model_plays_both_players_of_a_game_for_two() -> None:
@@ -252,7 +256,7 @@ def test_the_model_plays_both_players_of_a_game_for_two() -> None:
     play = open_textarena(settings("TicTacToe-v0"))
     one, two = WrittenAgent("[0]", "[1]", "[2]"), WrittenAgent("[3]", "[4]")
     agent = WrittenAgent(player_0=one, player_1=two)
-    assert play(agent, prompt="p", seed=3) == {}
+    assert play_steps(play, agent, prompt="p", seed=3) == {}
     assert (one.rewards, two.rewards, agent.heard) == ([("textarena", 1.0)], [("textarena", -1.0)], [])
     first, second = (said[0]["content"] for said in two.heard)
     assert "You are Player 1" in first and "You are Player 0" not in first and "Player 0 placed" in first
@@ -262,11 +266,11 @@ def test_the_model_plays_both_players_of_a_game_for_two() -> None:
 def test_a_player_without_a_move_gets_no_reward_and_both_get_that_of_a_game_that_was_cut_off() -> None:
     play = open_textarena(settings("TicTacToe-v0"))
     one, two = WrittenAgent("hm", "hm", "hm"), WrittenAgent("[3]")
-    play(WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3)
+    play_steps(play, WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3)
     assert one.rewards == [("textarena", -1.0)] and not two.heard and not two.rewards, "it lost by an invalid move"
     cut = open_textarena(settings("TicTacToe-v0", unfinished=-0.5))
     one, two = WrittenAgent("[0]"), WrittenAgent("[3]")
-    assert cut(WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3) == {}
+    assert play_steps(cut, WrittenAgent(player_0=one, player_1=two), prompt="p", seed=3) == {}
     assert one.rewards == two.rewards == [("textarena", -0.5)]
 
 
@@ -323,7 +327,7 @@ def test_games_that_cannot_be_played_are_refused(given: LibrarySettings, words: 
 
 def test_games_need_seeds() -> None:
     with pytest.raises(ValueError, match='set task.kind = "seeds"'):
-        open_textarena(settings("GuessTheNumber-v0"))(WrittenAgent("[1]"), prompt="p")
+        play_steps(open_textarena(settings("GuessTheNumber-v0")), WrittenAgent("[1]"), prompt="p")
 
 
 @pytest.mark.slow

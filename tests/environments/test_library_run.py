@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
-from tiny_run import of, tiny_config
+import textarena
+from tiny_run import kill_after_a_step, of, tiny_config
 
 import headrace
 from headrace.durable.journal import read_steps
+from headrace.environments.libraries.games import Game
 from headrace.observe.facts import Evaluated, GroupEnded
+from headrace.types import Scored, Turn
 
 ENV = """
 import random
@@ -58,3 +63,49 @@ def test_a_run_trains_on_an_environment_of_a_library(tiny_llama: Path, tmp_path:
         assert one.episode.turns[1].parents == (0,)
     assert not any(fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
+
+
+def test_games_branch_and_go_on_after_a_kill(tiny_llama: Path, tmp_path: Path) -> None:
+    """Each end of a rollout is one game from its first move on: played again by hand, it says what the model read."""
+    longer = tmp_path / "model"
+    shutil.copytree(tiny_llama, longer)
+    model = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 2048}))
+    config = tiny_config(
+        tmp_path,
+        longer,
+        environment={
+            "kind": "textarena",
+            "name": "GuessTheNumber-v0",
+            "options": {"unfinished": 0.0},
+            "max_turns": 4,
+            "workers": 1,
+        },
+        engine={"context_length": 1536, "kv_gib": 0.1},
+        rollout={"group_size": 3, "max_tokens": 3, "forks": {"alternatives": 2}},
+        staleness={"groups_per_step": 2, "max_lag": 1},
+        train={"steps": 3},
+    )
+    config["task"] = {"kind": "seeds"}
+    directory = tmp_path / "runs" / "tiny"
+    kill_after_a_step(config, directory)
+    assert headrace.train(resume=directory).reason == "finished"
+    steps = list(read_steps(directory))
+    assert len(steps) == 3 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
+    for group in (group for step in steps for group in step.groups):
+        for one in group.scored:
+            assert len(one.branches) == 3
+            for end in ends_of(one):
+                check_game(end, group.prompt.columns["seed"])
+
+
+def ends_of(one: Scored) -> list[list[Turn]]:
+    shared = one.episode.turns[: one.branches[0].first]
+    return [[*shared, *one.episode.turns[branch.first : branch.end]] for branch in one.branches]
+
+
+def check_game(turns: list[Turn], seed: int) -> None:
+    game = Game(lambda: textarena.make("GuessTheNumber-v0"), seed, players=1)
+    for turn in turns:
+        assert turn.messages[-1]["content"] == game.said()[1]
+        game.over(turn.completion.text)

@@ -23,6 +23,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.libraries.openenv import open_openenv
 from headrace.environments.workers.loading import LibrarySettings
+from headrace.environments.workers.talk import AgentReply
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played
@@ -145,6 +146,41 @@ def test_a_wrong_field_of_the_action_is_named(countdown: Countdown, encoder: Cha
     (found,) = play_said(encoder, config, [({"seed": 12}, ("1<|im_end|>",))])
     assert isinstance(found, Failure)
     assert "the server refused a step: no field answer (VALIDATION_ERROR)" in found.detail
+
+
+def test_a_session_goes_on_as_another_one_that_is_given_the_same_replies(countdown: Countdown) -> None:
+    options = {"action": "answer", "observation": "prompt"}
+    made = open_openenv(LibrarySettings(countdown.url, options, 8))
+    agent: Any = tool_chats.WrittenAgent()
+
+    def replied(text: str) -> AgentReply:
+        return AgentReply(text, (), "stop", 1)
+
+    async def first() -> dict[str, Any]:
+        one = made(seed=14, level="hard")
+        try:
+            assert await one.step(agent, None) == "count down from 4"
+            assert await one.step(agent, replied("3")) == "on"
+            return one.export_state()
+        finally:
+            await one.close()
+
+    async def goes_on(state: dict[str, Any], seed: int) -> Any:
+        other = made(seed=seed, level="hard")
+        other.restore(state)
+        try:
+            return [await other.step(agent, replied(text)) for text in ("2", "9", "0")]
+        finally:
+            await other.close()
+
+    countdown.resets.clear()
+    state = asyncio.run(first())
+    agent.rewards.clear()
+    assert asyncio.run(goes_on(state, 14)) == ["on", "on", {}]
+    assert agent.rewards == [("openenv", 1.0), ("openenv", 0.0), ("openenv", 1.0)], "and none for the replies before"
+    assert countdown.resets == [{"seed": 14, "level": "hard"}] * 2
+    with pytest.raises(ValueError, match="says something else than before"):
+        asyncio.run(goes_on(state, 15))
 
 
 def test_what_cannot_be_reached_is_refused(countdown: Countdown) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import of, tiny_config, when_step
+from tiny_run import engines_of, of, tiny_config, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded
@@ -103,7 +103,7 @@ def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -
     killed: list[int] = []
 
     def kill() -> None:
-        pids = _engines(os.getpid())
+        pids = engines_of(os.getpid())
         assert len(pids) == 2
         killed.append(pids[0])
         os.kill(pids[0], signal.SIGKILL)
@@ -116,19 +116,6 @@ def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -
     assert [state for _, state in moves(run)][:1] == ["away"]
     samples = of(run, FleetSample)
     assert all(len(fact.members) == 2 for fact in samples)
-
-
-def _engines(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-        if parent == pid and b"headrace.orchestration.workers.worker" in words and b"engine" in words:
-            found.append(int(entry.name))
-    return found
 
 
 def test_a_resumed_run_may_have_another_number_of_members(tiny_llama: Path, tmp_path: Path) -> None:

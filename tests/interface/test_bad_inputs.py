@@ -142,6 +142,7 @@ COMMANDS = [
     Bad("plan without a size", ("plan", "mine.toml", "--hardware", "h100"), ("name it with --model",)),
     Bad("plan for a chip unheard of", ("plan", "mine.toml", "--hardware", "tpu", "--model", "7b"), ("choose one of h100",)),
     Bad("plan on too few", ("plan", "mine.toml", "--hardware", "h100", "--model", "7b", "--gpus", "1"), ("at least 3 GPUs",)),
+    Bad("plan without a network", ("plan", "mine.toml", "--hardware", "h100", "--model", "7b", "--network", "0"), ("--network 0 must be above 0",)),
     Bad("a dtype for nothing", ("doctor", "--dtype", "float32"), ("name the model",)),
 ]  # fmt: skip
 
@@ -219,6 +220,37 @@ PAIRS = [
     sets("a window too wide", "use a window of at most", "staleness.window=99"),
     sets("a warning after the end", "must be below watch.stop_after", "watch.warn_after=9999"),
     sets("a teacher is needed", "add a [[teachers]] table", "algo.name=opd"),
+    sets("one rank that frees", "train.parallel.reshard has no meaning for one rank", "train.parallel.reshard=false"),
+    sets("copies of a whole", "set train.parallel.shard = 2 instead", "train.parallel.replicate=2"),
+    sets("experts of one rank", "no meaning for one rank", "train.parallel.expert=2"),
+    sets("copies of experts", "set it to 4, or remove it", "train.parallel={shard=4,expert=2}"),
+    sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
+    sets("ranks with proven bits", 'set train.parity = "off"', "train.parallel.shard=2", "train.parity=bitwise"),
+    sets("ranks with kernels", 'use "auto" or "torch"', "train.parallel.shard=2", "train.path=kernels"),
+    sets("ranks with a host", "raise train.parallel.shard", "train.parallel.shard=2", "train.offload_optimizer=true"),
+    sets(
+        "lowered for float32",
+        "would round weights",
+        "train.parallel={shard=2,gather='bfloat16'}",
+        "train.dtype=float32",
+    ),
+    sets(
+        "lowered twice", "gathered in train.dtype anyway", "train.parallel={shard=2,gather='bfloat16'}", "lora.rank=4"
+    ),
+    sets(
+        "ranks of packed weights", "remove one of the two", "train.parallel.shard=2", "lora.rank=4", "lora.quantise=nf4"
+    ),
+    sets(
+        "ranks of adapted experts", "set lora.experts = false", "train.parallel.shard=2", "lora={rank=4,experts=true}"
+    ),
+    sets(
+        "ranks of an older self",
+        "give the teacher a model",
+        "train.parallel.shard=2",
+        "algo.name=opd",
+        'teachers=[{name="old",student="average"}]',
+    ),
+    sets("more ranks than cores", "give each rank at least one core", "train.parallel.shard=2", "train.cores=[0]"),
     sets("two adapters of one name", "two adapters are called a", "lora.rank=4", 'adapters=[{name="a"},{name="a"}]'),
 ]
 

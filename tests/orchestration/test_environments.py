@@ -445,26 +445,19 @@ def test_only_kinds_that_work_are_accepted() -> None:
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}, "reward": {"function": "a.py:f"}}
 
 
-@pytest.mark.parametrize(
-    ("asks", "words"),
-    [
-        ({"text_teachers": ["essay"]}, "teacher essay reads the text of one"),
-        ({"length": "dr_grpo"}, "dr_grpo divides by rollout.max_tokens"),
-        ({"penalty": True}, "algo.length_penalty compares"),
-        ({"routing": True}, "rollout.keep_routing records the experts of the last one"),
-    ],
-)
-def test_what_carries_one_turn_only_is_refused_where_there_are_several(asks: dict[str, Any], words: str) -> None:
-    nothing: dict[str, Any] = {"text_teachers": [], "length": "", "penalty": False, "routing": False}
-    (said,) = turn_problems(3, **{**nothing, **asks})
-    assert words in said and said.startswith("the environment has up to 3 turns")
-    assert not list(turn_problems(1, **{**nothing, **asks})) and not list(turn_problems(3, **nothing))
-
-
-def test_a_config_is_checked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_divides_by_the_longest_completion_is_refused_where_there_are_several_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not list(turn_problems(1, length="dr_grpo")) and not list(turn_problems(3, length=""))
     monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.environments.fake:TWO_TURNS")
-    config = {**MINIMAL, "environment": {"kind": "two"}, "algo": {"name": "dr_grpo"}, "rollout": {"keep_routing": True}}
-    with pytest.raises(ConfigError) as error:
+    config = {**MINIMAL, "environment": {"kind": "two"}, "algo": {"name": "dr_grpo"}}
+    with pytest.raises(ConfigError, match="the environment has up to 2 turns, and dr_grpo divides"):
         load_config(config)
-    assert "dr_grpo divides" in str(error.value) and "keep_routing" in str(error.value)
-    assert not check(load_config({**config, "algo": {"name": "grpo"}, "rollout": {}}))
+    assert not check(load_config({**config, "algo": {"name": "grpo"}}))
+
+
+def test_the_longest_rollout_has_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.environments.fake:TWO_TURNS")
+    rollout = {"rollout": {"max_tokens": 24}}
+    assert load_config({**MINIMAL, **rollout}).longest_rollout == 24
+    assert load_config({**MINIMAL, **rollout, "environment": {"kind": "two"}}).longest_rollout == 48

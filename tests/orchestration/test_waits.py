@@ -59,7 +59,8 @@ from headrace.scoring.fake import FakeScorer
 from headrace.scoring.reward_scorer import RewardScorer
 from headrace.scoring.services.config import ServiceConfig
 from headrace.scoring.services.fake_service import ScriptedPost
-from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.scoring.teacher.stage import Teacher, TraceScorer
+from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher
 from headrace.settings.process_config import EvalConfig
 from headrace.simulate import virtual_time
 from headrace.simulate.world import FactList
@@ -381,6 +382,7 @@ async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         takes=everybody,
         weight=1.0,
         encode_prompt=lambda prompt: (1,),
+        encode_messages=lambda messages: (1,),
         encode_completion=lambda said, ended: (2, 3),
     )
     inner = TextScorer(FakeScorer(), [text], waits)
@@ -481,6 +483,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ),
     ("trainer", "* scored groups"): of_pipeline(),
     ("trainer", "the swap in the engine (of *)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),
+    ("delivery", "the trainer (the published weights)"): of_pipeline(),
     ("delivery", "the swap in the engine"): of_pipeline(),
     ("delivery", "the engine (probe)"): of_pipeline(),
     ("controller", "the trainer (*)"): of_pipeline(),

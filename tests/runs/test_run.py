@@ -168,7 +168,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
 
 def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
-    config["train"]["steps"] = 10
+    config["train"] |= {"steps": 10, "max_deaths": 0}
     killer = when_step(directory, 5, lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL))
     with pytest.raises(WorkerDied, match="trainer process was killed by SIGKILL") as caught:
         headrace.train(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from headrace.observe.facts import Waited
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.teaching import messages_of
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.teacher.stage import NoReward, Teacher, TextScorer, TextTeacher, TraceScorer, score_episode
+from headrace.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score_episode
+from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
 from headrace.scoring.teacher.vocabulary import vocabulary_problem
 from headrace.trainer.step.shadow import Shadow
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Stop, Turn, VersionSpan
@@ -251,8 +253,17 @@ def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt
         takes=takes,
         weight=weight,
         encode_prompt=lambda prompt: (1, *map(ord, prompt.text)),
+        encode_messages=written,
         encode_completion=pairs,
     )
+
+
+def written(messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """The teacher's template: its tokens of each message between 1 and 2, and 1 for the turn that is opened. Tools need a call."""
+    if any("tool_calls" not in before for before, one in pairwise(messages) if one["role"] == "tool"):
+        raise ConfigError("no call")
+    rendered = [f"{one['role'][0]}{one['content']}{one.get('tool_calls', '')}" for one in messages]
+    return (*(token for text in rendered for token in (1, ord(text[0]), *pairs(text[1:], True))), 1, ord("a"))
 
 
 def pairs(text: str, ended: bool) -> tuple[int, ...]:
@@ -285,13 +296,96 @@ def test_what_cannot_be_read_as_text_is_a_failure():
     several = Episode((*TREE.turns[:2],))
     empty, turns = run(scorer, PROMPT, [single(5, text="", stop="length"), several])
     assert empty == Failure("teacher_refused", "critic: the completion has no text to score")
-    assert turns.reason == "teacher_refused" and "has 2" in turns.detail
+    assert turns.reason == "teacher_refused" and "no conversation of messages" in turns.detail
     (inner,) = run(TextScorer(FakeScorer(failure_rate=1.0), [text_teacher(engine())], waits()), PROMPT, [single(1)])
     assert inner.reason == "reward_raised"
     broken = engine()
     broken.opinion = lambda tokens: math.nan
     (nan,) = run(TextScorer(NoReward(), [text_teacher(broken)], waits()), PROMPT, [single(1, text="x")])
     assert nan.reason == "reward_nan"
+
+
+def says(role: str, content: str, **rest: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **rest}
+
+
+def turn(said_: Completion, *messages: dict[str, Any], reply: dict[str, Any] | None = None, **rest: Any) -> Turn:
+    return Turn((9,), said_, messages=messages, reply=reply or says("assistant", said_.text), **rest)
+
+
+def judged_by_hand(*completions: tuple[tuple[int, ...], str, bool]) -> float:
+    """The mean per byte over completions, each given all that was before it. `completions`: the tokens before, the text, whether it ended."""
+    total = sum(
+        opinion((*front, *pairs(text, ended)[: t + 1]))
+        for front, text, ended in completions
+        for t in range(len(pairs(text, ended)))
+    )
+    return total / sum(len(text.encode()) + ended for _, text, ended in completions)
+
+
+def test_a_text_teacher_reads_all_turns_of_a_conversation_in_one_request():
+    asked = engine()
+    talk = Episode(
+        (
+            turn(said(41, text="héé"), says("system", "be kind"), says("user", "2?")),
+            turn(said(42, text="abc", stop="length"), says("user", "more", problem="raised"), parents=(0,)),
+        )
+    )
+    (one,) = run(TextScorer(NoReward(), [text_teacher(asked)], waits()), PROMPT, [talk])
+    first = [says("system", "be kind"), says("user", "2?")]
+    second = [*first, says("assistant", "héé"), says("user", "more")]
+    expected = judged_by_hand((written(first), "héé", True), (written(second), "abc", False))
+    assert one.rewards == {"critic": pytest.approx(expected)}
+    assert [request.prompt for request in asked.requests] == [(*written(second), *pairs("abc", False))]
+
+
+def test_turns_that_branch_or_are_rewritten_are_read_where_they_stand():
+    """Two replies to one turn, and one whose template dropped what was before: each is read once, behind its own conversation."""
+    asked = engine()
+    talk = Episode(
+        (
+            turn(said(41, text="one"), says("user", "a")),
+            turn(said(42, text="two"), says("user", "b"), parents=(0,)),
+            turn(said(43, text="three"), says("user", "c"), parents=(0,)),
+            turn(said(44, text="four"), says("user", "d"), rewrites=(1,)),
+            turn(said(45, text="other"), says("user", "e"), agent="critic"),
+        )
+    )
+    (one,) = run(TextScorer(NoReward(), [text_teacher(asked)], waits()), PROMPT, [talk])
+    start = [says("user", "a")]
+    after = [*start, says("assistant", "one")]
+    deep = [*after, says("user", "b"), says("assistant", "two"), says("user", "d")]
+    expected = judged_by_hand(
+        (written(start), "one", True),
+        (written([*after, says("user", "b")]), "two", True),
+        (written([*after, says("user", "c")]), "three", True),
+        (written(deep), "four", True),
+        (written([says("user", "e")]), "other", True),
+    )
+    assert one.rewards == {"critic": pytest.approx(expected)}
+    assert len(asked.requests) == 3, "the first branch with what follows, the second, and the other role"
+
+
+def test_a_template_that_wants_calls_for_results_reads_replies_as_calls():
+    calls = [{"function": {"name": "look"}}]
+    talk = Episode(
+        (
+            turn(said(41, text="<look>"), says("user", "a"), reply=says("assistant", "", tool_calls=calls)),
+            turn(said(42, text="so"), says("tool", "42", tool_call_id="call00001"), parents=(0,)),
+        )
+    )
+    asked = engine()
+    (one,) = run(TextScorer(NoReward(), [text_teacher(asked)], waits()), PROMPT, [talk])
+    start = [says("user", "a")]
+    second = [*start, says("assistant", "", tool_calls=calls), says("tool", "42")]
+    expected = judged_by_hand((written(start), "<look>", True), (written(second), "so", True))
+    assert one.rewards == {"critic": pytest.approx(expected)} and len(asked.requests) == 2
+
+
+def test_a_teachers_own_system_message_takes_the_place_of_the_policys():
+    user = says("user", "a")
+    assert with_system([says("system", "x"), user], "") == [says("system", "x"), user]
+    assert with_system([says("system", "x"), user], "y") == with_system([user], "y") == [says("system", "y"), user]
 
 
 def test_a_template_that_refuses_is_data():
@@ -304,6 +398,7 @@ def test_a_template_that_refuses_is_data():
         takes=everybody,
         weight=1.0,
         encode_prompt=refuse,
+        encode_messages=written,
         encode_completion=pairs,
     )
     (one,) = run(TextScorer(NoReward(), [teacher], waits()), PROMPT, [single(1, text="x")])

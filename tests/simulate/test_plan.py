@@ -24,7 +24,17 @@ from headrace.plan.charts import draw
 from headrace.plan.rates import hardware
 from headrace.plan.rates.calibrate import calibrate
 from headrace.plan.rates.from_run import rates_of_run
-from headrace.plan.rates.hardware import GPUS, SHAPES, engine_rates, replica_gpus, shape, trainer_gpus, trainer_rates
+from headrace.plan.rates.hardware import (
+    GPUS,
+    SHAPES,
+    engine_rates,
+    replica_gpus,
+    shape,
+    trainer_gpus,
+    trainer_mesh,
+    trainer_rates,
+    trainer_traffic,
+)
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.plan.reasons import bias, bottleneck
 from headrace.plan.sweep import Option, recommended, sweep
@@ -93,6 +103,31 @@ def test_pools_are_as_large_as_the_model_needs():
     assert small.token / large.token == pytest.approx(8 * hardware.DOUBLING**3)
 
 
+def test_the_mesh_is_within_a_machine_where_that_holds_it():
+    """16 bytes a parameter: 122 GB of a 7B model are 15 a rank; 1,130 of a 70B model are 141 in a machine of eight, 35 on 32 ranks."""
+    h100 = GPUS["h100"]
+    mesh = lambda name, gpus: trainer_mesh(h100, SHAPES[name], gpus)  # noqa: E731
+    assert [(one.shard, one.replicate) for one in (mesh("7b", 4), mesh("7b", 8), mesh("7b", 48))] == [
+        (4, 1),
+        (8, 1),
+        (8, 6),
+    ]
+    assert [(one.shard, one.replicate) for one in (mesh("70b", 32), mesh("70b", 64))] == [(32, 1), (32, 2)]
+
+
+def test_a_mixture_waits_for_what_its_ranks_gather():
+    """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32. Within a machine experts
+    stay, and 786,432 elements of a token travel four times."""
+    h100, mixture = GPUS["h100"], SHAPES["30b-a3b"]
+    received = 15 / 16 * (2 * 2 * 29.878e9 + 4 * 0.622e9 + 4 * 30.5e9)
+    assert trainer_rates(h100, mixture, 16).token == pytest.approx(received / (8 * 40e9) / (16 * 2048), rel=1e-6)
+    assert trainer_mesh(h100, mixture, 8).expert == 8
+    moved = trainer_traffic(mixture, trainer_mesh(h100, mixture, 8))
+    received = 7 / 8 * (2 * 2 * 0.878e9 + 4 * 0.622e9 + 4 * 1.5e9 + 2048 * 4 * 2 * 786_432)
+    assert moved.microbatch(2048) == pytest.approx(received, rel=1e-6)
+    assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
+
+
 def test_mixtures_of_experts_read_little_with_few_sequences():
     one = engine_rates(GPUS["h200"], SHAPES["30b-a3b"], gpus=1, max_running=64)
     assert one.pass_seconds(1) < one.pass_seconds(8) < one.pass_seconds(16) == pytest.approx(one.pass_seconds(64))
@@ -105,7 +140,7 @@ def test_strange_models_are_refused(name: str):
 
 
 def test_other_sizes_have_the_shape_of_the_nearest():
-    assert shape("8B").cache_bytes == SHAPES["7b"].cache_bytes and shape("8b").parameters == 8e9
+    assert shape("9B").cache_bytes == SHAPES["8b"].cache_bytes and shape("9b").parameters == 9e9
 
 
 # -- a run's metrics ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,15 @@ def seconds_to_import(module: str) -> float:
 
 def workers_of(pid: int) -> dict[str, int]:
     """The worker processes of a controller, by kind."""
-    found = {}
+    return dict(_workers(pid))
+
+
+def engines_of(pid: int) -> list[int]:
+    """The processes of a controller's own engines."""
+    return [worker for kind, worker in _workers(pid) if kind == "engine"]
+
+
+def _workers(pid: int) -> Iterator[tuple[str, int]]:
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
@@ -71,8 +79,21 @@ def workers_of(pid: int) -> dict[str, int]:
         except (OSError, IndexError, ValueError):  # no process, or gone meanwhile
             continue
         if parent == pid and b"headrace.orchestration.workers.worker" in words:
-            found[words[words.index(b"headrace.orchestration.workers.worker") + 1].decode()] = int(entry.name)
-    return found
+            yield words[words.index(b"headrace.orchestration.workers.worker") + 1].decode(), int(entry.name)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a controller's trainer, in the order of their ranks."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words, stat = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "stat").read_text()
+        except OSError:  # gone meanwhile
+            continue
+        parent, *_ = stat.rsplit(")", 1)[1].split()[1:]
+        if int(parent) == pid and b"headrace.orchestration.workers.worker" in words and b"trainer" in words:
+            found.append(int(entry.name))
+    return sorted(found)
 
 
 def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:

@@ -11,6 +11,8 @@ from typing import Any
 
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
+from headrace.environments.workers.player import arguments
+from headrace.environments.workers.step_driver import check_row, is_end
 from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
 from headrace.models.chat import ChatEncoder
 from headrace.playing import EnvironmentKind
@@ -147,6 +149,20 @@ class WrittenAgent(BlockingAgent):
 
     def reward(self, name: str, value: float) -> None:
         self.rewards.append((name, value))
+
+
+def play_steps(made: type, agent: WrittenAgent, **columns: Any) -> Any:
+    """Plays a rollout with a class whose steps block. Returns the rewards."""
+    check_row(made, columns)
+    one, reply = made(**arguments(made, {"seed": agent.seed, **columns}, agent=False)), None
+    try:
+        while not is_end(said := one.step(agent, reply)):
+            role, messages = said if isinstance(said, tuple) else ("", said)
+            reply = (agent.role(role) if role else agent).chat(messages)
+        return said
+    finally:
+        if hasattr(one, "close"):
+            one.close()
 
 
 CALL = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call><|im_end|>'

@@ -24,21 +24,21 @@ from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored
 
 
-def algorithm_of(algo: AlgoConfig, max_tokens: int, weights: Mapping[str, float] | None = None) -> Algorithm:
-    """Makes the algorithm. `max_tokens`: length of the longest completion possible; `weights`: weights of the named
+def algorithm_of(algo: AlgoConfig, longest: int, weights: Mapping[str, float] | None = None) -> Algorithm:
+    """Makes the algorithm. `longest`: the most tokens that can be sampled for a rollout; `weights`: weights of the named
     rewards, 1 if missing.
 
     Raises ConfigError if the user's advantage function cannot be loaded.
     """
-    return Algorithm(algo, advantage_of(algo.recipe.advantage), max_tokens, weights or {})
+    return Algorithm(algo, advantage_of(algo.recipe.advantage), longest, weights or {})
 
 
 class Algorithm:
     """The part of the algorithm that the pipeline uses: advantages and rows."""
 
-    def __init__(self, algo: AlgoConfig, advantage: Advantage, max_tokens: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, algo: AlgoConfig, advantage: Advantage, longest: int, weights: Mapping[str, float]) -> None:
         self._algo, self._recipe = algo, algo.recipe
-        self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
+        self._advantage, self._longest, self._weights = advantage, longest, weights
         self._weighs = self._recipe.loss.weighs_rollouts
         self._spreads = advantage.spread
         self._kl_in_reward = (
@@ -163,7 +163,7 @@ class Algorithm:
         rewards = tuple(one.reward - self._kl(one) for one in scored)
         lengths = tuple(one.episode.sampled for one in scored)
         if self._algo.length_penalty and rewards:
-            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
+            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._longest)
         return GroupRewards(rewards, lengths, _by_name([one.rewards for one in scored]), self._weights)
 
     def _kl(self, one: Scored) -> float:

@@ -7,8 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from headrace.types import Completion, Episode, Prompt, Row, SamplingMask, Scored, TeacherTrace, TopLogprobs
+from headrace.types import (
+    Completion,
+    Episode,
+    Prompt,
+    RoutingTrace,
+    Row,
+    SamplingMask,
+    Scored,
+    TeacherTrace,
+    TopLogprobs,
+)
 
 Overlong = Literal["train", "mask"]
 
@@ -73,6 +84,7 @@ def row_of(
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
+    opening = turns[path[0]].context or prompt.tokens
     masked = _masked_from(one, path[-1]) if overlong == "mask" else len(turns)
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -91,14 +103,14 @@ def row_of(
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
         kv_versions += kv if piece.sampled else versions[len(kv_versions) :]
     return Row(
-        prompt=turns[path[0]].context or prompt.tokens,
+        prompt=opening,
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
         advantages=tuple(advantages),
         mask=tuple(mask),
         versions=tuple(versions),
         sampling_mask=_sampling_mask(one.episode, pieces),
-        routing=turns[path[-1]].completion.routing,  # its request held the whole path
+        routing=_routing(one.episode, len(opening), pieces),
         teacher=_teacher(one, pieces),
         kv_versions=tuple(kv_versions) if kv_versions != versions else (),
     )
@@ -157,6 +169,20 @@ def _sampling_mask(episode: Episode, pieces: Sequence[_Piece]) -> SamplingMask |
         counts.append(np.diff(np.frombuffer(mask.offsets, np.int64)) if mask else np.zeros(len(piece.tokens), np.int64))
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
     return SamplingMask(b"".join(ids), offsets.tobytes())
+
+
+def _routing(episode: Episode, prompt: int, pieces: Sequence[_Piece]) -> RoutingTrace | None:
+    """Joins the traces of the turns: each position has the experts of the first request that forwarded it, under whose weights the token behind
+    it was sampled. A later request may have computed it again under newer ones. A request forwards all before its last sampled token."""
+    joined, end = b"", prompt
+    shape: RoutingTrace | None = None
+    for piece in pieces:
+        end += len(piece.tokens)
+        trace = episode.turns[piece.turn].completion.routing if piece.sampled else None
+        if trace and trace.experts:
+            size = trace.layers * trace.k * trace.width
+            joined, shape = joined + trace.experts[len(joined) : (end - 1) * size], trace
+    return shape and replace(shape, experts=joined)
 
 
 def _teacher(one: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:

@@ -98,6 +98,7 @@ class Fleet:
             verify_seconds=max(one.verify_seconds for one in reports),
             swap_seconds=max(one.swap_seconds for one in reports),
             mixed_tokens=sum(one.mixed_tokens for one in reports),
+            received=sum(one.received for one in reports),
         )
 
     async def _load_everywhere(self, name: str, update: WeightUpdate, parts: int) -> dict[Member, Exception]:

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.environments.libraries.led_again import Replies
 from headrace.environments.libraries.options import near, not_installed
 from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.talk import BlockingAgent
+from headrace.environments.workers.step_driver import LibraryRollout
+from headrace.environments.workers.talk import AgentReply, BlockingAgent
 from headrace.errors import ConfigError
 
 KIND = "textarena"
@@ -87,38 +89,73 @@ class Game:
         return float(reward)
 
 
-def open_textarena(settings: LibrarySettings) -> Callable[..., Any]:
-    """Returns the function that plays a rollout with the game `settings.name`. Its first position follows from the column `seed`.
+class GameRollout(LibraryRollout):
+    """A rollout: one game. It is subclassed with the settings."""
 
-    Raises ConfigError if textarena is not installed, has no such game, or the game cannot be started or is for more than two players."""
-    make, players, unfinished = _made_by(settings)
+    make: Callable[[], Any]
+    players: int
+    unfinished: float | None
+    """The reward of a game that is cut off."""
+    needs = {"seed": 'set task.kind = "seeds"'}
+    """Columns that a row must have: the game follows from its seed, which is one for the group."""
 
-    def textarena(agent: BlockingAgent, seed: int | None = None, **columns: Any) -> dict[str, float]:
-        """Returns the result of a game of one player. The rewards of two are those of their roles."""
-        if seed is None:
-            raise ValueError(f'environment.kind = "{KIND}" needs prompts with a column seed: set task.kind = "seeds"')
-        game, moved, over = Game(make, seed, players), dict[int, BlockingAgent](), False
-        while not over:
-            player, said = game.said()
-            mover = moved.get(player) or (agent if players == 1 else agent.role(f"player {player}"))
-            reply = mover.chat(said)
-            if reply.stop == "limit":
-                break
-            moved[player] = mover
-            over = game.over(reply.text)
-        if not over and unfinished is None:
+    def __init__(self, seed: int, **columns: Any) -> None:
+        self._game, self._replies = Game(type(self).make, seed, self.players), Replies()
+        self._moved: list[int] = []
+        """The players that have moved."""
+        self._player = 0
+
+    def step(self, agent: BlockingAgent, reply: AgentReply | None) -> Any:
+        """The rewards of two players are those of their last turns."""
+        if reply is None:
+            return self._asked()
+        if reply.stop == "limit" and self.unfinished is None:
             raise RuntimeError(
                 "the game was cut off at environment.max_turns or environment.max_tokens before it had a result: raise them, or set the "
                 f"reward of such games, environment.options.{UNFINISHED}"
             )
-        results = {player: game.result(player) if over else unfinished or 0.0 for player in moved}
-        if players == 1:
-            return {KIND: results.get(0, unfinished or 0.0)}
-        for player, mover in moved.items():
-            mover.reward(KIND, results[player])
+        if reply.stop != "limit" and not self._moves(reply.text):
+            return self._asked()
+        cut = self.unfinished if reply.stop == "limit" else None
+        results = {player: self._game.result(player) if cut is None else cut for player in self._moved}
+        if self.players == 1:
+            return {KIND: results.get(0, cut)}
+        for player, result in results.items():
+            agent.role(_role(player)).reward(KIND, result)
         return {}
 
-    return textarena
+    def _asked(self) -> Any:
+        self._player, said = self._game.said()
+        self._replies.said(self._player, said)
+        return said if self.players == 1 else (_role(self._player), said)
+
+    def _moves(self, move: str) -> bool:
+        """Makes a move, and returns whether the game is over."""
+        if self._player not in self._moved:
+            self._moved.append(self._player)
+        self._replies.given(move)
+        return self._game.over(move)
+
+    def export_state(self) -> dict[str, Any]:
+        return self._replies.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._asked()
+        for move in self._replies.again(state):
+            self._moves(move)
+            self._asked()
+
+
+def _role(player: int) -> str:
+    return f"player {player}"
+
+
+def open_textarena(settings: LibrarySettings) -> type[GameRollout]:
+    """Returns the class that plays a rollout with the game `settings.name`. Its first position follows from the column `seed`.
+
+    Raises ConfigError if textarena is not installed, has no such game, or the game cannot be started or is for more than two players."""
+    make, players, unfinished = _made_by(settings)
+    return GameRollout.opened(KIND, make=staticmethod(make), players=players, unfinished=unfinished)
 
 
 def _made_by(settings: LibrarySettings) -> tuple[Callable[[], Any], int, float | None]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from headrace.environments.libraries.led_again import Replies
 from headrace.environments.libraries.options import near, not_installed
 from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.talk import BlockingAgent, messages_of
+from headrace.environments.workers.step_driver import LibraryRollout
+from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
 from headrace.errors import ConfigError
 from headrace.settings.user_code import load_function, one_line
 
@@ -33,31 +36,86 @@ class EnvConfig(dict[str, Any]):
         return EnvConfig(value) if isinstance(value, dict) else value
 
 
-def open_gym(settings: LibrarySettings) -> Callable[..., Any]:
-    """Returns the function that plays a rollout with the environment `settings.name`: an id that is registered with skyrl-gym,
+class GymRollout(LibraryRollout):
+    """A rollout: one environment. It is subclassed with the settings.
+
+    If the environment has `export_state` and `restore`, its state is theirs. Otherwise its state are the actions, which only the user can know
+    to be enough (`exports_if_set`)."""
+
+    made: Callable[..., Any]
+    """Makes an environment."""
+    takes: frozenset[str] | None
+    """The names of its arguments; None if it takes any."""
+    options: Mapping[str, Any]
+    most: int
+    exports_if_set = True
+
+    def __init__(self, prompt: Any, seed: int, **columns: Any) -> None:
+        self._prompt, self._replies = prompt, Replies()
+        self._thread = ThreadPoolExecutor(
+            1, "gym"
+        )  # all of its calls, because connections of databases may not be shared
+        extras = {"max_turns": self.most, "seed": seed, **columns}
+        offered = {"env_config": EnvConfig(self.options), "extras": extras}
+        given = {name: value for name, value in offered.items() if self.takes is None or name in self.takes}
+        self._env = self._called(lambda: type(self).made(**given))
+
+    def step(self, agent: BlockingAgent, reply: AgentReply | None) -> Any:
+        """Each step's reward is the reward of the turn that caused it."""
+        if reply is None:
+            return self._begin()
+        if reply.stop == "limit":
+            return {}
+        observations, reward, done = self._act(reply.text)
+        agent.reward(KIND, reward)
+        return {} if done else observations
+
+    def export_state(self) -> Any:
+        return self._called(self._env.export_state) if not self.exports_if_set else self._replies.state()
+
+    def restore(self, state: Any) -> None:
+        if not self.exports_if_set:
+            self._called(lambda: self._env.restore(state))
+            return
+        self._begin()
+        for action in self._replies.again(state):
+            self._act(action)
+
+    def close(self) -> None:
+        try:
+            if callable(close := getattr(self._env, "close", None)):
+                self._called(close)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _begin(self) -> list[dict[str, Any]]:
+        observations = _begun(self._called(lambda: self._env.init(messages_of(self._prompt))))
+        self._replies.said(observations)
+        return observations
+
+    def _act(self, action: str) -> tuple[list[dict[str, Any]], float, bool]:
+        self._replies.given(action)
+        result = _stepped(self._called(lambda: self._env.step(action)))
+        self._replies.said(*result)
+        return result
+
+    def _called(self, work: Callable[[], Any]) -> Any:
+        return self._thread.submit(work).result()
+
+
+def open_gym(settings: LibrarySettings) -> type[GymRollout]:
+    """Returns the class that plays a rollout with the environment `settings.name`: an id that is registered with skyrl-gym,
     `path/to/file.py:Class`, or `package.module:Class`. Raises ConfigError if there is none."""
     made = _creator(settings.name)
-    takes = _accepted(made)
-
-    def gym(agent: BlockingAgent, prompt: Any, **columns: Any) -> dict[str, float]:
-        """Each step's reward is the reward of the turn that caused it."""
-        extras = {"max_turns": settings.max_turns, "seed": agent.seed, **columns}
-        offered = {"env_config": EnvConfig(settings.options), "extras": extras}
-        env = made(**{name: value for name, value in offered.items() if takes is None or name in takes})
-        try:
-            observations, done = _begun(env.init(messages_of(prompt))), False
-            while not done:
-                reply = agent.chat(observations)
-                if reply.stop == "limit":
-                    break
-                observations, reward, done = _stepped(env.step(reply.text))
-                agent.reward(KIND, reward)
-        finally:
-            if callable(close := getattr(env, "close", None)):
-                close()
-        return {}
-
-    return gym
+    exports = all(callable(getattr(made, name, None)) for name in ("export_state", "restore"))
+    return GymRollout.opened(
+        KIND,
+        made=staticmethod(made),
+        takes=_accepted(made),
+        options=settings.options,
+        most=settings.max_turns,
+        exports_if_set=not exports,
+    )
 
 
 def _creator(name: str) -> Callable[..., Any]:
@@ -110,10 +168,10 @@ def _registered(name: str) -> Callable[..., Any]:
     return made
 
 
-def _accepted(made: Callable[..., Any]) -> set[str] | None:
+def _accepted(made: Callable[..., Any]) -> frozenset[str] | None:
     """Returns the names of the arguments; None if it takes any."""
     parameters = inspect.signature(made).parameters.values()
-    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else {one.name for one in parameters}
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else frozenset(one.name for one in parameters)
 
 
 def _begun(result: Any) -> list[dict[str, Any]]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from headrace.environments.libraries.led_again import Replies
 from headrace.environments.libraries.options import known_options, not_installed
 from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.talk import AsyncAgent
+from headrace.environments.workers.step_driver import LibraryRollout
+from headrace.environments.workers.talk import AgentReply, AsyncAgent
 from headrace.errors import ConfigError
 
 KIND = "openenv"
@@ -91,9 +93,63 @@ def text_of(observation: Any, field: str) -> str:
     return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
 
 
-def open_openenv(settings: LibrarySettings) -> Callable[..., Any]:
-    """Returns the function that plays a rollout with the server whose URL is `settings.name`. `action`: the field of the action that takes
-    the text of the model's turn; `observation`: see `ServerSession`.
+class ServedRollout(LibraryRollout):
+    """A rollout: one session. It is subclassed with the settings. Its state are the actions, which a new session is given again."""
+
+    address: str
+    observation: str
+    """See `ServerSession`."""
+    action: str
+    """The field of the action that takes the text of the model's turn."""
+    exports_if_set = True
+
+    def __init__(self, seed: int, prompt: Any = None, **columns: Any) -> None:
+        self._columns, self._replies = {"seed": seed, **columns}, Replies()
+        self._opened = contextlib.AsyncExitStack()
+        self._session: ServerSession | None = None
+        self._restored: dict[str, Any] | None = None
+
+    async def step(self, agent: AsyncAgent, reply: AgentReply | None) -> Any:
+        """Each step's reward is the reward of the turn that caused it."""
+        if self._session is None:
+            first = await self._open()
+            if reply is None:
+                return {} if first.done else first.text
+        assert reply is not None
+        if reply.stop == "limit":
+            return {}
+        answer = await self._act(reply.text)
+        if answer.reward is not None:
+            agent.reward(KIND, answer.reward)
+        return {} if answer.done else answer.text
+
+    async def _open(self) -> ServerAnswer:
+        entered = session_with(self.address, self.observation, self._columns)
+        self._session, first = await self._opened.enter_async_context(entered)
+        self._replies.said(first)
+        for action in self._replies.again(self._restored) if self._restored else ():
+            await self._act(action)
+        return first
+
+    async def _act(self, action: str) -> ServerAnswer:
+        assert self._session is not None
+        self._replies.given(action)
+        answer = await self._session.step({self.action: action})
+        self._replies.said(answer)
+        return answer
+
+    def export_state(self) -> dict[str, Any]:
+        return self._replies.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._restored = state
+
+    async def close(self) -> None:
+        await self._opened.aclose()
+
+
+def open_openenv(settings: LibrarySettings) -> type[ServedRollout]:
+    """Returns the class that plays a rollout with the server whose URL is `settings.name`.
 
     Raises ConfigError if websockets is not installed, the settings do not fit, or the server cannot be used."""
     options = known_options(settings, KIND, OPTIONS)
@@ -109,21 +165,7 @@ def open_openenv(settings: LibrarySettings) -> Callable[..., Any]:
             f"environment.name = {settings.name}: no session could be opened there: {str(error) or type(error).__name__}; start the server, or "
             "correct the URL and environment.options"
         ) from None
-
-    async def openenv(agent: AsyncAgent, **columns: Any) -> dict[str, float]:
-        """Each step's reward is the reward of the turn that caused it."""
-        given = {name: value for name, value in columns.items() if name != "prompt"}
-        async with session_with(address, field, {"seed": agent.seed, **given}) as (session, step):
-            while not step.done:
-                reply = await agent.chat(step.text)
-                if reply.stop == "limit":
-                    break
-                step = await session.step({options["action"]: reply.text})
-                if step.reward is not None:
-                    agent.reward(KIND, step.reward)
-        return {}
-
-    return openenv
+    return ServedRollout.opened(KIND, address=address, observation=field, action=options["action"])
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from headrace.environments.workers.episode_frames import Beat, FromController, FunctionLoaded, pack, read_order
 from headrace.environments.workers.loading import load_player
 from headrace.environments.workers.player import Player, ToolLimits
-from headrace.environments.workers.step_driver import exports, is_stepped
+from headrace.environments.workers.step_driver import exports, exports_if_set, is_stepped
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
@@ -52,7 +52,11 @@ def main(arguments: list[str]) -> None:
     except ConfigError as error:
         sender.send(pack(FunctionLoaded(str(error))))
         return
-    sender.send(pack(FunctionLoaded(stepped=is_stepped(function), exports=exports(function))))
+    own = settings["library"] is None
+    loaded = FunctionLoaded(
+        stepped=own and is_stepped(function), exports=exports(function), exports_if_set=exports_if_set(function)
+    )
+    sender.send(pack(loaded))
     if not settings["check"]:
         asyncio.run(_serve(orders, sender, function, settings))
 

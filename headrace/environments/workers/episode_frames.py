@@ -81,9 +81,11 @@ class FunctionLoaded(Struct, frozen=True, tag="ready"):
 
     error: str = ""
     stepped: bool = False
-    """Whether it is a class that goes from turn to turn (`step_driver.py`)."""
+    """Whether it is a class of the user that goes from turn to turn (`step_driver.py`)."""
     exports: bool = False
-    """Whether that class exports its state."""
+    """Whether it is a class that exports its state."""
+    exports_if_set: bool = False
+    """Whether it does so only if the settings say that it may."""
 
 
 class ChatAsked(Struct, frozen=True, tag="chat"):

@@ -9,7 +9,7 @@ name, ends the rollout. Between two steps nothing but the instance holds the sta
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self, cast
 
 import msgspec
 
@@ -36,6 +36,32 @@ def exports(player: object) -> bool:
     return is_stepped(player) and all(callable(getattr(player, name, None)) for name in ("export_state", "restore"))
 
 
+class LibraryRollout:
+    """The base of classes that play a rollout with an environment of a library."""
+
+    exports_if_set: ClassVar[bool] = False
+    """Whether it exports its state only if `environment.resumes` says so: because it is led again by the same replies, which is right only
+    if it follows from them and its seed."""
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Columns that a row must have, and the remedy where one is missing."""
+
+    @classmethod
+    def opened(cls, name: str, **settings: Any) -> type[Self]:
+        """Returns the class with the settings of a run."""
+        return cast("type[Self]", type(name, (cls,), settings))
+
+
+def exports_if_set(player: object) -> bool:
+    return isinstance(player, type) and issubclass(player, LibraryRollout) and player.exports_if_set
+
+
+def check_row(player: type, columns: Mapping[str, Any]) -> None:
+    """Raises ValueError if a row lacks a column that the class needs."""
+    for name, remedy in player.needs.items() if issubclass(player, LibraryRollout) else ():
+        if name not in columns:
+            raise ValueError(f"it needs prompts with a column {name}: {remedy}")
+
+
 class StepDriver:
     """One rollout."""
 
@@ -52,7 +78,7 @@ class StepDriver:
         one = await self._call(lambda: self._made(**given))
         try:
             reply = await self._again(one, resumed) if resumed else None
-            while not _is_end(said := await self._step(one, reply)):
+            while not is_end(said := await self._step(one, reply)):
                 role, messages = said if isinstance(said, tuple) else ("", said)
                 reply = await self._ask(one, role, messages)
             return said
@@ -91,7 +117,7 @@ class StepDriver:
         return work() if self._asynchronous else await self._in_thread(lambda _: work())
 
 
-def _is_end(said: Any) -> bool:
+def is_end(said: Any) -> bool:
     """Whether a step returned rewards, or nothing, which is no messages either."""
     if isinstance(said, str):
         return False

@@ -1,4 +1,4 @@
-"""A trainer in a worker process, behind the protocol `Trainer`."""
+"""A trainer in a worker process, or in several ranks, behind the protocol `Trainer`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import WorkerDied
+from headrace.orchestration.clients.rank_group import trainer_worker
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.protocols import Job, Launcher
+from headrace.protocols import Launcher
 from headrace.reports import TrainReport
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
@@ -17,9 +18,8 @@ class ProcessTrainer:
     """Protocol `Trainer`. A dead trainer cannot be replaced (its optimizer state is gone): the run stops and can be resumed."""
 
     def __init__(self, launcher: Launcher, start: TrainerStart, cores: Sequence[int] = ()) -> None:
-        inherited = [*start.transport.inherited, *(start.shadow.transport.inherited if start.shadow else ())]
         self._start = start
-        self._worker = launcher.worker(Job("trainer", "trainer", cores, inherited), lambda method, payload: None)
+        self._worker = trainer_worker(launcher, start, cores)
 
     async def open(self) -> TrainerReady:
         await self._worker.start()
@@ -27,6 +27,9 @@ class ProcessTrainer:
 
     async def step(self, batch: Batch) -> TrainReport:
         return await self._worker.call("step", batch, TrainReport)
+
+    async def copy(self, adapter: str = "") -> None:
+        await self._worker.call("copy", adapter, type(None))
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
         return await self._worker.call("publish", adapter, WeightUpdate)

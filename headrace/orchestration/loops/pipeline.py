@@ -41,7 +41,6 @@ from headrace.orchestration.loops.rolling import Rolling
 from headrace.reports import TrainReport, differing
 from headrace.rollouts.staleness import judge
 from headrace.types import Group
-from headrace.weights import WeightUpdate
 
 _REMEDIES = {
     "all_rejected": "The bounds of algo.correction, or the clip, reject every token: widen them, lower staleness.max_lag, or use "
@@ -242,13 +241,17 @@ class Pipeline:
         return judged
 
     async def _publish(self, loops: asyncio.TaskGroup) -> asyncio.Task[None]:
+        """Copies the weights. The rest is done beside the next step: the task asks the trainer for it before that step is begun."""
         parts = self._parts
-        update = await self._busy("publish", parts.trainer.publish, self._plan.adapter)
-        expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, update.version)
-        return loops.create_task(self._deliver(loops, update, expected))
+        await self._busy("publish", parts.trainer.copy, self._plan.adapter)
+        expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, self.step)
+        return loops.create_task(self._deliver(loops, expected))
 
-    async def _deliver(self, loops: asyncio.TaskGroup, update: WeightUpdate, expected: list[float] | None) -> None:
-        parts, version = self._parts, update.version
+    async def _deliver(self, loops: asyncio.TaskGroup, expected: list[float] | None) -> None:
+        parts = self._parts
+        async with parts.telemetry.waits.named("delivery", "the trainer (the published weights)"):
+            update = await parts.trainer.publish(self._plan.adapter)
+        version = update.version
         async with parts.telemetry.waits.named("delivery", "the swap in the engine"):
             delivery = await parts.interrupts.deliver(update)
         parts.ledger.live(update, delivery, self._cancel_stale(version))

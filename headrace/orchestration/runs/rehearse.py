@@ -52,6 +52,7 @@ from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
 from headrace.types import Episode, Prompt
+from headrace.weight_sync.config import way_of
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -336,6 +337,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+        fetches=not config.engine.is_server and way_of(config.weight_sync, config.ends).kind != "shared_memory",
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig
+from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.atomic_files import full_disk_as_error
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, WorkerDied
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_telemetry
@@ -20,7 +22,7 @@ from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
 from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
-from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
 
 
 def train(
@@ -38,6 +40,29 @@ def train(
     Raises `HeadraceError` with one sentence if the run could not be finished, and whatever a callback raised. An error that can be found
     before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
+    for death in itertools.count(1):
+        try:
+            return _until_it_ends(config, resume, inputs, callbacks, measurer)
+        except WorkerDied as error:
+            path, most = resume or config.run_dir, config.train.max_deaths
+            if error.who != "trainer" or death > most or not (path / CONFIG).exists():
+                raise
+            said = f"death no. {death} of train.max_deaths = {most}"
+            print(
+                f"headrace: {error}; {said}: the run goes on from its last checkpoint and its journal", file=sys.stderr
+            )
+            resume, config = path, read_config(config_of_run(path))
+    raise AssertionError
+
+
+def _until_it_ends(
+    config: RunConfig,
+    resume: Path | None,
+    inputs: PythonInputs,
+    callbacks: Callbacks | None,
+    measurer: Measurer | None,
+) -> RunResult:
+    """Trains until the run, or its trainer, has ended."""
     if config.adapters:
         lanes = train_together(config, inputs, resume, callbacks, measurer)
         return result_of(resume or config.run_dir, lanes)

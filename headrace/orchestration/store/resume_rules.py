@@ -86,7 +86,7 @@ def same_training(old: RunConfig, new: RunConfig) -> bool:
         kept["train"] = {
             name: value
             for name, value in tree["train"].items()
-            if name not in ("cores", "threads", "minutes", "max_skipped_steps")
+            if name not in ("cores", "threads", "minutes", "max_skipped_steps", "max_deaths")
         }
         if config.train.schedule == "constant":
             del kept["train"]["steps"]
@@ -102,7 +102,7 @@ def scoring_mark(config: RunConfig) -> str:
         "advantage": recipe.advantage,
         "cross-entropy": recipe.loss.weighs_rollouts,
         "overlong": algo.overlong,
-        "length": (algo.length_penalty, config.rollout.max_tokens) if algo.length_penalty else None,
+        "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
         "reference": dataclasses.astuple(recipe.kl) if algo.reference_in_reward else None,
         "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
         "top": algo.teacher_top,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
+from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
@@ -18,23 +22,33 @@ from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, Wei
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
+from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.http_ranges import Http
 from headrace.weight_sync.transport import TRANSPORTS
-from headrace.weights import Manifest
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
+    import torch
+
+    from headrace.trainer.placement.port import Placement
     from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.shadow import Shadow
 
 
-def open_transport() -> Transport:
-    """The transport from the trainer to an engine on the same machine."""
-    return TRANSPORTS["shared_memory"].open()
+def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transport:
+    """The transport from the trainer to engines. `form`: in which whole models travel, if bytes do."""
+    return TRANSPORTS[kind].open(form)
 
 
-def open_files(directory: Path) -> Transport:
-    """The way to a server. The directory is made anew, and goes in the end."""
-    return Files(str(directory))
+def open_http(form: Encoding, host: str) -> Http:
+    """`host`: the address at which the trainer's process listens for engines."""
+    return msgspec.structs.replace(Http.open(form), host=host)
+
+
+def open_files(directory: Path, form: Encoding = FULL) -> Transport:
+    """The way through a directory, which is made anew, and goes in the end."""
+    return Files(str(directory), form)
 
 
 def open_launcher(logs: Path) -> Launcher:
@@ -64,7 +78,7 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
     from headrace.weight_sync.packed import lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
-    torch.set_num_threads(train.threads or torch.get_num_threads())
+    torch.set_num_threads(max(1, (train.threads or torch.get_num_threads()) // start.ranks))
     adapters = {
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
@@ -76,13 +90,49 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
         seed=start.seed,
         keep_routing=start.keep_routing,
         adapters=adapters,
+        placement=_placement(start, train),
     )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
     dtype = getattr(torch, start.serving_dtype)
     manifests = {name: lay_out(core.parameters(name), dtype) for name in ("", *served)}
-    return core, start.transport.sender(manifests, once=[""] if served else []), manifests
+    once = [""] if served else []
+    sender = FollowingSender() if start.rank else start.transport.sender(manifests, once)
+    return core, sender, manifests
+
+
+def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
+    """The placement of one rank among several. Blocks until all have come. None: one device, the default."""
+    if start.ranks == 1:
+        return None
+    from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
+    from headrace.trainer.placement.meeting import meet
+    from headrace.trainer.placement.sharded import Sharded
+
+    device = resolve_device(train.device)
+    if train.parallel.gather != "float32" and str(resolve_dtype(train.dtype, device)) != "torch.bfloat16":
+        raise ConfigError(
+            f'train.parallel.gather = "{train.parallel.gather}", but train.dtype comes to float32 here; set train.dtype = "bfloat16", or '
+            "remove train.parallel.gather"
+        )
+    meet(start.rank, start.ranks, start.meeting, device)
+    return Sharded(train.parallel, device)
+
+
+class FollowingSender(WeightSender):
+    """The sender of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
+
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> Callable[[], WeightUpdate]:
+        for _ in parameters:
+            pass
+        kind: Literal["full", "adapter"] = "adapter" if adapter else "full"
+        update = WeightUpdate(
+            version=version, kind=kind, fingerprint="of rank 0", nbytes=0, seconds=0.0, adapter=adapter
+        )
+        return lambda: update
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:

@@ -120,9 +120,11 @@ class Loader:
 
     def _load(self, frame: Frame) -> None:
         started, gaps, mixed_before = time.perf_counter(), 0.0, self.mixed_tokens
+        received_before = self._receiver.received
         update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
         check_parts(update, parts)
         tensors = self._receiver.receive(update)
+        received = self._receiver.received - received_before
         waited = 0.0
         try:
             for stage in stages(self._served[1], tensors, parts) if self._served and parts > 1 else ():
@@ -133,7 +135,7 @@ class Loader:
 
             def report(gap: float) -> None:
                 mixed = self.mixed_tokens - mixed_before
-                self._end.reply(frame, LoadReport(update.version, verified, gaps + gap, mixed))
+                self._end.reply(frame, LoadReport(update.version, verified, gaps + gap, mixed, received))
 
             self._swap(prepared, report)
         except Exception:

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import msgspec
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
-from headrace.orchestration.workers.answers import answer, begun
+from headrace.orchestration.workers.answers import answer, begun, fail
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.launch.child import CORES
@@ -98,7 +99,10 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     begun()
     while parts:
         frame = inbox.get()
-        answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
+        if frame.method == "publish":
+            parts["publisher"].publish(end, frame)
+        else:
+            answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
 
 
 class Publisher:
@@ -107,16 +111,36 @@ class Publisher:
     def __init__(self, core: TrainerCore, sender: WeightSender) -> None:
         self._core, self._sender = core, sender
         self._specs, self._base = {spec.name: spec for spec in core.adapters()}, ""
+        self._copied: dict[str, Callable[[], WeightUpdate]] = {}
+        """The rest of each publish, by adapter."""
 
-    def publish(self, adapter: str) -> WeightUpdate:
+    def copy(self, adapter: str) -> None:
         core, parameters = self._core, self._core.parameters(adapter)
         if not adapter:
-            update = self._sender.send(core.version, parameters)
-            self._base = update.fingerprint
-            return update
+            self._copied[adapter] = self._sender.copy(core.version, parameters)
+            return
         assert self._base, "the base weights are published before any adapter"
         spec = msgspec.structs.replace(self._specs[adapter], base=self._base)
-        return self._sender.send(core.version_of(adapter), parameters, spec)
+        self._copied[adapter] = self._sender.copy(core.version_of(adapter), parameters, spec)
+
+    def publish(self, end: WorkerEnd, frame: Frame) -> None:
+        """Answers a call of `publish` in another thread: the trainer goes on with its next call."""
+        adapter = unpack(frame.payload, str)
+        try:
+            if adapter not in self._copied:
+                self.copy(adapter)
+        except Exception as error:
+            fail(end, frame, error)
+            return
+        finish = self._copied.pop(adapter)
+
+        def work() -> WeightUpdate:
+            update = finish()
+            if not adapter:
+                self._base = update.fingerprint
+            return update
+
+        threading.Thread(target=answer, args=(end, frame, work), daemon=True).start()
 
 
 def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
@@ -140,8 +164,8 @@ def _trainer_call(
         case "publish_shadow":
             assert shadow, "no teacher is the student itself"
             return shadow.publish()
-        case "publish":
-            return publisher.publish(unpack(frame.payload, str))
+        case "copy":
+            return publisher.copy(unpack(frame.payload, str))
         case "score":
             return core.score(*unpack(frame.payload, tuple[list[int], str]))
         case "save":

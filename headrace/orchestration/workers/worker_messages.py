@@ -35,6 +35,12 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     """Set if the student's older self is a teacher."""
     adapters: dict[str, AdapterStart] = {}
     """The adapters that are trained instead of all weights. One with the empty name is published merged into the base weights."""
+    rank: int = 0
+    """Which of the trainer's ranks this is. Rank 0 publishes, and writes files."""
+    ranks: int = 1
+    """The number of them (`train.parallel`)."""
+    meeting: str = ""
+    """The file through which they find each other; empty for one."""
 
 
 class ShadowStart(Struct, frozen=True):

@@ -18,6 +18,7 @@ class SimulatedTrainer:
     def __init__(self, rates: TrainerRates, shared: Shared, grain: int = 1, version: int = 0) -> None:
         self._rates, self._shared, self._grain = rates, shared, grain
         self.version = version
+        self._copied: int | None = None
         self.busy = 0.0
         """Seconds of work so far, without waits."""
 
@@ -39,12 +40,19 @@ class SimulatedTrainer:
         prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
         return prompts + sum(real_tokens(row, self._grain) for row in batch.rows)
 
-    async def publish(self, adapter: str = "") -> WeightUpdate:
+    async def copy(self, adapter: str = "") -> None:
         await self._work(self._rates.publish)
+        self._copied = self.version
+
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        if self._copied is None:
+            await self.copy()
+        version, self._copied = self._copied, None
+        assert version is not None
         return WeightUpdate(
-            version=self.version,
+            version=version,
             kind="full",
-            fingerprint=f"simulated-{self.version}",
+            fingerprint=f"simulated-{version}",
             nbytes=0,
             seconds=self._rates.publish,
         )

@@ -3,7 +3,8 @@
     a pass of n sequences   fixed + max(weights read / bandwidth, 2 · active parameters · n / compute) + cache read / bandwidth
     a prompt token          2 · active parameters / compute
     a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
-    an update on its way    bytes of the weights / network
+                            or what travels between ranks for it, if that takes longer (`mesh.py`)
+    an update on its way    bytes of the weights / network (`travel.py`)
 
 Peaks are from the manufacturers; the shares of them that are reached are assumptions for well-tuned stacks, written below. A short
 measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
@@ -11,6 +12,7 @@ measurement on the machine itself (`--calibrate`) or a finished run gives better
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from headrace.errors import ConfigError
+from headrace.plan.rates.mesh import RankMemory, Traffic, rank_memory, traffic
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.plan.rates.travel import BFLOAT16, Travel, whole
+from headrace.trainer.parallel import ParallelConfig
 
 READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
 """Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached."""
@@ -28,11 +33,14 @@ DOUBLING = 0.95
 """Factor on the speed per GPU for every doubling of a pool beyond eight, or of a tensor-parallel replica."""
 NETWORK = 40e9
 """Bytes per second of a weight broadcast: a link of 400 Gbit/s, used to four fifths."""
+NODE = 8
+"""GPUs of a machine. Each has a link of its own to other machines."""
+MICROBATCH = 2048
+"""Tokens that a rank forwards at once: the default of `train.microbatch_tokens`."""
 WEIGHTS_SHARE, USABLE = 0.65, 0.9
 """Shares of a replica's memory: for weights at most, and for weights and cache together."""
 TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
 """Bytes per parameter of weights, gradients and AdamW's state in mixed precision, and the share of memory for them."""
-BFLOAT16 = 2
 SHARED = 2.0
 """Factor by which engine and trainer slow each other down on one GPU: their kernels take turns."""
 
@@ -45,17 +53,19 @@ class Gpu:
     """Bytes per second."""
     compute: float
     """Dense bfloat16 operations per second."""
+    link: float
+    """Bytes per second that it receives from other GPUs of its machine."""
     name: str
 
 
 GPUS = {
-    "h100": Gpu(80e9, 3.35e12, 989e12, "H100 SXM"),  # NVIDIA H100 Tensor Core GPU data sheet (without sparsity)
-    "h200": Gpu(141e9, 4.8e12, 989e12, "H200 SXM"),  # NVIDIA H200 Tensor Core GPU data sheet
-    "a100": Gpu(80e9, 2.039e12, 312e12, "A100 SXM 80 GB"),  # NVIDIA A100 Tensor Core GPU data sheet
+    "h100": Gpu(80e9, 3.35e12, 989e12, 450e9, "H100 SXM"),  # NVIDIA H100 Tensor Core GPU data sheet (without sparsity)
+    "h200": Gpu(141e9, 4.8e12, 989e12, 450e9, "H200 SXM"),  # NVIDIA H200 Tensor Core GPU data sheet
+    "a100": Gpu(80e9, 2.039e12, 312e12, 300e9, "A100 SXM 80 GB"),  # NVIDIA A100 Tensor Core GPU data sheet
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     parameters: float
     active: float
@@ -63,6 +73,12 @@ class Architecture:
     layers: int
     kv_heads: int
     head: int
+    outer: float
+    """Parameters of embedding and head."""
+    experts: float = 0.0
+    """Parameters of all experts."""
+    width: float = 0.0
+    """Elements that a token sends to experts: layers · chosen experts · hidden size."""
 
     @property
     def cache_bytes(self) -> int:
@@ -70,17 +86,30 @@ class Architecture:
         return 2 * BFLOAT16 * self.layers * self.kv_heads * self.head
 
 
-# From the published config.json of each: Qwen2.5 (dense), Qwen3 (mixtures of experts).
+# From the published config.json of each: Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
 SHAPES = {
-    "0.5b": Architecture(0.494e9, 0.494e9, 24, 2, 64),
-    "1.5b": Architecture(1.54e9, 1.54e9, 28, 2, 128),
-    "3b": Architecture(3.09e9, 3.09e9, 36, 2, 128),
-    "7b": Architecture(7.62e9, 7.62e9, 28, 4, 128),
-    "14b": Architecture(14.8e9, 14.8e9, 48, 8, 128),
-    "32b": Architecture(32.8e9, 32.8e9, 64, 8, 128),
-    "72b": Architecture(72.7e9, 72.7e9, 80, 8, 128),
-    "30b-a3b": Architecture(30.5e9, 3.3e9, 48, 4, 128),
-    "235b-a22b": Architecture(235e9, 22e9, 94, 4, 128),
+    "0.5b": Architecture(parameters=0.494e9, active=0.494e9, layers=24, kv_heads=2, head=64, outer=0.136e9),
+    "1.5b": Architecture(parameters=1.54e9, active=1.54e9, layers=28, kv_heads=2, head=128, outer=0.233e9),
+    "3b": Architecture(parameters=3.09e9, active=3.09e9, layers=36, kv_heads=2, head=128, outer=0.311e9),
+    "7b": Architecture(parameters=7.62e9, active=7.62e9, layers=28, kv_heads=4, head=128, outer=1.09e9),
+    "8b": Architecture(parameters=8.19e9, active=8.19e9, layers=36, kv_heads=8, head=128, outer=1.24e9),
+    "14b": Architecture(parameters=14.8e9, active=14.8e9, layers=48, kv_heads=8, head=128, outer=1.56e9),
+    "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, kv_heads=8, head=128, outer=1.56e9),
+    "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, kv_heads=8, head=128, outer=2.10e9),
+    "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, kv_heads=8, head=128, outer=2.49e9),
+    "30b-a3b": Architecture(
+        parameters=30.5e9,
+        active=3.3e9,
+        layers=48,
+        kv_heads=4,
+        head=128,
+        outer=0.622e9,
+        experts=29.0e9,
+        width=48 * 8 * 2048,
+    ),
+    "235b-a22b": Architecture(
+        parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9, experts=227e9, width=94 * 8 * 4096
+    ),
 }
 
 
@@ -93,18 +122,18 @@ def gpu(name: str) -> Gpu:
 
 
 def shape(name: str) -> Architecture:
-    """Returns a known architecture, or an estimate for any other size (`8b`). Raises ConfigError with the accepted forms."""
+    """Returns a known architecture, or an estimate for any other size (`9b`). Raises ConfigError with the accepted forms."""
     key = name.lower()
     if key in SHAPES:
         return SHAPES[key]
     if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)b", key)):
-        raise ConfigError(f"--model {name}: write a size such as 8b, or one of {', '.join(SHAPES)}")
+        raise ConfigError(f"--model {name}: write a size such as 9b, or one of {', '.join(SHAPES)}")
     parameters = float(match[1]) * 1e9
     dense = [one for one in SHAPES.values() if one.active == one.parameters]
     near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
     if not 0.1e9 <= parameters <= 1e12:
         raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
-    return Architecture(parameters, parameters, near.layers, near.kv_heads, near.head)
+    return dataclasses.replace(near, parameters=parameters, active=parameters)
 
 
 def replica_gpus(chip: Gpu, model: Architecture) -> int:
@@ -117,6 +146,36 @@ def trainer_gpus(chip: Gpu, model: Architecture) -> int:
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
+def trainer_mesh(chip: Gpu, model: Architecture, gpus: int) -> ParallelConfig:
+    """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it.
+    Experts are split whole where tokens need not leave the machine."""
+    for shard in range(min(gpus, NODE), gpus):
+        mesh = ParallelConfig(shard=shard, replicate=max(1, gpus // shard), gather="bfloat16")
+        memory = trainer_memory(model, mesh)
+        if gpus % shard == 0 and memory.held + memory.gathered <= TRAINING_USABLE * chip.memory:
+            return mesh
+    expert = gpus if model.experts and 1 < gpus <= NODE else 1
+    return ParallelConfig(shard=gpus, expert=expert, gather="bfloat16" if gpus > 1 else "float32")
+
+
+def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
+    experts = model.experts if mesh.expert > 1 else 0.0
+    inner = model.parameters - model.outer - experts
+    return rank_memory(mesh, layers=model.layers, inner=inner, outer=model.outer, experts=experts)
+
+
+def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
+    inner = model.parameters - model.outer - (model.experts if mesh.expert > 1 else 0.0)
+    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width)
+
+
+def link(chip: Gpu, mesh: ParallelConfig) -> float:
+    """Returns the bytes per second that a rank receives from those among which the model is split. Between machines, each GPU of a
+    machine has a part of the ring pass through its own link."""
+    within = READS * chip.link
+    return within if mesh.shard <= NODE else min(within, NODE * NETWORK)
+
+
 def fits_one(chip: Gpu, model: Architecture) -> bool:
     """Returns whether one GPU holds both pools: training, two versions of the served weights, and a useful cache."""
     return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
@@ -126,9 +185,12 @@ def _power_of_two(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
 
 
-def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) -> EngineRates:
+def engine_rates(
+    chip: Gpu, model: Architecture, gpus: int, max_running: int, travel: Travel | None = None
+) -> EngineRates:
     """Returns the rates of one replica, tensor-parallel over `gpus`. With n sequences a mixture of experts reads at most n times the
-    parameters that one token passes."""
+    parameters that one token passes. `travel`: the way of new weights; whole over NETWORK by default."""
+    travel = travel or whole(model.parameters, NETWORK)
     joint = gpus * DOUBLING ** math.log2(gpus)
     bandwidth, compute = READS * chip.bandwidth * joint, COMPUTES * chip.compute * joint
     room = (USABLE * chip.memory * gpus - model.parameters * BFLOAT16) / model.cache_bytes
@@ -144,29 +206,46 @@ def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) ->
         context=model.cache_bytes / bandwidth,
         max_running=max_running,
         kv_tokens=float(max(0, int(room))),
-        verify=model.parameters * BFLOAT16 / NETWORK,
+        verify=travel.fetch + travel.apply,
         swap=0.02,
         gpus=gpus,
     )
 
 
-def trainer_rates(chip: Gpu, model: Architecture, gpus: int) -> TrainerRates:
-    """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once."""
+def trainer_rates(
+    chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH, travel: Travel | None = None
+) -> TrainerRates:
+    """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
+    compares them with the version before if `travel` says so. Ranks gather weights while they compute. `microbatch`: tokens that a
+    rank forwards at once."""
+    mesh = trainer_mesh(chip, model, gpus)
+    moved = trainer_traffic(model, mesh)
+    between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=6 * model.active / (TRAINS * chip.compute * joint),
-        step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory,
-        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
+        token=max(6 * model.active / (TRAINS * chip.compute * joint), between),
+        step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
+        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
         gpus=gpus,
     )
 
 
-def rates(chip: Gpu, model: Architecture, *, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+def rates(
+    chip: Gpu,
+    model: Architecture,
+    *,
+    replica: int,
+    trainer: int,
+    max_running: int,
+    name: str = "",
+    microbatch: int = MICROBATCH,
+    travel: Travel | None = None,
+) -> Rates:
     """Returns the rates of pools that have their own GPUs."""
     return Rates(
-        engine_rates(chip, model, replica, max_running),
-        trainer_rates(chip, model, trainer),
+        engine_rates(chip, model, replica, max_running, travel),
+        trainer_rates(chip, model, trainer, microbatch, travel),
         source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
         model=name,
     )

@@ -1,6 +1,6 @@
 """Teachers and the reference as a stage of scoring: other models' log-probs of the tokens that the policy sampled.
 
-    TraceScorer(TextScorer(FunctionScorer))      rewards, then rewards of text-level teachers, then log-probs by token
+    TraceScorer(TextScorer(FunctionScorer))      rewards, then rewards of teachers that read text (`text_teacher.py`), then log-probs by token
 
 Each wraps the scorer inside it and runs concurrently with it. Engines form batches: every path of every rollout is one request.
 """
@@ -81,9 +81,6 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
     return done
 
 
-# -- by token ---------------------------------------------------------------------------------------------------------------
-
-
 async def score_episode(
     engine: Engine, prompt: Prompt, episode: Episode, top: int = 0
 ) -> tuple[TeacherScores, ...] | Failure:
@@ -95,7 +92,7 @@ async def score_episode(
         if isinstance(answer, Failure):
             return answer
         for turn, start in path.starts.items():
-            found.setdefault(turn, _slice(answer, start, len(episode.turns[turn].completion.tokens)))
+            found.setdefault(turn, slice_of(answer, start, len(episode.turns[turn].completion.tokens)))
     return tuple(found[turn] for turn in range(len(episode.turns)))
 
 
@@ -124,7 +121,7 @@ def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
         yield _Path(tuple(tokens), starts)
 
 
-def _slice(answer: Completion, start: int, count: int) -> TeacherScores:
+def slice_of(answer: Completion, start: int, count: int) -> TeacherScores:
     """Returns the scores of `count` tokens from `start` on. Entry i of the answer belongs to token i + 1."""
     assert answer.prompt_logprobs is not None and start > 0
     first, end = start - 1, start - 1 + count
@@ -224,82 +221,6 @@ def _joined(
         if isinstance(one, Failure):
             return one
     return msgspec.structs.replace(judged, teachers=taught, references=referred)
-
-
-# -- by text ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextTeacher:
-    """A model with any vocabulary. It reads prompt and completion as text; the policy's tokens stay as they are (C5)."""
-
-    name: str
-    engine: Engine
-    takes: Takes
-    weight: float
-    encode_prompt: Callable[[Prompt], tuple[int, ...]]
-    """Encodes a prompt with the teacher's chat template and tokenizer."""
-    encode_completion: Callable[[str, bool], tuple[int, ...]]
-    """Encodes a text and, if the flag says that it ended by itself, the teacher's end of turn."""
-
-    async def judge(self, prompt: Prompt, episode: Episode) -> float | Failure:
-        """Returns the mean log-prob in nats per byte of UTF-8; the end of the turn counts as one byte.
-
-        A mean per byte does not depend on how the vocabulary divides the text, so that teachers with different vocabularies are on one
-        scale, as in the comparison of compressors (bits per byte).
-        """
-        if len(episode.turns) != 1:
-            return Failure(REFUSED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
-        text, ended = episode.last.text, episode.last.stop == "stop"
-        try:
-            front = self.encode_prompt(prompt)
-        except ValueError as error:  # its chat template refuses the messages
-            return Failure(REFUSED, f"{self.name}: {error}")
-        behind = self.encode_completion(text, ended)
-        if not behind:
-            return Failure(REFUSED, f"{self.name}: the completion has no text to score")
-        answer = await ask(self.engine, (*front, *behind))
-        if isinstance(answer, Failure):
-            return Failure(answer.reason, f"{self.name}: {answer.detail}")
-        return sum(_slice(answer, len(front), len(behind)).logprobs) / (len(text.encode()) + ended)
-
-
-class TextScorer:
-    """Adds the weighted scores of text-level teachers to the reward, each under its name."""
-
-    def __init__(self, inner: Scorer, teachers: Sequence[TextTeacher], waits: Waits) -> None:
-        self._inner, self._teachers, self._waits = inner, teachers, waits
-
-    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
-        asked = [teacher for teacher in self._teachers if teacher.takes(prompt)]
-        judged, columns = await asyncio.gather(
-            self._inner.score(prompt, episodes),
-            asyncio.gather(*(self._column(teacher, prompt, episodes) for teacher in asked)),
-        )
-        return [_weighed(one, asked, [column[i] for column in columns]) for i, one in enumerate(judged)]
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    async def _column(self, teacher: TextTeacher, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | Failure]:
-        async with self._waits.named("scoring", f"the teacher {teacher.name}"):
-            return await asyncio.gather(*(teacher.judge(prompt, episode) for episode in episodes))
-
-
-def _weighed(
-    judged: Scored | Failure, teachers: Sequence[TextTeacher], values: Sequence[float | Failure]
-) -> Scored | Failure:
-    if isinstance(judged, Failure):
-        return judged
-    reward, rewards = judged.reward, dict(judged.rewards)
-    for teacher, value in zip(teachers, values, strict=True):
-        if isinstance(value, Failure):
-            return value
-        if not math.isfinite(value):
-            return Failure("reward_nan", f"{teacher.name} gave {value}")
-        rewards[teacher.name] = value
-        reward += teacher.weight * value
-    return msgspec.structs.replace(judged, reward=reward, rewards=rewards)
 
 
 class NoReward:

@@ -63,8 +63,12 @@ async def state(request: HttpRequest) -> Response:
 async def load_weights(request: HttpRequest) -> Response:
     serving = of(request)
     update = await read_body(request, WeightUpdate, serving.limits)
-    if not isinstance(update.where.get("path"), str):
-        raise Refused(400, "where.path must name the directory of the update (headrace/weight_sync/files.py)")
+    if not any(isinstance(update.where.get(place), str) for place in ("path", "url")):
+        raise Refused(
+            400,
+            "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
+            "(http_ranges.py)",
+        )
     return json_response(await to_the_end(serving.load(update)))
 
 

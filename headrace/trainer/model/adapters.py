@@ -54,8 +54,8 @@ class Adapters:
         kind = kinds.pop() if kinds else ""
         self._quantised = quantise(model, kind, dtype) if kind else {}
         self._modules, self._stacks = adaptable(model), stacks
+        self._owners = _owners(model)
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
-        self._base = dict(model.named_parameters())
         self._model, self._source = model, source
         self._active: str | None = None
         self._peft: Any = None
@@ -66,6 +66,11 @@ class Adapters:
         self._frozen_mark = self._fingerprint(self._base.items())
         for name in [*configs][:1]:
             self.activate(name)
+
+    @property
+    def _base(self) -> dict[str, Tensor]:
+        """The frozen parameters by the model's own names. A placement may have replaced them by others."""
+        return {name: getattr(module, attribute) for name, (module, attribute) in self._owners.items()}
 
     def add(self, name: str, config: LoraConfig) -> None:
         """Adds an adapter. The base is frozen already, so it may not be quantised otherwise or have adapted experts where no adapter had
@@ -184,6 +189,15 @@ def _settings(modules: Mapping[str, Any], stacks: Sequence[str], config: LoraCon
         alpha_pattern=dict(config.alpha_pattern),
         lora_dropout=0.0,  # under dropout the ratio to the sampler's log-probs means nothing
     )
+
+
+def _owners(model: Any) -> dict[str, tuple[Any, str]]:
+    """The module and the attribute of every parameter, by its name; those of its first owner where modules share one."""
+    found: dict[int, tuple[Any, str]] = {}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), (module, attribute))
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:

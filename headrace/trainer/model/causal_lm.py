@@ -102,22 +102,25 @@ def export_model(
     `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
     """
     saved = model.state_dict()
-    lowered = {_place(tensor): _to(whole(tensor), getattr(torch, dtype)) for tensor in saved.values()}
+    owner = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    # tied parameters stay one tensor, which `save_pretrained` writes once
+    names = {name: first[owner[name]] if name in owner else name for name in saved}
+    lowered = {}
+    for name in dict.fromkeys(names.values()):
+        tensor = whole(saved[name])
+        if leads:
+            lowered[name] = _to(tensor, getattr(torch, dtype))
     if not leads:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    # tied parameters stay one tensor, which `save_pretrained` writes once
-    model.save_pretrained(directory, state_dict={name: lowered[_place(tensor)] for name, tensor in saved.items()})
+    model.save_pretrained(directory, state_dict={name: lowered[one] for name, one in names.items()})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     for path in source.iterdir():  # tokenizer, chat template, generation config, licence
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

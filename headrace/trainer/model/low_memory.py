@@ -137,14 +137,14 @@ class MixedAdamW(torch.optim.Optimizer):
         if not state:
             place = self._place(parameter)
             for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros(parameter.shape, dtype=torch.float32, device=place)
+                state[key] = torch.zeros_like(parameter, dtype=torch.float32, device=place)
             state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-        weight = self.masters.get(parameter, parameter).float()  # float32 is itself, and updated in place
+        weight = local(self.masters.get(parameter, parameter)).float()  # float32 is itself, and updated in place
         adamw(
             [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
+            [local(gradient)],
+            [local(state["exp_avg"])],
+            [local(state["exp_avg_sq"])],
             [],
             [state["step"]],
             fused=True,
@@ -159,7 +159,13 @@ class MixedAdamW(torch.optim.Optimizer):
         if self.masters:
             parameter.copy_(weight, non_blocking=True)
         elif parameter.dtype == torch.bfloat16:
-            parameter.copy_(round_stochastically(weight))
+            local(parameter).copy_(round_stochastically(weight))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, in the same memory; the tensor itself where it is not split."""
+    to_local = getattr(tensor, "to_local", None)  # a DTensor, whose module is imported only where there are ranks
+    return to_local() if to_local else tensor
 
 
 def round_stochastically(values: Tensor) -> Tensor:

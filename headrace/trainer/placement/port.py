@@ -4,7 +4,7 @@ Every operation that needs a collective, or the whole of a tensor that may be sp
 to distribute a model is a new implementation of this protocol, without a branch anywhere else. On one device every method is a
 plain torch call (`single.py`).
 
-    load      load, frozen                      the model, and the copy of it that a KL term compares with
+    load      load, spread                      the model as it was saved, and as it lies in training
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
     sum       sum, largest, join                numbers, and columns of tokens, of all ranks
     norm      norm, clip                        of the whole gradient
@@ -48,10 +48,12 @@ class Placement(Protocol):
         """Whether parameters are ordinary tensors that hold all of their values at any time, so that C++ kernels may read them."""
 
     def load(self, directory: Path, device: torch.device) -> Any:
-        """The model in float32, as `causal_lm.load_model`. Raises ConfigError for a model that cannot be placed this way."""
+        """The whole model in float32, as `causal_lm.load_model`; the device is that of `spread`."""
 
-    def frozen(self, model: Any, dtype: torch.dtype) -> Any:
-        """A copy of the model as it is now that is never trained and gives the same numbers under autocast to `dtype`."""
+    def spread(self, model: Any) -> None:
+        """Gives each rank its part of a model that is complete: its adapters are added, its weights lowered. Its parameters may be
+        other objects afterwards. Called before an optimizer is made, for a reference model too. Raises ConfigError for a model that
+        cannot be placed this way."""
 
     def optimizer(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig

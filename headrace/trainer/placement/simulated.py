@@ -20,7 +20,6 @@ from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.model.frozen import frozen
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.placement.port import Microbatch, Precision
 from headrace.types import Row
@@ -84,27 +83,23 @@ class Simulated:
 
     def load(self, directory: Path, device: torch.device) -> Any:
         with _LOADING:
-            model = load_model(directory, device)
-        self._held = list(model.parameters())
+            return load_model(directory, device)
+
+    def spread(self, model: Any) -> None:
+        held = list(model.parameters())
+        self._held += held
 
         def gather(module: Any, args: Any) -> None:
-            if module is model:  # hooks are copied with a model
-                self._gather()
+            for parameter in held:
+                parameter.data.copy_(self.whole(parameter))
 
         def scatter(module: Any, args: Any, output: Any) -> None:
-            if module is model and not torch.is_grad_enabled():
-                self._scatter()
+            if not torch.is_grad_enabled():
+                self._scatter(held)
 
         model.register_forward_pre_hook(gather)
         model.register_forward_hook(scatter)
-        self._scatter()
-        return model
-
-    def frozen(self, model: Any, dtype: torch.dtype) -> Any:
-        self._gather()
-        copied = frozen(model, dtype)
-        self._scatter()
-        return copied
+        self._scatter(held)
 
     def optimizer(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
@@ -143,7 +138,7 @@ class Simulated:
         for number in range(len(packs)):
             with precision(), microbatch(number) as loss:
                 loss.backward()
-            self._scatter()
+            self._scatter(self._held)
         for parameter in parameters:
             given = [one for one in self._exchange("gradient", parameter.grad) if one is not None]
             if given:
@@ -188,12 +183,8 @@ class Simulated:
         own[rows] = whole[rows]
         return own
 
-    def _gather(self) -> None:
-        for parameter in self._held:
-            parameter.data.copy_(self.whole(parameter))
-
-    def _scatter(self) -> None:
+    def _scatter(self, held: Sequence[torch.nn.Parameter]) -> None:
         """Waits until every rank has gathered. Then a rank may forget the parts that it does not hold."""
         self._exchange("scatter", None)
-        for parameter in self._held:
+        for parameter in held:
             parameter.data.copy_(self._own(parameter.data))

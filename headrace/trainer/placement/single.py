@@ -14,7 +14,6 @@ from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan, pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.model.frozen import frozen
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.placement.port import Microbatch, Precision
 from headrace.types import Row
@@ -30,8 +29,8 @@ class Single:
     def load(self, directory: Path, device: torch.device) -> Any:
         return load_model(directory, device)
 
-    def frozen(self, model: Any, dtype: torch.dtype) -> Any:
-        return frozen(model, dtype)
+    def spread(self, model: Any) -> None:
+        """Leaves the model where it is."""
 
     def optimizer(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig

@@ -7,7 +7,7 @@
     trainer.json            format, version, seed; for an adapter, the fingerprint of the base it belongs to
 
 The learning rate is a function of the version, so a schedule has no state of its own. Every tensor is written whole, however it is
-placed: what one mesh saved, another restores. The random state is that of the rank that leads.
+placed: what one mesh saved, another restores. `rng/cpu` has the random states of all ranks, one after another.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def save(
     seed: int,
 ) -> None:
     """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
-    weights = {name: placement.whole(tensor) for name, tensor in _trained(contents, optimizer).items()}
-    moments = {name: placement.whole(tensor) for name, tensor in _moments(contents, optimizer).items()}
+    weights = _gathered(_trained(contents, optimizer), placement)
+    moments = _gathered(_moments(contents, optimizer), placement)
+    generators, _ = placement.join(torch.get_rng_state()[None])
     if not placement.leads:
         return
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / contents.file, weights)
-    _write(directory / OPTIMIZER, {**moments, **_rng()})
+    _write(directory / OPTIMIZER, {**moments, **_rng(generators[0])})
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
     (directory / TRAINER).write_text(text)
     for name in (contents.file, OPTIMIZER, TRAINER):
@@ -82,8 +83,18 @@ def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimize
     if isinstance(optimizer, MixedAdamW):
         optimizer.show_masters()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    _restore_rng(rest)
+    _restore_rng(rest, placement)
     return version
+
+
+def _gathered(tensors: Mapping[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+    """The whole tensors, in the host's memory. A rank that does not write keeps none of them."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = placement.whole(tensor)
+        if placement.leads:
+            found[name] = whole.cpu()
+    return found
 
 
 def all_weights(model: Any) -> Contents:
@@ -96,6 +107,8 @@ def all_weights(model: Any) -> Contents:
 def _trained(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The weights, with masters in the place of those that are offloaded."""
     masters = optimizer.masters if isinstance(optimizer, MixedAdamW) else {}
+    if not masters:
+        return dict(contents.weights)
     by_memory = {p.data_ptr(): masters[p] for p in contents.parameters.values() if p in masters}
     return {name: by_memory.get(tensor.data_ptr(), tensor) for name, tensor in contents.weights.items()}
 
@@ -160,14 +173,17 @@ def _foreign(directory: Path, problem: str) -> CheckpointError:
     )
 
 
-def _rng() -> dict[str, Tensor]:
+def _rng(cpu: Tensor) -> dict[str, Tensor]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"rng/cpu": torch.get_rng_state(), **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
+    return {"rng/cpu": cpu, **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
 
 
-def _restore_rng(rest: Mapping[str, Tensor]) -> None:
+def _restore_rng(rest: Mapping[str, Tensor], placement: Placement) -> None:
+    """Every rank goes on with its own random numbers, or with those of rank 0 where there were other ranks."""
     if "rng/cpu" in rest:
-        torch.set_rng_state(rest["rng/cpu"])
+        saved, size = rest["rng/cpu"], len(torch.get_rng_state())
+        now, mine = placement.join(torch.get_rng_state()[None])
+        torch.set_rng_state((saved[mine] if len(saved) == now.shape[1] else saved[:size]).clone())
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"rng/cuda:{i}" in rest:
             torch.cuda.set_rng_state(rest[f"rng/cuda:{i}"], i)

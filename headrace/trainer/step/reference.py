@@ -46,22 +46,17 @@ class Reference:
             return self.forward.logprobs(untaught, temperature, self.dtype).logprob
 
 
-def reference_of(
-    forward: Forward,
-    dtype: torch.dtype,
-    keep_routing: bool = False,
-    copied: Callable[[Any, torch.dtype], Any] = frozen,
-) -> Reference:
+def reference_of(forward: Forward, dtype: torch.dtype, keep_routing: bool = False) -> Reference:
     """The reference of a model as it is now, in evaluation mode: the same model without its adapters, or a frozen copy of one without any.
 
-    `copied` makes that copy (`Placement.frozen`). Raises ConfigError when routes are to be replayed and cannot be.
+    Raises ConfigError when routes are to be replayed and cannot be.
     """
     switch: Callable[[], AbstractContextManager[Any]]
     adapters = adapter_layers(forward.model)
     if adapters:
         own, switch, size = forward, lambda: switched_off(adapters), 0
     else:
-        own = replace(forward, model=copied(forward.model, dtype))
+        own = replace(forward, model=frozen(forward.model, dtype))
         switch, size = nullcontext, sum(p.nbytes for p in own.model.parameters())
 
     return Reference(own, dtype, switch, RoutingReplay(own, dtype) if keep_routing else no_replay, size)

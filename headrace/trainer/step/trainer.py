@@ -83,11 +83,14 @@ class TorchTrainer:
         self._reference = None
         # made before a checkpoint is restored, so that it stays the model that the run began with
         if any(one.algo.reference_in_loss for one in self._assignments.values()):
-            self._reference = reference_of(self._forward, self._dtype, keep_routing, self._placement.frozen)
+            self._reference = reference_of(self._forward, self._dtype, keep_routing)
         if config.gradient_checkpointing:
             enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
+        self._placement.spread(self._model)
+        if self._reference and self._reference.bytes:  # under LoRA it is the model itself
+            self._placement.spread(self._reference.forward.model)
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
         if self._fused:
             reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)

@@ -185,6 +185,7 @@ def test_where_the_template_rewrites_history_a_path_begins_and_nothing_is_traine
     found = talked(model, lambda _, number, said: [user("so?")] if number < 3 else None, tools=None)
     assert isinstance(found, Played)
     assert [turn.parents for turn in found.episode.turns] == [(), (), ()]
+    assert [turn.rewrites for turn in found.episode.turns] == [(), (0,), (1,)], "whose conversation each goes on with"
     second = encoder.written(model.asked[1].context)
     assert "assistant\n12<|im_end|>" in second and reply not in second, "the model sees what the template writes"
     check_rows(found, model)

@@ -30,6 +30,10 @@ class HeadraceDialect:
 
     keeps_requests = True
 
+    def __init__(self, token: str = "") -> None:
+        """`token`: the one by which the server fetches weights from the trainer. It is in no update, because those are recorded."""
+        self._token = token
+
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         answer = await connection.get("/headrace/state", seconds)
         try:
@@ -85,7 +89,10 @@ class HeadraceDialect:
             raise Unreachable(f"the server sent what makes no sense: {error!r}") from None
 
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
-        answer = await connection.post("/headrace/weights", msgspec.to_builtins(update), seconds)
+        body = msgspec.to_builtins(update)
+        if self._token:
+            body["where"]["token"] = self._token
+        answer = await connection.post("/headrace/weights", body, seconds)
         return msgspec.convert(answer, LoadReport)
 
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None:

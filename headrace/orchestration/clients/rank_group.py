@@ -1,0 +1,150 @@
+"""The ranks of a trainer, called as one worker.
+
+Each is an ordinary worker. Every rank is called with the same frame, and rank 0's answer counts. Ranks wait for each other in
+collectives, so none of them goes on alone: when one has died, has failed on its own, or is stopped, the others are killed, and the group
+has ended for the reason that the first one gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import WorkerDied
+from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.stacks import ask, is_stopped
+from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.protocols import Job, Launcher, Worker
+
+T = TypeVar("T")
+
+STOPPED = 5
+"""Seconds for which a rank may be stopped by a signal or a debugger."""
+
+TOGETHER = 5.0
+"""Seconds after the failure of one rank in which the others may fail or answer too. All of them fail alike where a file is
+damaged or a setting cannot work; a rank that failed alone leaves the others in a collective, and then the group is lost."""
+
+
+def trainer_worker(launcher: Launcher, start: TrainerStart, cores: Sequence[int]) -> Worker:
+    """The worker of a trainer: a process, or as many as it has ranks."""
+    inherited = [*start.transport.inherited, *(start.shadow.transport.inherited if start.shadow else ())]
+    if start.ranks == 1:
+        return launcher.worker(Job("trainer", "trainer", cores, inherited), lambda method, payload: None)
+    return RankGroup(launcher, start.ranks, cores, inherited)
+
+
+class RankGroup:
+    """Protocol `Worker`."""
+
+    def __init__(self, launcher: Launcher, ranks: int, cores: Sequence[int], inherited: Sequence[int]) -> None:
+        self._names = [f"trainer rank {rank}" for rank in range(ranks)]
+        self._workers = [
+            launcher.worker(Job("trainer", name, cores[rank::ranks], inherited), lambda method, payload: None)
+            for rank, name in enumerate(self._names)
+        ]
+        self._family = current_family()
+        self._meeting: Path | None = None
+        """The directory in which they find each other."""
+        self._ended: asyncio.Future[str] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._meeting = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
+        for worker in self._workers:
+            await worker.start()
+        self._watching = [loop.create_task(self._watch(rank)) for rank in range(len(self._workers))]
+        self._watching.append(loop.create_task(self._find_stopped()))
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        calls: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
+            for rank, worker in enumerate(self._workers)
+        ]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if any(_failed(one) for one in calls):
+                await self._settle(calls)
+            answer: T = calls[0].result()
+            return answer
+        finally:
+            for one in calls:
+                one.cancel()
+
+    def _own(self, payload: Any, rank: int) -> Any:
+        """The payload of a rank: everyone's, except for its own number at the start."""
+        if not isinstance(payload, TrainerStart):
+            return payload
+        assert self._meeting
+        return msgspec.structs.replace(payload, rank=rank, meeting=str(self._meeting / "store"))
+
+    async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        """Raises the error of a call that failed on some rank."""
+        assert self._ended is not None
+        everyone: asyncio.Future[Any] = asyncio.gather(*calls, return_exceptions=True)
+        some: list[asyncio.Future[Any]] = [everyone, self._ended]
+        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED, timeout=TOGETHER)
+        errors = [error for one in calls if (error := _failed(one))]
+        if self._ended.done() or any(isinstance(error, WorkerDied) for error in errors):
+            raise WorkerDied("trainer", await self.watch())
+        if not everyone.done():
+            rank = next(rank for rank, one in enumerate(calls) if _failed(one))
+            self._lose(f"of rank {rank} failed while others waited for it: {errors[0]}")
+        everyone.cancel()
+        raise errors[0]
+
+    def push(self, method: str, payload: Any) -> None:
+        for worker in self._workers:
+            worker.push(method, payload)
+
+    async def watch(self) -> str:
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+    async def end(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        if self._meeting:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+
+    # -- one of them is lost --------------------------------------------------------------------------------------------
+
+    async def _watch(self, rank: int) -> None:
+        how = await self._workers[rank].watch()
+        self._lose(f"of rank {rank} {how}")
+
+    async def _find_stopped(self) -> None:
+        """A stopped process closes no connection, and the others would wait for it in a collective."""
+        seconds: dict[Child, int] = {}
+        while True:
+            await asyncio.sleep(1.0)
+            mine = [child for child in self._family.children() if child.who in self._names]
+            seconds = {child: seconds.get(child, 0) + 1 for child in mine if is_stopped(child.pid)}
+            for child in (child for child, count in seconds.items() if count >= STOPPED):
+                (account,) = await asyncio.to_thread(ask, [child])
+                rank = self._names.index(child.who)
+                self._lose(f"of rank {rank} did not run for {STOPPED} seconds and was killed ({account.brief})")
+
+    def _lose(self, how: str) -> None:
+        """Ends the group. Only the first reason counts: the others died of it."""
+        assert self._ended is not None
+        if not self._ended.done():
+            self._ended.set_result(how)
+            self.kill()
+
+
+def _failed(call: asyncio.Future[Any]) -> BaseException | None:
+    return call.exception() if call.done() and not call.cancelled() else None

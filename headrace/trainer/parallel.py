@@ -1,0 +1,87 @@
+"""Settings of a trainer over several ranks. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class ParallelConfig:
+    """The ranks of the trainer: processes on this machine that train one model. The product of the sizes is their number."""
+
+    shard: int = Field(default=1, gt=0)
+    """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""
+    replicate: int = Field(default=1, gt=0)
+    """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
+    expert: int = Field(default=1, gt=0)
+    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
+    `shard`, so it is that number, or 1: experts are then split like all other weights."""
+    reshard: bool = True
+    """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
+    them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
+    gather: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which ranks send each other the weights of a layer. bfloat16: half the bytes; the layer's norms and biases
+    are then rounded too, as the engine serves them. Gradients are always summed in float32."""
+
+    @property
+    def ranks(self) -> int:
+        return self.shard * self.replicate
+
+
+def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
+    """Yields the settings that several ranks exclude, each with its remedy.
+
+    `train` and `lora`: their settings. `itself`: whether a teacher is the student's older self.
+    """
+    parallel, ranks = train.parallel, train.parallel.ranks
+    if ranks == 1:
+        for name in ("expert", "reshard", "gather"):
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
+        return
+    asks = f"train.parallel asks for {ranks} ranks"
+    if parallel.shard == 1:
+        yield (
+            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
+            f"{parallel.replicate} instead, which computes the same with less memory"
+        )
+    if parallel.expert not in (1, parallel.shard):
+        yield (
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.shard = {parallel.shard} ranks; set it to "
+            f"{parallel.shard}, or remove it"
+        )
+    if parallel.expert > 1 and parallel.replicate > 1:
+        yield (
+            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard and expert to "
+            f"{ranks} and remove replicate, or remove expert"
+        )
+    if train.parity == "bitwise":
+        yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
+    if train.path == "kernels":
+        yield f'{asks}, and train.path = "kernels" reads whole weights, of which each rank holds a part; use "auto" or "torch"'
+    if train.offload_optimizer:
+        yield (
+            f"{asks}, which split the optimizer's state, and train.offload_optimizer = true keeps all of it in one place; remove it, and "
+            "raise train.parallel.shard for less memory"
+        )
+    if parallel.gather == "bfloat16" and train.dtype == "float32":
+        yield (
+            'train.parallel.gather = "bfloat16" with train.dtype = "float32" would round weights that are computed with; set train.dtype = '
+            '"bfloat16", or remove train.parallel.gather'
+        )
+    if parallel.gather == "bfloat16" and lora.rank:
+        yield (
+            "train.parallel.gather has no meaning where an adapter is trained: the frozen weights are gathered in train.dtype anyway; remove it"
+        )
+    if lora.quantise:
+        yield f"{asks}, and the packed weights of lora.quantise are not split over ranks; remove one of the two"
+    if lora.experts:
+        yield f"{asks}, and adapters of experts (lora.experts) wrap weights that are split; set lora.experts = false"
+    if itself:
+        yield f"{asks}, and a teacher that is the student's older self is kept by one rank; train on one rank, or give the teacher a model"
+    if 0 < len(train.cores) < ranks:
+        yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"

@@ -1,0 +1,105 @@
+"""Settings of the way of weights to engines. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from headrace.types import Struct
+
+Kind = Literal["shared_memory", "tcp", "http", "files"]
+LOOPBACK = "127.0.0.1"
+
+
+class Encoding(Struct, frozen=True):
+    """The form in which a model's weights travel, for transports that send bytes."""
+
+    delta: bool = False
+    anchor_every: int = 50
+
+
+FULL = Encoding()
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class WeightSyncConfig:
+    """The way of new weights from the trainer to the engines (docs/weight_sync.md)."""
+
+    kind: Literal["auto", "shared_memory", "tcp", "http", "files"] = "auto"
+    """shared_memory: engines map the trainer's pages; tcp: they fetch from the trainer's process; http: they fetch from it and from each
+    other; files: a directory that both see. auto: chosen by where the engines are, and `--dry-run` says why."""
+    encoding: Literal["full", "delta"] = "full"
+    """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
+    anchor_every: int = Field(default=50, gt=0)
+    """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
+    host: str = LOOPBACK
+    """Address of this machine at which servers on other machines (`engine.urls`) fetch weights over http. Whoever fetches knows a token,
+    but nothing is encrypted: use a private network."""
+
+    @property
+    def form(self) -> Encoding:
+        return Encoding(self.encoding == "delta", self.anchor_every)
+
+
+class WeightEnds(NamedTuple):
+    """The facts about a run that decide how weights can travel."""
+
+    server: str = ""
+    """`engine.kind` of engines behind HTTP; empty for processes of the run."""
+    adapters: bool = False
+    """Whether adapters are published beside a base that never changes."""
+
+
+class Way(NamedTuple):
+    kind: Kind
+    why: str
+    """The reason, for people."""
+
+
+def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
+    """Chooses the transport."""
+    if settings.kind != "auto":
+        return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
+    if ends.server == "headrace" and settings.host != LOOPBACK:
+        return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
+    if ends.server:
+        return Way("files", "an engine behind HTTP reads what the trainer writes")
+    return Way("shared_memory", "trainer and engine are processes of this machine")
+
+
+def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
+    """Yields a sentence with the remedy for each setting that cannot work with these ends."""
+    way = way_of(settings, ends)
+    fit = {"": ("shared_memory", "tcp", "http", "files"), "headrace": ("http", "files")}.get(ends.server, ("files",))
+    if way.kind not in fit:
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
+            f'"{fit[-1]}", or leave it out'
+        )
+    if settings.host != LOOPBACK and (way.kind != "http" or not ends.server):
+        yield (
+            'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" with engine.urls, weight_sync.kind = '
+            '"http"), and this run has none; remove it'
+        )
+    if settings.encoding == "full":
+        if settings.anchor_every != WeightSyncConfig().anchor_every:
+            yield 'weight_sync.anchor_every is about weight_sync.encoding = "delta"; set that too, or remove it'
+        return
+    if ends.adapters:
+        yield (
+            'weight_sync.encoding = "delta" is for whole models, and this run publishes adapters, which change in every value; remove it, or '
+            'set lora.publish = "merged"'
+        )
+    elif ends.server and way.kind == "files":
+        remedy = 'set weight_sync.kind = "http", or ' if ends.server == "headrace" else ""
+        yield (
+            f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
+        )
+    elif way.kind == "shared_memory":
+        yield (
+            'weight_sync.encoding = "delta" saves bytes that travel, and through shared memory none do; remove it, or set weight_sync.kind = '
+            '"tcp"'
+        )

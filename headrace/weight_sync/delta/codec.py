@@ -1,0 +1,136 @@
+"""The lossless difference of two packed buffers as a stream of bytes.
+
+    4 bytes   `hrd1`
+    1         bytes of a value (2 or 4)
+    8         bytes of the buffer
+    then for each piece of the buffer, in order:
+    4         number of values that changed; 0: nothing follows
+    4 (1 + w) lengths of the gaps and of each plane of differences, each a frame of zstd
+              the frames
+
+A step of AdamW at a small learning rate changes one value in a hundred of a model in bfloat16, because most changes of the master weights
+are smaller than half a unit in the last place. A difference is the exclusive or of two values, so that the same stream leads forward
+and back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+
+from headrace.weight_sync.delta.search import Bytes, Changes, Search, search
+from headrace.weights import Manifest
+
+PIECE = 1 << 23
+"""Bytes of the buffer that are encoded at a time: two of them, and the changes between them, stay in the cache."""
+
+LEVEL = 1
+"""The level of zstd. Level 3 takes twice as long and saves 2 %."""
+
+_MAGIC = b"hrd1"
+_HEAD = struct.Struct("<4sBQ")
+
+
+class _Piece(NamedTuple):
+    width: int
+    changed: int
+    frames: tuple[memoryview, ...]
+
+
+@cache
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+
+
+def width_of(manifest: Manifest) -> int:
+    """Returns the bytes of a value, by which a buffer is compared: those of the dtype that most bytes of it have."""
+    wide = sum(spec.nbytes for spec in manifest.tensors if spec.dtype in ("float32", "int32"))
+    return 4 if 2 * wide > manifest.payload else 2
+
+
+def encode(before: memoryview, now: memoryview, width: int, limit: int, by: Search | None = None) -> bytes | None:
+    """Returns the stream that makes `now` of `before`, or None if it would be longer than `limit` bytes.
+
+    `before`, `now`: [bytes], a multiple of `width`. `by`: the fastest search by default."""
+    by, old, new = by or search(), np.frombuffer(before, np.uint8), np.frombuffer(now, np.uint8)
+    parts = [_HEAD.pack(_MAGIC, width, len(new))]
+    length = len(parts[0])
+    for start in range(0, len(new), PIECE):
+        piece = _encode_piece(by.find(old[start : start + PIECE], new[start : start + PIECE], width))
+        parts += piece
+        length += sum(map(len, piece))
+        if length > limit:
+            return None
+    return b"".join(parts)
+
+
+def _encode_piece(changes: Changes) -> list[bytes]:
+    count = len(changes.planes[0])
+    if not count:
+        return [struct.pack("<I", 0)]
+    frames = [_compressor().compress(stream.data) for stream in (changes.gaps, *changes.planes)]
+    return [struct.pack(f"<{1 + len(frames)}I", count, *map(len, frames)), *frames]
+
+
+def apply(image: memoryview, *deltas: bytes, by: Search | None = None) -> None:
+    """Applies the streams one after the other, in place. Raises ValueError if one is no stream for this image, which is then spoilt.
+
+    They are applied piece by piece, so that each piece of the image is read once."""
+    by, whole = by or search(), np.frombuffer(image, np.uint8)
+    readers = [_pieces(memoryview(delta), len(whole)) for delta in deltas]
+    for start in range(0, len(whole), PIECE):
+        part = whole[start : start + PIECE]
+        for pieces in readers:
+            if (piece := next(pieces, None)) is None:
+                raise ValueError("the delta is shorter than the image")
+            if piece.changed:
+                by.apply(part, _decode_piece(piece, len(part)), piece.width)
+    if any(next(pieces, None) for pieces in readers):
+        raise ValueError("the delta is longer than the image")
+
+
+def _pieces(delta: memoryview, nbytes: int) -> Iterator[_Piece]:
+    """Raises ValueError for bytes that are no stream for a buffer of `nbytes`."""
+    try:
+        magic, width, length = _HEAD.unpack_from(delta)
+        if magic != _MAGIC or width not in (2, 4) or length != nbytes:
+            raise ValueError(f"these are no changes of a buffer of {nbytes} bytes")
+        at = _HEAD.size
+        while at < len(delta):
+            (count,) = struct.unpack_from("<I", delta, at)
+            at += 4
+            if not count:
+                yield _Piece(width, 0, ())
+                continue
+            lengths = struct.unpack_from(f"<{1 + width}I", delta, at)
+            at += 4 * len(lengths)
+            ends = np.cumsum((at, *lengths)).tolist()
+            if ends[-1] > len(delta):
+                raise ValueError("the delta is cut off")
+            yield _Piece(width, count, tuple(delta[a:b] for a, b in itertools.pairwise(ends)))
+            at = ends[-1]
+    except struct.error as error:
+        raise ValueError(f"the delta is cut off ({error})") from None
+
+
+def _decode_piece(piece: _Piece, room: int) -> Changes:
+    gaps, *planes = (_decompressed(frame, room) for frame in piece.frames)
+    if any(len(plane) != piece.changed for plane in planes):
+        raise ValueError("the planes of the delta differ in length")
+    return Changes(gaps, tuple(planes))
+
+
+def _decompressed(frame: memoryview, room: int) -> Bytes:
+    """`room`: the most bytes that it may have; a frame is asked for its size before memory is taken."""
+    try:
+        if not 0 <= zstandard.frame_content_size(frame) <= room:
+            raise ValueError("a frame of the delta is larger than its piece")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the delta cannot be decompressed ({error})") from None

@@ -1,0 +1,109 @@
+"""The engine's end of transports that fetch: fills a slot of its own with the bytes of an update, whole or by the difference from the
+version that it has."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.errors import IdentityError
+from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
+from headrace.weights import Manifest, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Source(Protocol):
+    """The place that the bytes come from. Its methods raise IdentityError with the reason if they cannot be had."""
+
+    def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
+        """Fills `into` [manifest.nbytes]. Returns the number of bytes that travelled."""
+
+    def delta(self, update: WeightUpdate, limit: int) -> bytes:
+        """Returns the difference from the version before (`where["base"]`), which has at most `limit` bytes."""
+
+
+@dataclass
+class _Held:
+    """The contents of two slots."""
+
+    marks: list[str] = field(default_factory=lambda: ["", ""])
+    """Their fingerprints; empty where a slot holds nothing whole."""
+    newest: int = 0
+    delta: bytes = b""
+    """The difference that made the newest of the other one; empty where it arrived whole."""
+
+    @property
+    def free(self) -> int:
+        """The slot that no engine serves."""
+        return 1 - self.newest if self.marks[self.newest] else self.newest
+
+
+class FetchingReceiver:
+    """Protocol `WeightReceiver`."""
+
+    def __init__(self, manifests: Manifests, source: Source) -> None:
+        self.manifests, self._source = manifests, source
+        self._slots = Slots(anonymous_memory(), manifests)
+        self._held = {name: _Held() for name in manifests}
+        self._lock = threading.Lock()
+        self.received = 0
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        """Raises IdentityError if the bytes cannot be had, or are not those that were published."""
+        from headrace.weight_sync.packed import manifest_for
+
+        manifest, name = manifest_for(self.manifests, update), update.adapter.name if update.adapter else ""
+        with self._lock:
+            held = self._held[name]
+            has = update.fingerprint in held.marks
+            number = held.marks.index(update.fingerprint) if has else held.free
+            was, held.marks[number] = held.marks[number], ""
+            if has:  # an update that is loaded again travels once
+                tensors = self._slots.packed(name, number).verified(update)
+            else:
+                tensors = self._fetched(name, manifest, update, was)
+            held.marks[number], held.newest = update.fingerprint, number
+            return tensors
+
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None:
+        """Returns the bytes of a version that this engine has whole, for another engine that fetches it here."""
+        marks = self._held[name].marks if name in self._held else []
+        has = part == "full" and fingerprint in marks
+        return self._slots.buffer(name, marks.index(fingerprint)) if has else None
+
+    def _fetched(self, name: str, manifest: Manifest, update: WeightUpdate, was: str) -> Mapping[str, torch.Tensor]:
+        """`was`: the fingerprint of what the free slot holds."""
+        held = self._held[name]
+        number, base = held.free, update.where.get("base")
+        packed, buffer = self._slots.packed(name, number), self._slots.buffer(name, number)
+        if base and held.marks[held.newest] == base:
+            try:
+                self._apply_delta(name, manifest, update, bool(was))
+                return packed.verified(update)
+            except (IdentityError, ValueError) as error:  # the full copy is the remedy, and the fingerprint the proof
+                print(f"version {update.version} is fetched whole: {error}", file=sys.stderr, flush=True)
+        held.delta = b""
+        self.received += self._source.full(update, manifest, buffer)
+        return packed.verified(update)
+
+    def _apply_delta(self, name: str, manifest: Manifest, update: WeightUpdate, follows: bool) -> None:
+        """The free slot is two versions behind: two differences bring it forward, which costs less than a copy. `follows`: whether it holds
+        the version before the newest."""
+        from headrace.weight_sync.delta.codec import apply
+
+        held = self._held[name]
+        buffer = self._slots.buffer(name, held.free)
+        delta = self._source.delta(update, manifest.payload)
+        self.received += len(delta)
+        earlier, held.delta = held.delta, b""
+        if earlier and follows:
+            apply(buffer, earlier, delta)
+        else:
+            buffer[:] = self._slots.buffer(name, held.newest)
+            apply(buffer, delta)
+        held.delta = delta

@@ -1,0 +1,392 @@
+"""Weight sync over HTTP: engines fetch from a server in the trainer's process, and from each other.
+
+    GET  /weights/NAME/FINGERPRINT/PART     NAME: the adapter's, `-` for the model; PART: full, delta, or manifest (of any version).
+                                            `Range: bytes=N-` goes on from byte N. 307 names an engine that has the version and sends it
+    POST /weights/NAME/FINGERPRINT          the sender of this request has the version, and serves it at the port in the body
+
+A server sends to `FANOUT` engines at a time; others wait until one of these has the version, and are sent to it. So n engines need
+about log2(n) times the seconds of one, whoever they are. Every request carries the run's token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import secrets
+import socketserver
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
+
+from headrace.errors import IdentityError
+from headrace.types import Struct
+from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.slots import Manifests, Part, send_all
+from headrace.weights import Manifest, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.weight_sync.offers import OfferedVersion, OfferingSender
+
+FANOUT = 2
+"""Full copies that a server sends at a time."""
+PATIENCE = 60.0
+"""Seconds in which nothing arrives until a connection counts as broken, and for which a server lets an engine wait for its turn."""
+OTHERS = 15.0
+"""The same for another engine: the trainer is asked instead."""
+AT_ONCE = 256
+"""Connections that a server serves at a time. More are closed."""
+TRIES = 3
+"""Connections in a row that may break without a byte."""
+LONGEST_MANIFEST = 1 << 26
+"""Bytes of a layout: 64 MiB are enough for a million tensors."""
+
+
+class Http(Struct, frozen=True, tag="http"):
+    """Protocol `Transport`."""
+
+    token: str
+    host: str = "127.0.0.1"
+    """The address that the trainer listens at."""
+    encoding: Encoding = FULL
+
+    @classmethod
+    def open(cls, form: Encoding = FULL) -> Http:
+        return cls(secrets.token_hex(16), encoding=form)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        return ()
+
+    def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
+        from headrace.weight_sync.offers import OfferingSender, Offers
+
+        offers = Offers(manifests, once, self.encoding)
+        server = WeightServer(offers, self.host, self.token)
+
+        def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
+            server.tree.forget(name, offer.fingerprint)
+            return {"url": server.url}
+
+        return OfferingSender(offers, where)
+
+    def receiver(self, manifests: Manifests) -> HttpReceiver:
+        return HttpReceiver(manifests, self.token)
+
+    def close(self) -> None:
+        """Does nothing: the server ends with the trainer's process."""
+
+
+def _path(name: str, fingerprint: str) -> str:
+    return f"/weights/{quote(name, safe='') or '-'}/{fingerprint}"
+
+
+# -- a server -----------------------------------------------------------------------------------------------------------------
+
+
+class Shelves(Protocol):
+    """The versions that a server has."""
+
+    @property
+    def manifests(self) -> Manifests: ...
+
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None: ...
+
+
+class Relays:
+    """The order in which engines are sent a full copy, and by whom."""
+
+    def __init__(self) -> None:
+        self._sending: Counter[str] = Counter()
+        self._peers: dict[str, deque[str]] = {}
+        """Addresses of engines that have a version, by its path; the one that was named longest ago first."""
+        self._change = threading.Condition()
+
+    def joined(self, path: str, url: str) -> None:
+        with self._change:
+            self._peers.setdefault(path, deque()).append(url)
+            self._change.notify_all()
+
+    def forget(self, name: str, newest: str) -> None:
+        """Forgets who has other versions of the same."""
+        kept, other = _path(name, newest), _path(name, "")
+        with self._change:
+            self._peers = {path: one for path, one in self._peers.items() if path == kept or not path.startswith(other)}
+
+    @contextmanager
+    def turn(self, path: str, direct: bool) -> Iterator[str]:
+        """Waits for a turn. Yields the address of an engine that sends instead, or an empty string. `direct`: at once, and by nobody else."""
+        with self._change:
+            busy = lambda: not direct and self._sending[path] >= FANOUT  # noqa: E731
+            self._change.wait_for(lambda: not busy() or path in self._peers, PATIENCE / 2)
+            other = ""
+            if busy() and (peers := self._peers.get(path)):
+                other = peers[0]
+                peers.rotate(-1)
+            self._sending[path] += not other
+        try:
+            yield other
+        finally:
+            with self._change:
+                self._sending[path] -= not other
+                self._sending += Counter()  # forgets what is zero
+                self._change.notify_all()
+
+
+class WeightServer(socketserver.ThreadingTCPServer):
+    """Answers in threads, beside the work of its process."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, shelves: Shelves, host: str, token: str) -> None:
+        """Raises OSError if it cannot listen at that address."""
+        self.shelves, self.token, self.tree = shelves, token, Relays()
+        self._places = threading.BoundedSemaphore(AT_ONCE)
+        super().__init__((host, 0), _Handler)
+        self.port = int(self.server_address[1])
+        self.url = f"http://{host}:{self.port}"
+        threading.Thread(target=self.serve_forever, name="weights", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: the engine at the other end reports it."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WeightServer
+    timeout = PATIENCE
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def parse_request(self) -> bool:
+        """Refuses whoever does not know the token, whatever they ask for."""
+        if not super().parse_request():
+            return False
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            return True
+        self._answer(401)
+        self.close_connection = True
+        return False
+
+    def do_GET(self) -> None:
+        try:
+            name, fingerprint, part = _asked(self.path, 3)
+            first = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        except ValueError:
+            self._answer(400)
+            return
+        if part == "manifest":
+            manifest = self.server.shelves.manifests.get(name)
+            found = memoryview(msgspec.json.encode(manifest)) if manifest else None
+        else:
+            found = self.server.shelves.find(name, fingerprint, "delta" if part == "delta" else "full")
+        if found is None:
+            self._answer(404)
+        elif part in ("manifest", "delta"):
+            self._answer(200, len(found))
+            send_all(self.connection, found)
+        elif not 0 <= first < found.nbytes:
+            self._answer(416)
+        else:
+            with self.server.tree.turn(_path(name, fingerprint), "Direct" in self.headers) as other:
+                if other:
+                    self._answer(307, 0, {"Location": other})
+                    return
+                total = {"Content-Range": f"bytes {first}-{found.nbytes - 1}/{found.nbytes}"}
+                self._answer(206, found.nbytes - first, total)
+                send_all(self.connection, found[first:])
+
+    def do_POST(self) -> None:
+        try:
+            name, fingerprint = _asked(self.path, 2)
+            port = int(self.rfile.read(min(5, int(self.headers.get("Content-Length", "0")))))
+        except ValueError:
+            self._answer(400)
+            return
+        self._answer(204)
+        self.server.tree.joined(_path(name, fingerprint), f"http://{self.client_address[0]}:{port}")
+
+    def _answer(self, status: int, nbytes: int = 0, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(nbytes), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def _asked(path: str, count: int) -> list[str]:
+    """Raises ValueError for a path that has not so many parts below /weights."""
+    empty, weights, *parts = path.split("/")
+    if empty or weights != "weights" or len(parts) != count:
+        raise ValueError(path)
+    return ["" if parts[0] == "-" else unquote(parts[0]), *parts[1:]]
+
+
+# -- the engine's end ---------------------------------------------------------------------------------------------------------
+
+
+class HttpSource:
+    """Protocol `Source`."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self.here = ""
+        """The address at which this machine reached the trainer."""
+        self.others = 0
+        """Number of answers that came from other engines."""
+        self.direct = False
+        """Whether to fetch from the trainer alone."""
+
+    def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
+        root, path, at, failures = str(update.where["url"]), _path_of(update), 0, 0
+        url, direct = root, self.direct
+        while at < len(into):
+            more = {"Range": f"bytes={at}-", **({"Direct": "1"} if direct else {})}
+            try:
+                with self._asked(
+                    url, "GET", f"{path}/full", more, patience=PATIENCE if url == root else OTHERS
+                ) as answer:
+                    if answer.status == 307:
+                        url = answer.headers["Location"]
+                        continue
+                    if answer.status == 206:
+                        _check_length(answer, update, len(into))
+                        at, before = _read_into(answer, into, at), at
+                        self.others += url != root
+                        failures = failures if at == before else 0
+                    if at < len(into):
+                        raise ConnectionError(f"answer {answer.status}, {len(into) - at} bytes too early")
+            except (OSError, http.client.HTTPException) as error:
+                failures += 1
+                if failures == TRIES or (url == root and "answer 404" in str(error)):
+                    raise _unreachable(update, root, error) from error
+                if url == root:
+                    time.sleep(0.2 * failures)
+                url, direct = root, True
+        return len(into)
+
+    def delta(self, update: WeightUpdate, limit: int) -> bytes:
+        url = str(update.where["url"])
+        return self._read(update, url, f"{_path_of(update)}/delta", limit)
+
+    def manifest(self, update: WeightUpdate) -> Manifest:
+        """Returns the layout of an update that the engine was not prepared for."""
+        path = f"{_path_of(update)}/manifest"
+        return msgspec.json.decode(self._read(update, str(update.where["url"]), path, LONGEST_MANIFEST), type=Manifest)
+
+    def announce(self, update: WeightUpdate, port: int) -> None:
+        """Tells the trainer that this engine has the version. If that fails, others fetch from the trainer."""
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            self._asked(str(update.where["url"]), "POST", _path_of(update), {}, body=str(port)),
+        ):
+            pass
+
+    def _read(self, update: WeightUpdate, url: str, path: str, limit: int) -> bytes:
+        try:
+            with self._asked(url, "GET", path, {}) as answer:
+                body = answer.read(limit + 1)
+                if answer.status != 200 or len(body) > limit or answer.length:
+                    raise ConnectionError(f"answer {answer.status} with {len(body)} bytes")
+                return body
+        except (OSError, http.client.HTTPException) as error:
+            raise _unreachable(update, url, error) from error
+
+    @contextmanager
+    def _asked(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        body: str | None = None,
+        patience: float = PATIENCE,
+    ) -> Iterator[http.client.HTTPResponse]:
+        place = urlsplit(url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=patience)
+        try:
+            connection.request(method, path, body, {"Authorization": f"Bearer {self._token}", **headers})
+            self.here = self.here or connection.sock.getsockname()[0]
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+
+def _path_of(update: WeightUpdate) -> str:
+    return _path(update.adapter.name if update.adapter else "", update.fingerprint)
+
+
+def _check_length(answer: http.client.HTTPResponse, update: WeightUpdate, wanted: int) -> None:
+    length = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    if length != str(wanted):
+        raise IdentityError(f"version {update.version} has {length or 'no'} bytes, and this engine's weights {wanted}")
+
+
+def _read_into(answer: http.client.HTTPResponse, into: memoryview, at: int) -> int:
+    """Returns where the bytes end that have arrived, however the connection ended."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        while at < len(into) and (got := answer.readinto(into[at:])):
+            at += got
+    return at
+
+
+def _unreachable(update: WeightUpdate, url: str, error: Exception) -> IdentityError:
+    return IdentityError(
+        f"weights of version {update.version}, published with fingerprint {update.fingerprint}, could not be fetched from the trainer at "
+        f"{url} ({error}). The engine keeps the version that it has"
+    )
+
+
+class HttpReceiver(FetchingReceiver):
+    """Protocol `WeightReceiver`, and a server of what it has received."""
+
+    def __init__(self, manifests: Manifests, token: str) -> None:
+        self._token, self._http = token, HttpSource(token)
+        super().__init__(manifests, self._http)
+        self._server: WeightServer | None = None
+
+    @property
+    def from_others(self) -> int:
+        """Number of times that another engine sent it something."""
+        return self._http.others
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        others = self._http.others
+        try:
+            tensors = super().receive(update)
+        except IdentityError:
+            if self._http.others == others:
+                raise
+            self._http.direct = True  # another engine may have had a newer version by the end
+            try:
+                tensors = super().receive(update)
+            finally:
+                self._http.direct = False
+        if self._server is None:
+            self._server = WeightServer(self, self._http.here, self._token)
+        self._http.announce(update, self._server.port)
+        return tensors

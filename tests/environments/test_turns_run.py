@@ -1,0 +1,116 @@
+"""A whole run of several turns with what looks at all of them: recorded experts, a length penalty, a teacher that reads text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from tiny_run import of, tiny_config
+from transformers import LlamaForCausalLM
+
+import headrace
+from headrace.config import load_config
+from headrace.durable.journal import read_steps
+from headrace.errors import ConfigError
+from headrace.models.chat import ChatEncoder
+from headrace.observe.facts import GroupEnded
+from headrace.types import Row, Scored
+
+ENV = """
+async def play(agent, prompt, answer):
+    reply = await agent.chat(prompt)
+    reply = await agent.chat(f"{len(reply.text)}. More?")
+    return {"long": 1.0 + len(reply.text) / 100}
+"""
+PENALTY, MOST, TURNS = 0.5, 8, 3
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with the tiny model's tokenizer."""
+    directory = tmp_path_factory.mktemp("mixture")
+    for source in (tiny_models.saved("olmoe"), tiny_llama):
+        for path in source.iterdir():
+            if source != tiny_llama or "token" in path.name or "template" in path.name:
+                shutil.copy(path, directory)
+    return directory
+
+
+def test_experts_lengths_and_texts_of_all_turns_count(mixture: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENV)
+    config = tiny_config(
+        tmp_path,
+        mixture,
+        reward={"function": ""},
+        environment={"function": f"{tmp_path / 'env.py'}:play", "workers": 1, "max_turns": TURNS},
+        engine={"context_length": 128},
+        rollout={"keep_routing": True, "max_tokens": MOST},
+        algo={"name": "rloo", "length_penalty": PENALTY},
+        teachers=[{"name": "critic", "path": str(tiny_llama), "mode": "text", "weight": 0.01, "system": "Judge."}],
+        train={"steps": 2},
+    )
+    assert headrace.train(config).reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    steps = list(read_steps(directory))
+    assert len(steps) == 2 and not any(fact.failures for fact in of(directory, GroupEnded))
+    critic = (ChatEncoder(tiny_llama), LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32))
+    for group in (group for step in steps for group in step.groups):
+        lengths = [sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in group.scored]
+        rewards = [one.rewards["long"] + 0.01 * one.rewards["critic"] for one in group.scored]
+        assert [one.reward for one in group.scored] == pytest.approx(rewards)
+        mean = sum(rewards) / len(rewards)
+        paid = [
+            reward - mean * PENALTY * n / (MOST * TURNS) for reward, n in zip(rewards, lengths, strict=True) if mean > 0
+        ]
+        for place, (row, one) in enumerate(zip(group.rows, group.scored, strict=True)):
+            others = [value for other, value in enumerate(paid) if other != place]
+            assert row.advantages[0] == pytest.approx(paid[place] - sum(others) / len(others), abs=1e-9)
+            check_experts(row, one)
+            assert one.rewards["critic"] == pytest.approx(read_by(*critic, one), abs=1e-4)
+
+
+def check_experts(row: Row, one: Scored) -> None:
+    first, last = (turn.completion.routing for turn in one.episode.turns)
+    assert row.routing and first and last
+    size = first.layers * first.k * first.width
+    own = (len(row.prompt) + len(one.episode.turns[0].completion.tokens) - 1) * size
+    assert row.routing.experts == first.experts + last.experts[own:] and len(first.experts) == own
+    assert len(row.routing.experts) == (len(row.prompt) + len(row.tokens) - 1) * size
+
+
+def read_by(encoder: ChatEncoder, model: torch.nn.Module, one: Scored) -> float:
+    """The mean log-prob per byte, by transformers, a turn at a time."""
+    messages, total, count = [{"role": "system", "content": "Judge."}], 0.0, 0
+    for turn in one.episode.turns:
+        done = turn.completion
+        messages += [dict(message) for message in turn.messages]
+        front, ended = encoder.encode_messages(messages)[1], done.stop == "stop"
+        behind = encoder.encode_completion(done.text, ended)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[*front, *behind]])).logits[0].log_softmax(-1)[len(front) - 1 : -1]
+        total += float(logprobs.gather(1, torch.tensor(behind)[:, None]).sum())
+        count += len(done.text.encode()) + ended
+        messages.append({"role": "assistant", "content": done.text})
+    return total / count
+
+
+def test_a_teacher_without_a_chat_template_reads_no_conversations(tiny_llama: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_llama, plain, ignore=lambda _, names: [name for name in names if "template" in name])
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    (plain / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    (tmp_path / "env.py").write_text(ENV)
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment={"function": f"{tmp_path / 'env.py'}:play", "workers": 1},
+        engine={"context_length": 128},
+        teachers=[{"name": "critic", "path": str(plain), "mode": "text"}],
+    )
+    with pytest.raises(ConfigError, match="the teacher critic reads conversations, because a rollout may have 8 turns"):
+        headrace.train(load_config(config))

@@ -1,0 +1,110 @@
+"""A fleet whose engines fetch weights over TCP, for real: one of them is killed with half of a version received."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_processes import checked_run
+from tiny_run import engines_of, of, tiny_config, when_step
+
+import headrace
+from headrace.observe.facts import FleetSample, MemberMoved, WeightsLive
+
+WIDE = 65536
+"""The width of the model's only layer: its 25 MB do not fit into the buffers of a connection."""
+
+SLICE = 0.002
+"""Seconds for which an engine runs until it is looked at again. Its 25 MB take several of these on any machine."""
+
+
+@pytest.fixture(scope="module")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    import shutil
+
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("wide") / "llama"
+    shutil.copytree(tiny_tokenizer, directory)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
+        hidden_size=64,
+        intermediate_size=WIDE,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def waiting_bytes(pid: int) -> int:
+    """Bytes that have arrived at the connected TCP sockets of a process, and that it has not read."""
+    own = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in Path(f"/proc/{pid}/fd").iterdir()}
+    found = 0
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "01" and words[9] in own:  # ESTABLISHED; https://docs.kernel.org/networking/proc_net_tcp.html
+            found += int(words[4].partition(":")[2], 16)
+    return found
+
+
+def kill_while_it_fetches(pid: int) -> None:
+    """Lets an engine run in slices until it is stopped in the middle of a version, and kills it there."""
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        os.kill(pid, signal.SIGSTOP)
+        if waiting_bytes(pid):
+            os.kill(pid, signal.SIGKILL)
+            return
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(SLICE)
+    raise AssertionError("no engine was met in the middle of a version")
+
+
+def test_an_engine_that_is_killed_with_half_of_a_version(wide_llama: Path, tmp_path: Path) -> None:
+    """It leaves the rotation, the other one goes live and takes its requests, and it comes back with the newest weights: a full copy,
+    though differences are published."""
+    run, steps = tmp_path / "runs" / "tiny", 10
+    config: dict[str, Any] = tiny_config(
+        tmp_path,
+        wide_llama,
+        engine={"replicas": 2, "dtype": "bfloat16", "path": "hf"},
+        weight_sync={"kind": "tcp", "encoding": "delta", "anchor_every": 1},
+        train={"steps": steps, "learning_rate": 1e-6, "path": "torch", "dtype": "float32"},
+        staleness={"groups_per_step": 2},
+    )
+    killed: list[int] = []
+
+    def kill() -> None:
+        killed.append(engines_of(os.getpid())[0])
+        kill_while_it_fetches(killed[0])
+
+    thread = when_step(run, 2, kill)
+    result = headrace.train(config)
+    thread.join()
+    assert result.step == steps and killed
+    checked_run(run, steps)
+    moves = [(fact.member, fact.state) for fact in of(run, MemberMoved)]
+    (victim,) = {member for member, _ in moves}
+    assert moves == [(victim, "away"), (victim, "serving")]
+    assert all(member.state == "serving" for member in of(run, FleetSample)[-1].members)
+    (away,) = [fact.t for fact in of(run, MemberMoved) if fact.state == "away"]
+    live = of(run, WeightsLive)
+    assert {"base" in fact.update.where for fact in live} == {True, False}, "full copies, and differences between them"
+    engines = [round(fact.load.received / fact.update.where.get("delta", fact.update.nbytes)) for fact in live]
+    assert engines[0] == engines[-1] == 2
+    assert next(count for fact, count in zip(live, engines, strict=True) if fact.t > away) == 1, (
+        "it went live in the other one"
+    )

@@ -1,0 +1,103 @@
+"""Whole runs whose trainer is two ranks: they end like a run on one, and go on by themselves when a rank dies or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import Config, of, ranks_of, tiny_config, when_step
+
+import headrace
+from headrace.commands.replay import replay
+from headrace.errors import WorkerDied
+from headrace.observe.facts import RunEnded, StepTrained
+
+STEPS = 6
+
+
+def config_of(directory: Path, model: Path, name: str, **train: Any) -> Config:
+    """At least three microbatches for each of two ranks."""
+    return tiny_config(
+        directory,
+        model,
+        name=name,
+        rollout={"max_tokens": 12},
+        train={"steps": STEPS, "learning_rate": 1e-3, "microbatch_tokens": 48, "path": "torch", **train},
+        engine={"exact": True},
+        staleness={"groups_per_step": 4, "max_lag": 0},
+    )
+
+
+def final(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = config_of(tmp_path_factory.mktemp("ranks"), tiny_llama, "two", parallel={"shard": 2})
+    result = headrace.train(config)
+    assert result.reason == "finished"
+    return Path(config["out"]) / "two"
+
+
+def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_llama, "one")
+    headrace.train(config)
+    one = Path(config["out"]) / "one"
+    for step, other in zip(of(undisturbed, StepTrained), of(one, StepTrained), strict=True):
+        assert step.report.microbatches >= 6
+        assert step.report.loss_tokens == other.report.loss_tokens
+        assert step.report.grad_norm == pytest.approx(other.report.grad_norm, rel=1e-3)
+    expected = final(one)
+    for name, tensor in final(undisturbed).items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
+    assert (undisturbed / "logs" / "trainer-rank-0.log").exists() and (
+        undisturbed / "logs" / "trainer-rank-1.log"
+    ).exists()
+
+
+def test_a_replay_on_the_same_ranks_is_bit_for_bit(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay(undisturbed, 2, 3) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_ranks_that_die_or_are_stopped_cost_no_step(
+    undisturbed: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is killed, later rank 0 is stopped. The run goes on by itself, to weights that are bit-identical."""
+    config = config_of(tmp_path, tiny_llama, "harmed", parallel={"shard": 2}, max_deaths=2)
+    directory = Path(config["out"]) / "harmed"
+    harm = [
+        when_step(directory, 2, lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)),
+        when_step(directory, 4, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGSTOP)),
+    ]
+    result = headrace.train(config)
+    for one in harm:
+        one.join()
+    assert result.reason == "finished" and not ranks_of(os.getpid())
+    said = capsys.readouterr().err
+    assert "the trainer process of rank 1 was killed by SIGKILL" in said and "trainer-rank-1.log" in said
+    assert "of rank 0 did not run for 5 seconds and was killed (trainer rank 0, pid" in said
+    assert "death no. 2 of train.max_deaths = 2" in said
+    reasons = [fact.reason for fact in of(directory, RunEnded)]
+    assert len(reasons) == 3 and "rank 1" in reasons[0] and "rank 0" in reasons[1] and reasons[2] == "finished"
+    assert of(directory, RunEnded)[-1].accounting.balance() == 0
+    expected = final(undisturbed)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in final(directory).items())
+
+
+def test_the_death_after_the_last_allowed_one_ends_the_run(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tiny_llama, "ended", parallel={"shard": 2}, max_deaths=0)
+    directory = Path(config["out"]) / "ended"
+    harm = when_step(directory, 3, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGKILL))
+    with pytest.raises(WorkerDied, match="the trainer process of rank 0 was killed by SIGKILL") as caught:
+        headrace.train(config)
+    harm.join()
+    assert any("--resume" in note for note in caught.value.__notes__) and not ranks_of(os.getpid())
+    resumed = headrace.train(resume=directory, sets=["train.parallel.shard=1"])  # on another mesh
+    assert resumed.reason == "finished"

@@ -1,0 +1,64 @@
+"""Processes that have met as the ranks of a trainer. They stay, and do one piece of work after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 120.0
+"""Seconds for one piece of work, on a machine that is ten times slower than usual."""
+
+
+class RankProcesses:
+    def __init__(self, count: int, directory: Path) -> None:
+        # not forked from this process: its threads (of torch, of other tests) would not live in a fork
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["headrace.trainer.step.trainer", "headrace.trainer.placement.sharded", "transformers"]
+        )
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, str(directory / "store"), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, work: Callable[..., Any], *given: Any) -> list[Any]:
+        """Calls a function of a module on every rank at once, and returns the results. `given`: its arguments."""
+        for pipe in self._pipes:
+            pipe.send((work, given))
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
+            done, result = pipe.recv()
+            assert done, f"rank {rank}: {result}"
+            found.append(result)
+        return found
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    import torch
+
+    from headrace.trainer.placement.meeting import meet
+
+    torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    meet(rank, count, store, torch.device("cpu"))
+    while True:
+        work, given = pipe.recv()
+        try:
+            pipe.send((True, work(*given)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,69 @@
+"""What is trained by ranks in processes of their own, and by one device."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import plain_trainer
+import tiny_models
+import torch
+
+from headrace.algo.config import AlgoConfig
+from headrace.models.lora import LoraConfig
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.sharded import Sharded
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.types import Batch, Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+
+CPU = torch.device("cpu")
+GROUPS = ((5, 3), (3, 2), (4, 3), (6, 2))
+"""Prompts and completions of a step: with `BUDGET`, at least three microbatches for each of two ranks."""
+BUDGET = 12
+PLAIN = {"dtype": "float32", "path": "torch", "device": "cpu", "learning_rate": 1e-3, "microbatch_tokens": BUDGET}
+
+
+class Case(dict[str, Any]):
+    """What is trained: `model`, and further `algo`, `lora`, `train`, `parallel` (settings), `masks`, `routing`, `top`, `groups`, `pairs`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**PLAIN, **self.get("train", {})}
+
+    @property
+    def ranks(self) -> ParallelConfig:
+        return ParallelConfig(**{"shard": 2, **self.get("parallel", {})})
+
+    def batch(self, step: int) -> Batch:
+        experts = plain_trainer.experts_of(tiny_models.make(self["model"])) if self.get("routing") else None
+        groups, masks, top = self.get("groups", GROUPS), self.get("masks", False), self.get("top", 0)
+        rows = plain_trainer.rows(random.Random(step), groups, masks=masks, experts=experts, top=top)
+        scored = tuple(map(_scored, rows)) if "pairs" in self else ()
+        return Batch(step, (Group(0, Prompt("p", "", (1,)), scored, tuple(rows), pairs=self.get("pairs", ())),))
+
+    def trainer(self, directory: Path, placement: Placement | None = None) -> TorchTrainer:
+        train, algo = TrainConfig(**self.settings), AlgoConfig(**self.get("algo", {}))
+        adapters = {"": Assignment(train, algo, LoraConfig(**self["lora"]))} if "lora" in self else None
+        return TorchTrainer(
+            directory,
+            train,
+            algo,
+            seed=0,
+            keep_routing=bool(self.get("routing")),
+            adapters=adapters,
+            placement=placement,
+        )
+
+
+def sharded(directory: Path, case: Case) -> TorchTrainer:
+    """The trainer of this rank."""
+    return case.trainer(directory, Sharded(case.ranks, CPU))
+
+
+def _scored(row: Row) -> Scored:
+    completion = Completion(row.tokens, row.logprobs, (VersionSpan(0, 0, 0),), "stop")
+    return Scored(Episode((Turn(row.prompt, completion),)), 0.0, {})

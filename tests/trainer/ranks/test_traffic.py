@@ -1,0 +1,131 @@
+"""What travels between ranks, and what each holds, counted and compared with the planner's formula."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from rank_processes import RankProcesses
+from sharded_case import CPU, GROUPS, Case, sharded
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.plan.rates.mesh import rank_memory, traffic
+from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.low_memory import local
+from headrace.trainer.placement.sharded import layers_of
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives on gradients and weights, and the bytes that they give this rank. Sums of numbers are in float64."""
+
+    def __init__(self, shard: int, replicate: int) -> None:
+        super().__init__()
+        self._received = {
+            "c10d::_allgather_base_": lambda output, given: (shard - 1) * given.nbytes,
+            "c10d::_reduce_scatter_base_": lambda output, given: (shard - 1) * output.nbytes,
+            "_c10d_functional::all_to_all_single": lambda given, rows: sum(rows) * given.shape[-1] * given.itemsize,
+            "c10d::allreduce_": lambda given, *_: 2 * (replicate - 1) / replicate * sum(one.nbytes for one in given),
+        }
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in self._received:
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            if first.dtype != torch.float64:
+                self.calls[name] += 1
+                self.bytes[name] += self._received[name](*args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def counted(directory: Path, case: Case) -> tuple[int, Counter[str], Counter[str]]:
+    one = sharded(directory, case)
+    given = case.batch(0)
+    plan = one._plan(given)
+    with Collectives(case.ranks.shard, case.ranks.replicate) as collectives:
+        one._gradients(plan, given.temperature)
+    return len(plan.packs), collectives.calls, collectives.bytes
+
+
+def held(directory: Path, case: Case) -> int:
+    """Bytes of weights, gradients and AdamW's state of this rank."""
+    one = sharded(directory, case)
+    one.step(case.batch(0))
+    learner, given = one._learners[""], case.batch(1)
+    one._gradients(one._plan(given), given.temperature)
+    parameters = list(learner.parameters.values())
+    state = [value for kept in learner.optimizer.state.values() for name, value in kept.items() if name != "step"]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return sum(local(tensor).nbytes for tensor in (*parameters, *gradients, *state))
+
+
+def parts(directory: Path, whole: bool = False) -> tuple[int, int, int]:
+    """The layers of a model, their parameters, and all others. `whole`: without experts."""
+    model = load_model(directory, CPU)
+    layers = layers_of(model)
+    inner = sum(p.numel() for layer in layers for p in layer.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if whole and ".experts." in name)
+    return len(layers), inner - experts, sum(p.numel() for p in model.parameters()) - inner
+
+
+def compare(ranks: RankProcesses, case: Case) -> None:
+    directory = tiny_models.saved(case["model"])
+    layers, inner, outer = parts(directory, case.ranks.expert > 1)
+    expected = traffic(case.ranks, layers=layers, inner=inner, outer=outer)
+    for microbatches, calls, found in ranks.run(counted, directory, case):
+        assert microbatches >= 3
+        assert calls["c10d::_allgather_base_"] == microbatches * expected.gathers
+        assert calls["c10d::_reduce_scatter_base_"] == microbatches * expected.reductions
+        assert found["c10d::_allgather_base_"] == pytest.approx(microbatches * expected.gathered, rel=1e-6)
+        assert found["c10d::_reduce_scatter_base_"] == pytest.approx(microbatches * expected.reduced, rel=1e-6)
+        assert found["c10d::allreduce_"] == pytest.approx(expected.copied, rel=1e-6)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"reshard": False}, {"gather": "bfloat16"}], ids=["plain", "kept", "halved"])
+def test_what_travels_between_two_ranks_is_what_the_planner_says(parallel: dict[str, Any], two: RankProcesses) -> None:
+    dtype = "bfloat16" if "gather" in parallel else "float32"
+    compare(two, Case(model="llama", parallel=parallel, train={"dtype": dtype}))
+
+
+def exchanged(directory: Path, case: Case) -> tuple[int, int]:
+    """The tokens that this rank forwards, and the bytes that all-to-alls give it, its own included."""
+    one = sharded(directory, case)
+    given = case.batch(0)
+    plan = one._plan(given)
+    with Collectives(2, 1) as collectives:
+        one._gradients(plan, given.temperature)
+    return sum(len(pack.tokens) for pack in plan.packs), collectives.bytes["_c10d_functional::all_to_all_single"]
+
+
+def test_whole_experts_are_never_gathered_and_tokens_travel_to_them(two: RankProcesses) -> None:
+    case = Case(model="qwen3_moe", parallel={"expert": 2})
+    compare(two, case)
+    directory = tiny_models.saved("qwen3_moe")
+    shape = load_model(directory, CPU).config
+    width = shape.num_hidden_layers * shape.num_experts_per_tok * shape.hidden_size
+    expected = traffic(case.ranks, layers=1, inner=0, outer=0, width=width, computed=4).exchanged
+    tokens, found = map(sum, zip(*two.run(exchanged, directory, case), strict=True))
+    assert found / 2 == pytest.approx(tokens * expected, rel=1e-6)  # of two ranks, half is a rank's own on average
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}], ids=["split", "copies"])
+def test_what_travels_between_four_ranks_is_what_the_planner_says(
+    parallel: dict[str, int], four: RankProcesses
+) -> None:
+    compare(four, Case(model="llama", groups=(*GROUPS, *GROUPS), parallel=parallel))
+
+
+def test_each_of_two_ranks_holds_half(two: RankProcesses) -> None:
+    case = Case(model="llama")
+    directory = tiny_models.saved("llama")
+    layers, inner, outer = parts(directory)
+    expected = rank_memory(case.ranks, layers=layers, inner=inner, outer=outer).held
+    assert expected == 8 * (inner + outer)
+    for found in two.run(held, directory, case):
+        assert found == pytest.approx(expected, rel=1e-6)

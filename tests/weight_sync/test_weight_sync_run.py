@@ -1,0 +1,113 @@
+"""Whole runs with real processes, by every way of weights: the same weights as through shared memory, resumed and replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import Config, kill_after_a_step, of, tiny_config
+
+import headrace
+from headrace import cli
+from headrace.config import load_config
+from headrace.errors import ConfigError
+from headrace.observe.facts import RunEnded, WeightsLive
+from headrace.orchestration.wording import placement
+
+WAYS = [("tcp", "full"), ("tcp", "delta"), ("http", "full"), ("http", "delta"), ("files", "full"), ("files", "delta")]
+
+
+def config_of(directory: Path, model: Path, kind: str, encoding: str, **tables: Any) -> Config:
+    """A run that computes the same at every time: what is published depends on nothing but its settings."""
+    directory.mkdir(exist_ok=True)
+    return tiny_config(
+        directory,
+        model,
+        **{
+            "weight_sync": {"kind": kind, "encoding": encoding},
+            "train": {"steps": 4, "learning_rate": 1e-5, "dtype": "float32"},
+            "engine": {"dtype": "bfloat16"},
+            "staleness": {"groups_per_step": 2, "max_lag": 0},
+            **tables,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def published(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The fingerprints of all versions, through shared memory."""
+    directory = tmp_path_factory.mktemp("shared")
+    headrace.train(config_of(directory, tiny_llama, "auto", "full"))
+    return [fact.update.fingerprint for fact in of(directory / "runs" / "tiny", WeightsLive)]
+
+
+@pytest.mark.parametrize(("kind", "encoding"), WAYS)
+def test_every_way_brings_the_same_bits(
+    kind: str, encoding: str, published: list[str], tiny_llama: Path, tmp_path: Path
+) -> None:
+    assert headrace.train(config_of(tmp_path, tiny_llama, kind, encoding)).reason == "finished"
+    live = of(tmp_path / "runs" / "tiny", WeightsLive)
+    assert [fact.update.fingerprint for fact in live] == published and len(set(published)) == 5
+    travelled = [fact.load.received / fact.update.nbytes for fact in live]
+    if encoding == "full":
+        assert all(1 <= share < 1.2 for share in travelled), "with the gaps for alignment"
+    else:
+        assert travelled[0] >= 1 and max(travelled[1:]) < 0.5, travelled
+    assert not list((tmp_path / "runs").rglob("*-weights")), "nothing is left behind"
+
+
+def test_killed_resumed_and_replayed(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, tiny_llama, "tcp", "delta", checkpoint={"every": 1})
+    config["train"]["steps"] = 500
+    directory = tmp_path / "runs" / "tiny"
+    kill_after_a_step(config, directory)
+    done = max(fact.update.version for fact in of(directory, WeightsLive))
+    config["train"]["steps"] = done + 4
+    assert headrace.train(config, resume=directory).reason == "finished"
+    ended = of(directory, RunEnded)[-1]
+    assert ended.accounting.balance() == 0 and ended.step == done + 4
+    assert cli.main(["replay", str(directory), "--step", str(done + 3)]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    server = {"engine": {"kind": "headrace", "urls": ["http://10.0.0.2:8000"]}}
+    cases: list[tuple[Config, str]] = [
+        ({}, "shared memory: two packed buffers (trainer and engine are processes of this machine)"),
+        (
+            {"weight_sync": {"kind": "tcp", "encoding": "delta"}},
+            'TCP: deltas, full every 50 (weight_sync.kind = "tcp")',
+        ),
+        (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),
+        (
+            {**server, "weight_sync": {"host": "10.0.0.1"}},
+            "HTTP: full (the servers fetch from 10.0.0.1 (weight_sync.host))",
+        ),
+    ]
+    for tables, said in cases:
+        config = load_config(tiny_config(tmp_path, tiny_tokenizer, **tables) | tables)
+        assert placement(config, "")["weights"] == said
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (
+            {"weight_sync": {"encoding": "delta"}},
+            'through shared memory none do; remove it, or set weight_sync.kind = "tcp"',
+        ),
+        ({"weight_sync": {"kind": "tcp", "encoding": "delta"}, "lora": {"rank": 4}}, "this run publishes adapters"),
+        ({"weight_sync": {"anchor_every": 3}}, 'weight_sync.anchor_every is about weight_sync.encoding = "delta"'),
+        (
+            {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
+            'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(
+    tables: dict[str, Any], said: str, tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    tables["engine"] = tables.get("engine", {}) | {"dtype": "float32"}
+    with pytest.raises(ConfigError, match=said):
+        load_config({**tiny_config(tmp_path, tiny_tokenizer, train={}), **tables})
