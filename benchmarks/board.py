@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
-from headrace.observe.board.browsing import Question
+from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.group_table import Wanted
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
@@ -149,12 +149,12 @@ def main() -> None:
         timed("14 curves, smoothed", lambda: curves(fresh, 100))
         timed(
             "reading the rest of the journal",
-            lambda: fresh.rollouts("long", Question(wanted=Wanted(steps=(given.steps, 1e9)))),
+            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(steps=(given.steps, 1e9)))),
         )
-        timed("a page of the newest rollouts", lambda: fresh.rollouts("long", Question()))
+        timed("a page of the newest rollouts", lambda: fresh.rollouts("long", RolloutQuery()))
         timed(
             "a page of rollouts with reward 1, longest first",
-            lambda: fresh.rollouts("long", Question(wanted=Wanted(rewards=(1, 1)), order="longest")),
+            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(rewards=(1, 1)), order="longest")),
         )
         for part in ("overview", "drawn", "pools"):
             timed(f"the tab {part}", lambda part=part: fresh.part("long", part))  # type: ignore[misc]

@@ -265,17 +265,10 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_arguments(
         _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
     )
-    pooling.add_arguments(
-        _command(commands, "pool", pooling.pool, "the engines of a running run: show them, add one, remove one")
-    )
-    handing.add_arguments(
-        _command(
-            commands,
-            "gateway",
-            handing.gateway,
-            "where a run hands out rollouts to agents, and a command that plays them",
-        )
-    )
+    pooled = "the engines of a running run: show them, add one, remove one"
+    pooling.add_arguments(_command(commands, "pool", pooling.pool, pooled))
+    handed = "where a run hands out rollouts to agents, and a command that plays them"
+    handing.add_arguments(_command(commands, "gateway", handing.gateway, handed))
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(

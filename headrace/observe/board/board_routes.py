@@ -15,10 +15,10 @@ from starlette.responses import FileResponse, HTMLResponse, Response, StreamingR
 from starlette.routing import Route
 
 from headrace.errors import HeadraceError
-from headrace.observe.board.browsing import Question
+from headrace.observe.board.board_parts import PARTS
+from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.cookie import CookieGate
 from headrace.observe.board.group_table import Order, Wanted
-from headrace.observe.board.parts import PARTS
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.board.step_columns import STEP
 from headrace.observe.report.page import SCRIPT, STYLE
@@ -122,7 +122,7 @@ def _rollouts(request: Request) -> Response:
         failed=given.get("failed") == "1",
         gone=given.get("gone") == "1",
     )
-    question = Question(
+    question = RolloutQuery(
         wanted=wanted,
         order=order,  # type: ignore[arg-type]
         lag=int(_number(request, "lag", 0)),

@@ -27,7 +27,7 @@ MAX_PROMPT = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class RolloutQuery:
     """Conditions on a rollout. Those that no fact has numbers of are found by reading the journal."""
 
     wanted: Wanted = Wanted()
@@ -43,7 +43,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RolloutPage:
     html: str
     shown: int
     candidates: int
@@ -61,7 +61,7 @@ class Browser:
         self._pieces: Pieces | None = None
         self._tried = False
 
-    def ask(self, question: Question, groups: GroupTable, step: int) -> Answer:
+    def ask(self, question: RolloutQuery, groups: GroupTable, step: int) -> RolloutPage:
         """`step`: optimizer steps done, for the lag of groups that wait for the trainer."""
         with self._lock:
             more = self._index.catch_up(SECONDS / 2)
@@ -85,9 +85,9 @@ class Browser:
             views += self._of(group, (trained or step + 1) - 1, question)
         note = self._note(missing, more, bool(views), place < len(tickets))
         html = (rollout_table(views) if views else "") + note
-        return Answer(html, len(views), len(tickets), place if place < len(tickets) else None)
+        return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
 
-    def _of(self, group: Group, step: int, question: Question) -> Iterator[RolloutView]:
+    def _of(self, group: Group, step: int, question: RolloutQuery) -> Iterator[RolloutView]:
         """Yields the rollouts of a group that fulfil the conditions. `step`: counted from 0."""
         words = question.words.lower()
         in_prompt = words in group.prompt.text.lower()
@@ -114,7 +114,7 @@ class Browser:
             said.append("Nothing found so far." if unfinished else "No rollout fulfils these conditions.")
         return f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
 
-    def _gone(self, question: Question, groups: GroupTable, tickets: list[int]) -> Answer:
+    def _gone(self, question: RolloutQuery, groups: GroupTable, tickets: list[int]) -> RolloutPage:
         """Lists groups that will not be trained. The journal keeps their prompts and rewards, and no text of their rollouts."""
         shown = tickets[question.start : question.start + 5 * PAGE]
         rows = []
@@ -137,7 +137,7 @@ class Browser:
         note = '<p class="note">The journal keeps no text of the rollouts of groups that are not trained.</p>'
         html = table(head, rows) + note if rows else '<p class="empty">No group fulfils these conditions.</p>'
         after = question.start + len(shown)
-        return Answer(html, len(shown), len(tickets), after if after < len(tickets) else None)
+        return RolloutPage(html, len(shown), len(tickets), after if after < len(tickets) else None)
 
 
 def _words(one: Scored) -> str:

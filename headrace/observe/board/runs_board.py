@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.board.browsing import Answer, Browser, Question
+from headrace.observe.board.board_parts import differences, part
+from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
 from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.parts import differences, part
 from headrace.observe.board.run_list import RunLine, RunList
 from headrace.observe.board.step_columns import MINUTES, STEP, TOKENS
 from headrace.observe.diagnosis.advice import advices
@@ -138,7 +138,7 @@ class RunsBoard:
     def differences(self, names: Sequence[str]) -> str:
         return differences({name: self.run(name).run_dir for name in names})
 
-    def rollouts(self, name: str, question: Question) -> Answer:
+    def rollouts(self, name: str, question: RolloutQuery) -> RolloutPage:
         run = self.run(name)
         with self._lock:
             browser = self._browsers.setdefault(name, Browser(run.run_dir, self._make_pieces))

@@ -68,7 +68,7 @@ def setup(data: ReportData) -> str:
     return _where(data.state) + _config(data.config)
 
 
-class Part(NamedTuple):
+class ReportPart(NamedTuple):
     """A section of the page."""
 
     title: str
@@ -76,12 +76,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "curves": Part("Learning and staleness", _curves),
-    "pools": Part("Both pools over time", pools),
-    "accounting": Part("What became of every prompt", accounting),
-    "rollouts": Part("Rollouts", _rollouts),
-    "warnings": Part("Warnings", warnings),
-    "setup": Part("What ran where", setup),
+    "curves": ReportPart("Learning and staleness", _curves),
+    "pools": ReportPart("Both pools over time", pools),
+    "accounting": ReportPart("What became of every prompt", accounting),
+    "rollouts": ReportPart("Rollouts", _rollouts),
+    "warnings": ReportPart("Warnings", warnings),
+    "setup": ReportPart("What ran where", setup),
 }
 """The sections by their anchor, in order."""
 
