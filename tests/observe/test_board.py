@@ -293,6 +293,8 @@ def test_rollouts_are_filtered_by_numbers_and_words_and_paged(client: TestClient
     assert one["candidates"] == 1 and set(tickets(one["html"])) == {"119"}
     found = rollouts(client, words="THE ANSWER is <b>")
     assert "The answer is &lt;b&gt;" in str(found["html"]) and "<b>" not in str(found["html"])
+    failed = rollouts(client, failed=1)
+    assert "ZeroDivisionError: division by zero" in str(failed["html"])
     gone = rollouts(client, gone=1)
     assert set(cells(gone["html"], "outcome")) == {"dropped", "failed"}
     nothing = rollouts(client, words="no such words")

@@ -81,10 +81,11 @@ class Browser:
             if group is None:
                 missing += 1
                 continue
+            lost.append(group)
             trained = int(groups.rows.view["step"][group.ticket])
             views += self._of(group, (trained or step + 1) - 1, question)
         note = self._note(missing, more, bool(views), place < len(tickets))
-        html = (rollout_table(views) if views else "") + note
+        html = (rollout_table(views) if views else "") + (_failures(lost) if query.wanted.failed else "") + note
         return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
 
     def _of(self, group: Group, step: int, question: RolloutQuery) -> Iterator[RolloutView]:
@@ -138,6 +139,16 @@ class Browser:
         html = table(head, rows) + note if rows else '<p class="empty">No group fulfils these conditions.</p>'
         after = question.start + len(shown)
         return RolloutPage(html, len(shown), len(tickets), after if after < len(tickets) else None)
+
+
+def _failures(groups: list[Group]) -> str:
+    """Returns the table of the rollouts that failed: they have a reason and no text."""
+    rows = [
+        (str(group.ticket), escape(one.reason.replace("_", " ")), escape(clip(one.detail, MAX_PROMPT)))
+        for group in groups
+        for one in group.failures
+    ]
+    return "<h3>Failed rollouts of these groups</h3>" + table(("#ticket", "reason", "detail"), rows) if rows else ""
 
 
 def _words(one: Scored) -> str:

@@ -52,6 +52,11 @@ class FollowedRun(Follower):
             return 0
 
     @property
+    def unread(self) -> int:
+        """Bytes whose facts are not in `state` yet."""
+        return self.size - self._offset
+
+    @property
     def read_share(self) -> float:
         """The share of the file whose facts are in `state`, 0 to 1."""
         return self._offset / self.size if self._offset < self.size else 1.0

@@ -23,6 +23,8 @@ from headrace.web.errors import Refused
 
 PATIENCE = 0.7
 """Seconds for which a request reads a run before it answers with what there is."""
+QUICK = 4 << 20
+"""Bytes that a request reads at once. More are left to `look`, unless nothing is known yet."""
 FRESH = 0.5
 """Seconds for which the list of runs is not read again."""
 
@@ -77,11 +79,12 @@ class RunsBoard:
         }
 
     def run(self, name: str) -> FollowedRun:
-        """Returns a run, read as far as `PATIENCE` allows. Raises Refused (404) for a name that is not in the list."""
+        """Returns a run with the newest numbers that can be had at once. Raises Refused (404) for a name that is not in the list."""
         run = self._find(name)
         if run is None:
             raise Refused(404, f"there is no run {name} in {self.directory}", "no_run")
-        run.catch_up(PATIENCE)
+        if not run.version or run.unread < QUICK:
+            run.catch_up(PATIENCE)
         return run
 
     def _find(self, name: str) -> FollowedRun | None:

@@ -11,7 +11,8 @@ const MOODS = { alive: "good", finished: "good", starting: "plain", interrupted:
 const MOST_RUNS = 32;
 const at = (id) => document.getElementById(id);
 
-let runs = [], opened = {}, source = null, listening = "", drawnVersion = 0, first = true;
+let runs = [], opened = {}, source = null, listening = "", drawnVersion = "", first = true;
+const versionNow = () => (view.run in opened ? `${opened[view.run].version} ${opened[view.run].read}` : "");
 
 // ---- the list --------------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ async function draw() {
   drawTitle();
   listen();
   at("newer").hidden = true;
-  drawnVersion = opened[view.run]?.version ?? 0;
+  drawnVersion = versionNow();
   const place = element("div");
   at("view").replaceChildren(place);
   if (!view.run) return;
@@ -99,7 +100,7 @@ async function drawPart(place) {
 }
 
 const renew = seldom(() => {
-  const version = opened[view.run]?.version ?? 0;
+  const version = versionNow();
   if (view.tab === "curves") refreshCurves().catch(() => {});
   else if (version === drawnVersion) return;
   else if (BY_ITSELF.includes(view.tab)) { drawnVersion = version; drawPart(at("view").firstChild).catch(() => {}); }
