@@ -74,6 +74,7 @@ class Browser:
         if question.wanted.gone:
             return self._gone(question, groups, tickets)
         views: list[RolloutView] = []
+        lost: list[Group] = []
         missing, place = 0, question.start
         while place < len(tickets) and len(views) < PAGE and time.monotonic() < end:
             group = self._index.group(tickets[place])
@@ -85,7 +86,7 @@ class Browser:
             trained = int(groups.rows.view["step"][group.ticket])
             views += self._of(group, (trained or step + 1) - 1, question)
         note = self._note(missing, more, bool(views), place < len(tickets))
-        html = (rollout_table(views) if views else "") + (_failures(lost) if query.wanted.failed else "") + note
+        html = (rollout_table(views) if views else "") + (_failures(lost) if question.wanted.failed else "") + note
         return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
 
     def _of(self, group: Group, step: int, question: RolloutQuery) -> Iterator[RolloutView]:
