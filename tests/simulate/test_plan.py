@@ -33,6 +33,7 @@ from headrace.plan.rates.hardware import (
     trainer_gpus,
     trainer_mesh,
     trainer_rates,
+    trainer_traffic,
 )
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.plan.reasons import bias, bottleneck
@@ -115,12 +116,16 @@ def test_the_mesh_is_within_a_machine_where_that_holds_it():
 
 
 def test_a_mixture_waits_for_what_its_ranks_gather():
-    """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32."""
-    one = trainer_rates(GPUS["h100"], SHAPES["30b-a3b"], 8)
-    received = 7 / 8 * (2 * 2 * 29.878e9 + 4 * 0.622e9 + 4 * 30.5e9)
-    assert one.token == pytest.approx(received / (0.8 * 450e9) / (8 * 2048), rel=1e-6)
-    larger = trainer_rates(GPUS["h100"], SHAPES["30b-a3b"], 8, microbatch=32768)
-    assert larger.token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
+    """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32. Within a machine experts
+    stay, and 786,432 elements of a token travel four times."""
+    h100, mixture = GPUS["h100"], SHAPES["30b-a3b"]
+    received = 15 / 16 * (2 * 2 * 29.878e9 + 4 * 0.622e9 + 4 * 30.5e9)
+    assert trainer_rates(h100, mixture, 16).token == pytest.approx(received / (8 * 40e9) / (16 * 2048), rel=1e-6)
+    assert trainer_mesh(h100, mixture, 8).expert == 8
+    moved = trainer_traffic(mixture, trainer_mesh(h100, mixture, 8))
+    received = 7 / 8 * (2 * 2 * 0.878e9 + 4 * 0.622e9 + 4 * 1.5e9 + 2048 * 4 * 2 * 786_432)
+    assert moved.microbatch(2048) == pytest.approx(received, rel=1e-6)
+    assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
 
 
 def test_mixtures_of_experts_read_little_with_few_sequences():
