@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import HeadraceError
+from headrace.reports import EngineStats
 from headrace.serve.fakes.fake_transfer import FakeTransfer
 from headrace.serve.fakes.runtime_checksums import checksums_of
 from headrace.serve.following import Piece, follow, to_their_ends
@@ -301,18 +302,7 @@ class FakeVllm:
         return json_response({"vllm_config": config, "vllm_env": env, "system_env": {}})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        stats = await self.serving.engine.stats()
-        rows = [
-            ("num_requests_running", stats.running),
-            ("num_requests_waiting", stats.waiting),
-            ("kv_cache_usage_perc", stats.kv_used),
-            ("generation_tokens_total", float(stats.sampled_tokens)),
-            ("prompt_tokens_total", float(stats.prompt_tokens)),
-            ("prefix_cache_queries_total", float(stats.asked_tokens)),
-            ("prefix_cache_hits_total", float(stats.cached_tokens)),
-            ("num_preemptions_total", float(stats.preemptions)),
-        ]
-        return PlainTextResponse("".join(f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in rows))
+        return PlainTextResponse(_metrics(await self.serving.engine.stats()))
 
     # -- together -------------------------------------------------------------------------------------------------------
 
@@ -348,6 +338,20 @@ class FakeVllm:
         kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
         guard = [Middleware(_Key, key=api_key)] if api_key else []
         return Starlette(routes=routes, middleware=guard, exception_handlers=dict.fromkeys(kinds, answer_error))
+
+
+def _metrics(stats: EngineStats) -> str:
+    rows = [
+        ("num_requests_running", stats.running),
+        ("num_requests_waiting", stats.waiting),
+        ("kv_cache_usage_perc", stats.kv_used),
+        ("generation_tokens_total", float(stats.sampled_tokens)),
+        ("prompt_tokens_total", float(stats.prompt_tokens)),
+        ("prefix_cache_queries_total", float(stats.asked_tokens)),
+        ("prefix_cache_hits_total", float(stats.cached_tokens)),
+        ("num_preemptions_total", float(stats.preemptions)),
+    ]
+    return "".join(f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in rows)
 
 
 def _get(path: str, answer: Callable[[HttpRequest], Any]) -> Route:
