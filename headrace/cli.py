@@ -289,7 +289,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
     one.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
-    one.add_argument(
+    how = one.add_mutually_exclusive_group()
+    how.add_argument(
         "--dry-run",
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
