@@ -295,7 +295,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
     )
-    one.add_argument(
+    how.add_argument(
         "--board", action="store_true", help="show the run in the browser while it trains (headrace board)"
     )
 
