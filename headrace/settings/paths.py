@@ -29,6 +29,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         if isinstance(python, str) and "/" in python:  # a word alone is searched for, as in a shell
             named["python"] = _absolute(python, base)
         changed["engine"] = {**engine, **named}
+    if isinstance(place := tree.get("orchestration"), dict):
+        files = {k: _absolute(place[k], base) for k in ("token_file", "cert", "key") if _names_file(place.get(k))}
+        changed["orchestration"] = {**place, **files}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):
