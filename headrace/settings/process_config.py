@@ -89,7 +89,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, config=_STRICT, kw_only=True)
 class OrchestrationConfig:
-    """Who starts the run's engines, and how they are reached (docs/cluster.md)."""
+    """The place from which the run's engines come, and how they reach it (docs/cluster.md)."""
 
     kind: Literal["local", "join"] = "local"
     """local: the run starts its workers as child processes. join: its engines are started elsewhere, on any machine, with `headrace worker`,

@@ -53,7 +53,7 @@ def dial(
     else:
         sock = socket.create_connection(where, timeout=HELLO_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(packed(Hello(__version__, token, kind, seat, socket.gethostname(), os.getpid())))
+    sock.sendall(packed(Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())))
     _take_seat(sock, f"the controller at {address} refused this {kind}", agree)
     end = WorkerEnd(sock, DESERTED)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
