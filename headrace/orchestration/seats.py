@@ -68,6 +68,6 @@ def _invitation(config: RunConfig, address: str) -> str:
     names = ", ".join(f"engine {name}".rstrip() for name in members_of(config.engine))
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
     return (
-        f"the run waits for {names} to join: headrace worker --connect {address} --token-file {config.orchestration.token_file} "
-        f"--offers engine{ca}"
+        f"missing until they join: {names}. Start each with: headrace worker --connect {address} --token-file "
+        f"{config.orchestration.token_file} --offers engine{ca}"
     )
