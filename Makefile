@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup verifiers-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -95,6 +95,16 @@ $(TRL_PEER)/.installed:
 	$(TRL_PIP) $(TRL) "transformers>=5.17,<6" peft accelerate datasets aiohttp requests matplotlib
 	touch $@
 
+# The train client of verifiers, with which headrace serve is tested: it brings many packages that we do not need.
+VERIFIERS := .venv-verifiers
+
+verifiers-setup: $(VERIFIERS)/.installed
+
+$(VERIFIERS)/.installed:
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 "transformers>=5.17,<6"
+	touch $@
+
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
 
@@ -102,5 +112,5 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,12 @@
 """The way of new weights to an engine: what steps of AdamW change, what a difference costs and saves, and every transport in both encodings.
 
     python benchmarks/weight_sync.py [MODEL] [--rates 1e-6 1e-5 1e-4] [--rounds 5]
+    python benchmarks/weight_sync.py --values 67e6        the second table alone, over random values of which 2 % change
 
 First, for each learning rate: steps of AdamW (float32 weights, gradients of real text in bfloat16 autocast) from the model's own weights; the
 difference of the last two versions in bfloat16. Then, for each transport and encoding, both ends in this process: versions are published and
-received in turn, and beside each the same bytes are copied plainly, and sent from one bare socket to another over the loopback (sendfile from
-memory, recv_into memory: no protocol, no fingerprint). Seconds are medians of CPU time of this process (all threads), except where the clock is
+received in turn, and beside each the same bytes are copied plainly, and sent from one bare socket to another over the loopback (send and
+recv_into: no protocol, no fingerprint). Seconds are medians of CPU time of this process (all threads), except where the clock is
 named.
 """
 
@@ -30,7 +31,7 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.delta.codec import apply, encode
 from headrace.weight_sync.packed import PackedBuffer, lay_out
-from headrace.weight_sync.slots import Slots, anonymous_memory
+from headrace.weight_sync.slots import Slots, anonymous_memory, send_all
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
@@ -118,12 +119,23 @@ class Loopback:
             self._other, _ = listening.accept()
 
     def carry(self) -> None:
-        sending = threading.Thread(target=self._source.stretch("", 0).send, args=(self._one,))
+        sending = threading.Thread(target=send_all, args=(self._one, self._source.buffer("", 0)))
         sending.start()
         into, at = self._target.buffer("", 0), 0
         while at < len(into):
             at += self._other.recv_into(into[at:])
         sending.join()
+
+
+def made_up(values: int, share: float = 0.02) -> list[Image]:
+    """Three versions of random values in bfloat16, of which a share changes by one unit in the last place from one to the next."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randn(values, generator=generator).bfloat16().view(torch.int16)
+    images = []
+    for _ in range(3):
+        bits = bits ^ (torch.rand(values, generator=generator) < share).short()
+        images.append({"weight": bits.view(torch.bfloat16)})
+    return images
 
 
 def ways(images: list[Image], rounds: int) -> None:
@@ -194,10 +206,15 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--values", type=float)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    images = encodings(Path(resolve_model(options.model)), options.rates, options.steps, options.rounds)
-    ways(images, options.rounds)
+    if options.values:
+        ways(made_up(int(options.values)), options.rounds)
+    else:
+        ways(
+            encodings(Path(resolve_model(options.model)), options.rates, options.steps, options.rounds), options.rounds
+        )
 
 
 if __name__ == "__main__":

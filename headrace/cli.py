@@ -32,7 +32,9 @@ FAILED, BAD_INPUT, PAUSED, INTERRUPTED = 1, 2, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
+    parsed = _parser().parse_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
     return exit_code(lambda: parsed.command(parsed))
 
 
@@ -271,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(
-        "--python", action="append", default=[], metavar="PYTHON", help="look for engines in this interpreter too"
+        "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"

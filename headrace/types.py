@@ -217,13 +217,13 @@ class Turn(Struct, frozen=True):
     completion: Completion
     parents: tuple[int, ...] = ()
     """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
-    rewrites: tuple[int, ...] = ()
-    """The index of the turn whose conversation it continues, if a template has rewritten the messages up to that turn."""
     agent: str = ""
     """The role that the policy plays in it, if the episode has several; empty for the only one, or the first."""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
     """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
+    rewrites: tuple[int, ...] = ()
+    """The index of the turn whose conversation it continues, if a template has rewritten the messages up to that turn."""
 
 
 class Episode(Struct, frozen=True):

@@ -20,7 +20,7 @@ class Wish(Struct, frozen=True, kw_only=True):
     groups: int
     """Groups per step."""
     rollouts: int
-    """Rollouts per group."""
+    """Rollouts per group; alternatives count as the share of a rollout that they play again."""
     prompts: int
     """Prompts per evaluation."""
     samples: int

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.engine.servers.installed import MODULES, REMEDY, look, places
+from headrace.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
+from headrace.environments.verifiers.verifiers_package import lacking, look_for_verifiers
 from headrace.native.cores import usable_cores
 from headrace.rehearsal.machine import ask_torch, memory, torch_facts
 from headrace.settings.extras import EXTRAS, install, is_installed
@@ -32,7 +34,7 @@ class DoctorFinding(NamedTuple):
 
 def examine(full: bool = False, pythons: Sequence[str] = ()) -> int:
     """Prints the table. Returns 0 if a run can start, 1 if something is missing. `full`: also read and verify cached models. `pythons`:
-    other interpreters in which engines may be installed."""
+    other interpreters in which engines and verifiers may be installed."""
     probe = ask_torch()
     rest = [*_machine(), *_disks()]  # while the probe imports torch
     packages = [*_packages(), *_extras()]
@@ -41,6 +43,7 @@ def examine(full: bool = False, pythons: Sequence[str] = ()) -> int:
     sections = {
         "Software": [_python(), *torch_findings(torch), *_kernels(), *packages],
         "Engines": list(engine_findings(places(pythons))),
+        "Environments": list(taskset_findings(places(pythons))),
         "Machine": rest,
         "Models": models,
         "Sandbox": list(sandbox_findings()),
@@ -121,6 +124,18 @@ def engine_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
         else:
             lacking = "; ".join(f"no {', '.join(one.missing)} in {one.python}" for one in found)
             yield DoctorFinding(kind, "note", lacking, f"only for runs that start such a server: {REMEDY[kind]}")
+
+
+def taskset_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
+    """The interpreters that have verifiers."""
+    found = [look_for_verifiers(python) for python in interpreters]
+    there = [f"{one.version} in {one.python}" for one in found if not lacking(one)]
+    if there:
+        named = "" if not lacking(found[0]) else "name it in environment.python"
+        yield DoctorFinding("verifiers", "ok", "; ".join(there), named)
+    else:
+        said = "; ".join(f"{lacking(one)} in {one.python}" for one in found)
+        yield DoctorFinding("verifiers", "note", said, f"only for tasksets (environment.kind = verifiers): {VERIFIERS}")
 
 
 def _version(distribution: str) -> str | None:

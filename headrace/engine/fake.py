@@ -64,8 +64,7 @@ class _Presence:
         self._set_presence()
 
     def vanish(self, how: str) -> None:
-        """Behaves like an engine whose process has died and is being replaced, until `reappear`. It has the newest weights then, and
-        its requests continue."""
+        """Behaves like an engine whose process has died and is being replaced, until `reappear`: its requests continue then."""
         self._away = how
         self._set_presence()
 
@@ -102,12 +101,16 @@ class FakeEngine(_Presence):
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
     script: Callable[[Request], Sequence[int]] | None = None
     """The tokens of a request's whole completion, in place of drawn ones; after the last of them the model stops by itself."""
+    is_kept: Callable[[WeightUpdate], bool] = lambda update: True
+    """Whether an update can still be read. An engine that reappears reads what it was asked to load last, and is lost if it cannot."""
 
     def __post_init__(self) -> None:
         self.version = -1
         self.adapters: dict[str, int] = {}
         self.capabilities = capable(self.context_length, "fake", adapters=1 << 10, exact=True)
         self.requests: list[Request] = []
+        self._asked: dict[str, WeightUpdate] = {}
+        """The updates that it was asked to load last, by adapter."""
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []
         self._sampled = self._active = 0
@@ -206,6 +209,9 @@ class FakeEngine(_Presence):
 
     # -- time ---------------------------------------------------------------------------------------------------------------
 
+    def reappear(self) -> None:
+        super().reappear() if all(map(self.is_kept, self._asked.values())) else self.die()
+
     async def _pass(self, pending: _Pending, seconds: float) -> None:
         """A forward pass. Raises `_Interrupted` as soon as the request is aborted."""
         loop = asyncio.get_running_loop()
@@ -237,6 +243,7 @@ class FakeEngine(_Presence):
         """The last of the parts is live after `load_seconds`, the first after a part of that. The live version is not loaded again."""
         if parts < 1 or (parts > 1 and update.adapter):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
+        self._asked[update.adapter.name if update.adapter else ""] = update
         await asyncio.sleep(self.load_seconds / parts)
         await self._answering()
         if update.fingerprint != f"fake-{update.version}":

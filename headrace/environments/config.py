@@ -10,16 +10,22 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, environment_kind
+from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
 
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
-_OF_COMMANDS = ("command", "directory", "processes")
-_OF_GATEWAY = ("host", "port")
 _OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
+_OWN = {
+    PROCESS: ("command", "directory", "processes"),
+    GATEWAY: ("host", "port"),
+    VERIFIERS: ("python", "processes"),
+}
+"""The settings of the kinds that ask the gateway for their turns, which functions and libraries do not have."""
+_SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), VERIFIERS: (*_OF_LIBRARIES, "workers", "memory_gib")}
+"""The settings that such a kind shares with functions and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -30,13 +36,14 @@ class EnvironmentConfig:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
     skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
     `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md). gateway: agents elsewhere take the rollouts
-    (headrace gateway)."""
+    (headrace gateway). verifiers: a taskset of verifiers, in an interpreter of its own (docs/libraries.md)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
-    game. openenv: the URL of the server."""
+    game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game. openenv: `action`, `observation`."""
+    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config, and
+    `select`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a
@@ -47,7 +54,10 @@ class EnvironmentConfig:
     directory: str = ""
     """process: the working directory of the command. Empty: one for each rollout, which is removed at its end."""
     processes: int = Field(default=64, gt=0)
-    """process: the most processes at once. Further rollouts wait."""
+    """process: the most processes at once. Further rollouts wait. verifiers: the most rollouts at once, for each of them may be a
+    process."""
+    python: str = ""
+    """verifiers: the interpreter that has verifiers, such as ~/verifiers/bin/python. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"
     """gateway: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
     all of its addresses do."""
@@ -89,7 +99,7 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, PROCESS, GATEWAY)):
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, *_OWN)):
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
@@ -123,6 +133,10 @@ class EnvironmentConfig:
             raise ValueError(
                 'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
             )
+        if self.kind == VERIFIERS and not self.name:
+            raise ValueError(
+                'environment.kind = "verifiers" needs environment.name, the taskset: the name of an installed one, or path/to/file.py'
+            )
         if self.kind == GATEWAY and not self.seconds:
             raise ValueError(
                 "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
@@ -138,12 +152,12 @@ class EnvironmentConfig:
 
     def _foreign(self, changed: Sequence[str]) -> tuple[Sequence[str], str]:
         """The settings that do not belong to this kind, and the kind that they belong to."""
-        for kind, settings, more in ((PROCESS, _OF_COMMANDS, ("memory_gib",)), (GATEWAY, _OF_GATEWAY, ())):
-            if self.kind == kind:
-                own = (*settings, *more, *_OF_ALL)
-                return [one for one in changed if one not in own], "another kind of environment"
-            if found := [one for one in changed if one in settings]:
+        mine = (*_OWN[self.kind], *_SHARED[self.kind], *_OF_ALL) if self.kind in _OWN else ()
+        for kind, settings in _OWN.items():
+            if found := [one for one in changed if one in settings and one not in mine]:
                 return found, f'environment.kind = "{kind}"'
+        if mine:
+            return [one for one in changed if one not in mine], "another kind of environment"
         if self.function:
             return [one for one in changed if one in _OF_LIBRARIES], "an environment of another library"
         if self.kind in LIBRARIES:
@@ -179,9 +193,14 @@ class EnvironmentConfig:
         return self.kind == GATEWAY
 
     @property
+    def is_taskset(self) -> bool:
+        """Whether a taskset of verifiers plays them."""
+        return self.kind == VERIFIERS
+
+    @property
     def asks_gateway(self) -> bool:
         """Whether what plays them asks for its turns over HTTP."""
-        return self.is_command or self.is_handed_out
+        return self.kind in _OWN
 
     @property
     def turns(self) -> int:

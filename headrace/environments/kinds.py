@@ -24,11 +24,13 @@ LIBRARIES = {
 PROCESS = "process"
 """The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
 
-
 GATEWAY = "gateway"
 """The kind whose rollouts agents elsewhere take (`agents/handing_out.py`)."""
 ADDRESS_FILE = "gateway.url"
 """The file among a run's logs that has the address where they do. Only the user who started the run can read it."""
+
+VERIFIERS = "verifiers"
+"""The kind whose rollouts tasksets of verifiers play, in an interpreter of their own (`verifiers/`)."""
 
 
 def environment_kind(name: str) -> EnvironmentKind:

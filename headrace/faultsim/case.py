@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -22,6 +22,15 @@ MODES: tuple[Mode, ...] = (
 
 DISTINCT = 7
 """Different prompts of a run with a curriculum."""
+
+
+class GroupShape(NamedTuple):
+    """The rollouts of every group."""
+
+    size: int
+    turns: int = 1
+    alternatives: int = 0
+    """Alternatives of each rollout, from one of its turns on."""
 
 
 class Case(Struct, frozen=True):
@@ -48,6 +57,8 @@ class Case(Struct, frozen=True):
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
     resumes: Literal["replayed", "exported"] = "replayed"
     """How an environment of several turns goes on after a kill."""
+    alternatives: int = 0
+    """Alternatives from a turn of every rollout. Needs several turns, and an environment that exports its state."""
     members: int = 1
     """Engines; more than one are a fleet."""
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
@@ -55,6 +66,10 @@ class Case(Struct, frozen=True):
 
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
+
+    @property
+    def shape(self) -> GroupShape:
+        return GroupShape(self.group_size, self.turns, self.alternatives)
 
     @property
     def staleness(self) -> StalenessConfig:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
-from headrace.faultsim.case import Case
+from headrace.faultsim.case import Case, GroupShape
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.chosen_anew import ChosenAnew
 from headrace.faultsim.engine_worker import Truth
@@ -26,13 +26,12 @@ from headrace.faultsim.oracles import (
     WatchedBuffer,
     WatchedJournal,
     aged,
-    check_row,
+    check_tokens,
     fate_of,
     of_rollouts,
     oldest,
     one_age,
     records_in,
-    turns_of,
 )
 from headrace.faultsim.scorer import AskedScores
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
@@ -53,9 +52,9 @@ _output = msgspec.msgpack.Decoder(StepOutput)
 class RunHistory:
     """The events of all lives of a run."""
 
-    def __init__(self, group_size: int, remembers: bool = True, turns: int = 1, several: bool = False) -> None:
-        """`remembers`: whether it exists in all lives of the run, rather than in one. `turns`: those of every rollout. `several`: engines."""
-        self._group_size, self._turns = group_size, turns
+    def __init__(self, shape: GroupShape, remembers: bool = True, several: bool = False) -> None:
+        """`remembers`: whether it exists in all lives of the run, rather than in one. `several`: engines."""
+        self._shape = shape
         self.truth = Truth(remembers=remembers, several=several)
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
         """The trained tickets and prompts, by step."""
@@ -168,14 +167,7 @@ class RunHistory:
         truth = self.truth
         keys = truth.keys.get(group.ticket, {})
         sampled = Counter((key.turn, key.context, tuple(truth.tokens[name])) for name, key in keys.items())
-        for rollout, row in enumerate(group.rows):
-            assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
-            for found in turns_of(group, rollout):
-                assert sampled[found] or not truth.remembers, (
-                    f"C5: ticket {group.ticket} trains {found}, which nobody sampled: {sampled}"
-                )
-                sampled[found] -= 1
-            check_row(row, group.scored[rollout].episode)
+        check_tokens(group, sampled if truth.remembers else None)
 
     # -- at the end -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +197,7 @@ class RunHistory:
         ticket = 0
         while len(expected) < count:
             prompt = f"train/{ticket}"
-            if fate_of(seed, ticket, prompt, self._group_size, self._turns)[0] == "ready":
+            if fate_of(seed, ticket, prompt, self._shape)[0] == "ready":
                 expected.add(prompt)
             ticket += 1
         found = {prompt for step in self.trained.values() for _, prompt in step}
@@ -306,7 +298,7 @@ class Referee:
             assert not fact.lost_tokens or self._history.passes_lost, (
                 f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
             )
-            expected = fate_of(case.seed, ticket, fact.prompt_id, case.group_size, case.turns)
+            expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
         elif fact.reason != SKIPPED and self._history.truth.remembers:

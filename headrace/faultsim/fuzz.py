@@ -71,7 +71,7 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield _with(case, faults=faults[:i] + faults[i + 1 :])
     plainer: list[dict[str, Any]] = [
         {"curriculum": "uniform"}, {"mode": "inflight"}, {"overdue": "wait", "stored": 0}, {"order": "stalest"}, {"window": 1}, {"evaluate_every": 0},
-        {"skips": False}, {"turns": 1}, {"group_size": 2}, {"checkpoint_every": 0}, {"max_lag": case.max_lag - 1, "window": 1},
+        {"skips": False}, {"alternatives": 0}, {"alternatives": 0, "turns": 1}, {"group_size": 2}, {"checkpoint_every": 0}, {"max_lag": case.max_lag - 1, "window": 1},
         {"groups": case.groups - 1, "window": 1}, {"steps": case.steps // 2}, {"steps": case.steps - 1},
     ]  # fmt: skip
     for change in plainer:
@@ -84,6 +84,13 @@ def _simpler(case: Case) -> Iterator[Case]:
                 yield _with(case, faults=(*faults[:i], earlier, *faults[i + 1 :]))
 
 
+def _in_turns(case: Case) -> Case:
+    """Gives a quarter of the cases several turns, and half of these forks."""
+    if case.seed % 8 == 3:
+        return _with(case, turns=2)
+    return _with(case, turns=3, resumes="exported", alternatives=1 + case.seed % 3) if case.seed % 8 == 7 else case
+
+
 def _with(value: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(value, **changes)
 
@@ -92,7 +99,7 @@ def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
     """Runs schedules and prints each failing one at once."""
     began, seed, findings = time.monotonic(), first, []
     while seed - first < count and time.monotonic() - began < seconds:
-        case = _with(case_of(seed), turns=2 if seed % 4 == 3 else 1)
+        case = _in_turns(case_of(seed))
         if problem := problem_of(case):
             finding = shrunk(case, problem)
             findings.append(finding)

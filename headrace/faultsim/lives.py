@@ -51,7 +51,7 @@ from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.virtual_time import VirtualTimeLoop
 from headrace.weight_sync.shared_memory import SharedMemory
@@ -214,7 +214,8 @@ class Life:
 
     def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
         case, referee, storage = self._case, self._referee, self._storage
-        rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
+        forks = ForksConfig(alternatives=case.alternatives)
+        rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, forks=forks, patience=1000)
         plan = self._plan = self._plan_of(rollout)
         task: Task = case.task()
         self._restored = restore_state(
@@ -307,7 +308,7 @@ class Life:
 
 def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    history = RunHistory(case.group_size, turns=case.turns, several=case.members > 1)
+    history = RunHistory(case.shape, several=case.members > 1)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
         while not _live(case, lives, history, name):

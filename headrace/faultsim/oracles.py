@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from headrace.durable.journal import (
     ReadyRecord,
     SteppedRecord,
 )
+from headrace.faultsim.case import GroupShape
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
 from headrace.faultsim.scorer import reward_of
 from headrace.observe.facts import Accounting, GroupEnded
@@ -223,19 +225,40 @@ class Admission:
         self._not_live = {ticket: made for ticket, made in self._not_live.items() if made > version}
 
 
-def fate_of(seed: int, ticket: int, prompt: str, size: int, turns: int) -> tuple[str, dict[str, int]]:
+def fate_of(seed: int, ticket: int, prompt: str, shape: GroupShape) -> tuple[str, dict[str, int]]:
     """Returns the outcome of a group that is not cancelled, and its failed rollouts by reason. `prompt`: the id."""
 
-    def fails(place: int, turn: int) -> bool:
-        parts = (place, turn) if turn else (place,)
-        return fate(seed_of(seed, "rollout", ticket, *parts), MAX_TOKENS)[1]
+    def fails(place: int, first: int = 0) -> bool:
+        seeds = [(place, turn) if turn else (place,) for turn in range(first, shape.turns)]
+        return any(fate(seed_of(seed, "rollout", ticket, *parts), MAX_TOKENS)[1] for parts in seeds)
 
-    whole = sum(not any(fails(place, turn) for turn in range(turns)) for place in range(size))
-    rewards = [reward_of(seed, prompt, place) for place in range(whole)]
-    scored = [reward for reward in rewards if reward is not None]
-    failures = {"engine_error": size - whole, "reward_raised": whole - len(scored)}
-    outcome = "failed" if len(scored) < MIN_ROLLOUTS else "ready" if len(set(scored)) > 1 else "dropped"
+    engine, scored_before, families = 0, 0, list[tuple[int, list[float]]]()
+    raised = 0
+    for place in range(shape.size):
+        if fails(place):
+            engine += 1
+            continue
+        pivot = seed_of(seed_of(seed, "environment", ticket, place), "pivot") % shape.turns
+        others = range(shape.size + place * shape.alternatives, shape.size + (place + 1) * shape.alternatives)
+        failed = sum(fails(other, pivot) for other in others)
+        ends = 1 + shape.alternatives - failed
+        rewards = [reward_of(seed, prompt, scored_before + end) for end in range(ends)]
+        known = [reward for reward in rewards if reward is not None]
+        engine, raised, scored_before = engine + failed, raised + ends - len(known), scored_before + ends
+        families += [(pivot, known)] if known else []
+    failures = {"engine_error": engine, "reward_raised": raised}
+    outcome = "failed" if len(families) < MIN_ROLLOUTS else "ready" if _differ(families) else "dropped"
     return outcome, {reason: count for reason, count in failures.items() if count}
+
+
+def _differ(families: Sequence[tuple[int, Sequence[float]]]) -> bool:
+    """Whether a turn is better or worse than what it is compared with. `families`: of each rollout, the turn at which it branches, and the
+    rewards of its ends. The means of rollouts are compared by the turns before that one; a rollout with one end does not branch."""
+    means = [fmean(ends) for _, ends in families]
+    compared = any(
+        pivot or len(ends) == 1 for (pivot, ends), mean in zip(families, means, strict=True) if mean != fmean(means)
+    )
+    return compared or any(len(set(ends)) > 1 for _, ends in families)
 
 
 def one_age(group: Group, mode: str, delivered: int, here: bool, quiet: bool) -> None:
@@ -272,28 +295,71 @@ def context_mark(prompt: Sequence[int], before: Sequence[int]) -> str:
     return "" if tuple(prompt) == tuple(before) else xxh3_64_hexdigest(np.asarray(before, "<i8").tobytes())
 
 
-def turns_of(group: Group, rollout: int) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
-    """Number, mark of the context, and tokens with their versions, of each turn of a rollout."""
-    path: tuple[int, ...] = ()
-    for number, turn in enumerate(group.scored[rollout].episode.turns):
-        path += turn.context
-        done = turn.completion
-        yield number, context_mark(group.prompt.tokens, path), tuple(zip(done.tokens, done.versions(), strict=True))
-        path += done.tokens
+SampledTurn = tuple[int, str, tuple[tuple[int, int], ...]]
+"""Number, mark of the context, and tokens with their versions."""
 
 
-def check_row(row: Row, episode: Episode) -> None:
-    """C5: what was sampled, and nothing else, may be in the loss."""
+def ends_of(episode: Episode) -> list[list[int]]:
+    """Returns the numbers of the turns of each path through an episode, in the order of their last turns."""
+    path_to: dict[int, list[int]] = {}
+    for number, turn in enumerate(episode.turns):
+        path_to[number] = [*(path_to[turn.parents[0]] if turn.parents else []), number]
+    followed = {turn.parents[0] for turn in episode.turns if turn.parents}
+    return [path for number, path in path_to.items() if number not in followed]
+
+
+def turns_of(group: Group, episode: Episode) -> Iterator[SampledTurn]:
+    """Yields the turns of a rollout, those that its ends share once."""
+    seen: set[int] = set()
+    for end in ends_of(episode):
+        before: tuple[int, ...] = ()
+        for number, place in enumerate(end):
+            turn, done = episode.turns[place], episode.turns[place].completion
+            before += turn.context
+            if place not in seen:
+                mark = context_mark(group.prompt.tokens, before)
+                yield number, mark, tuple(zip(done.tokens, done.versions(), strict=True))
+            before += done.tokens
+        seen.update(end)
+
+
+def check_tokens(group: Group, sampled: Counter[SampledTurn] | None) -> None:
+    """C4, C5. `sampled`: the turns that engines have sampled for the group; None if that is not known."""
+    rows = iter(group.rows)
+    for one in group.scored:
+        for found in turns_of(group, one.episode) if sampled is not None else ():
+            assert sampled and sampled[found], (
+                f"C5: ticket {group.ticket} trains {found}, which nobody sampled: {sampled}"
+            )
+            sampled[found] -= 1
+        begins = {one.episode.turns[branch.first].context for branch in one.branches}
+        assert len(begins) < 2, f"C7: the ends of a rollout of ticket {group.ticket} begin after different messages"
+        trained: set[int] = set()
+        for end in ends_of(one.episode):
+            row = next(rows)
+            assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
+            check_row(row, one.episode, end, trained)
+    assert next(rows, None) is None, f"C5: ticket {group.ticket} has a row of no episode"
+
+
+def check_row(row: Row, episode: Episode, end: Sequence[int], trained: set[int]) -> None:
+    """C5: what was sampled, and nothing else, may be in the loss, and that once. `end`: the turns of the row; `trained`: those of rows before
+    it, to which they are added."""
     tokens: list[int] = []
     sampled: list[bool] = []
-    for number, turn in enumerate(episode.turns):
-        said = turn.context if number else ()
+    fresh: list[bool] = []
+    for place in end:
+        turn = episode.turns[place]
+        said = turn.context if turn.parents else ()
+        fresh += [place not in trained] * (len(said) + len(turn.completion.tokens))
         tokens += [*said, *turn.completion.tokens]
         sampled += [False] * len(said) + [True] * len(turn.completion.tokens)
     logprobs = tuple(-token / 100 if own else 0.0 for token, own in zip(tokens, sampled, strict=True))
     assert row.tokens == tuple(tokens), f"C5: a row has the tokens {row.tokens} where its episode has {tokens}"
     assert row.logprobs == logprobs, "C5: other log-probs than sampled"
     assert not any(kept and not own for kept, own in zip(row.mask, sampled, strict=True)), "C5: context is trained"
+    assert not any(kept and not new for kept, new in zip(row.mask, fresh, strict=True)), "C5: a turn is trained twice"
+    trained.update(end)
 
 
 def oldest(tokens: Mapping[str, list[tuple[int, int]]], names: Iterable[str]) -> int | None:

@@ -323,6 +323,11 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         from headrace.environments.agents.agent_environment import open_agents
 
         return open_agents(environment, encoder, **settings, log=log)
+    if environment.is_taskset:
+        from headrace.environments.verifiers.taskset_environment import open_taskset
+
+        seeds = config.task.kind == "seeds"
+        return open_taskset(environment, encoder, **settings, log=log, seeds=seeds, held_out=config.task.held_out)
     if log is None:
         raise ConfigError(
             f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"

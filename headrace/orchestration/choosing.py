@@ -138,7 +138,7 @@ def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
     return Wish(
         steps=config.train.steps,
         groups=config.staleness.groups_per_step,
-        rollouts=config.rollout.group_size,
+        rollouts=math.ceil(config.rollout.played(config.environment.turns)),
         prompts=config.eval.prompts,
         samples=config.eval.samples,
         max_tokens=config.rollout.max_tokens,

@@ -19,7 +19,7 @@ def headline(config: RunConfig) -> str:
     model, task = Path(config.model.path).name, config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.kind == "seeds":
-        prompts = config.environment.name or config.environment.function.rpartition(":")[2]
+        prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
@@ -38,10 +38,11 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
     split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
+    experts = ", experts whole" if parallel.expert > 1 else ""
     who = (
         "own process"
         if parallel.ranks == 1
-        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.shard})"
+        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.shard}{experts})"
     )
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"

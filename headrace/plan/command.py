@@ -103,9 +103,10 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     )
     mesh = hardware.trainer_mesh(chip, model, gpus)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
-    size = moved.gathered + moved.reduced
+    size = moved.microbatch(tokens)
     computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
     copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
+    copies += f", expert = {mesh.expert}" if mesh.expert > 1 else ""
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
     return [
         f"  trainer: {gpus} ranks (shard = {mesh.shard}{copies}); each holds {memory.held / 1e9:.1f} GB and gathers up to "

@@ -55,6 +55,12 @@ class RolloutConfig:
         """The number of rollouts of a prompt, alternatives included."""
         return self.group_size * (1 + self.forks.alternatives)
 
+    def played(self, turns: int) -> float:
+        """Returns the rollouts of a prompt, where an alternative counts as the share of its turns that are its own. `turns`: those of a
+        rollout."""
+        share = {"first": 1.0, "last": 1 / turns}.get(self.forks.turn, (turns + 1) / (2 * turns))
+        return self.group_size * (1 + self.forks.alternatives * share)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are cut out of the distribution."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,7 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["reward"] = _reward_paths(reward, base)
     if isinstance(engine := tree.get("engine"), dict):
         named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
-        python = engine.get("python")
-        if isinstance(python, str) and "/" in python:  # a word alone is searched for, as in a shell
-            named["python"] = _absolute(python, base)
-        changed["engine"] = {**engine, **named}
+        changed["engine"] = {**engine, **named, **_python_path(engine, base)}
     if isinstance(place := tree.get("orchestration"), dict):
         files = {k: _absolute(place[k], base) for k in ("token_file", "cert", "key") if _names_file(place.get(k))}
         changed["orchestration"] = {**place, **files}
@@ -64,9 +62,11 @@ def _token_path(scorer: Any, base: Path) -> Any:
 
 
 def _environment_paths(place: Tree, base: Path) -> Tree:
-    """Resolves the function, the class (`name`), the directory, and the words of a command that name a file."""
-    resolved = dict(place)
+    """Resolves the function, the class or file (`name`), the interpreter, the directory, and the words of a command that name a file."""
+    resolved = {**place, **_python_path(place, base)}
     resolved |= {k: _function_path(place[k], base) for k in ("function", "name") if isinstance(place.get(k), str)}
+    if isinstance(name := place.get("name"), str) and name.endswith(".py"):
+        resolved["name"] = _absolute(name, base)
     if _names_file(place.get("directory")):
         resolved["directory"] = _absolute(place["directory"], base)
     command = place.get("command")
@@ -74,8 +74,19 @@ def _environment_paths(place: Tree, base: Path) -> Tree:
         with contextlib.suppress(ValueError):  # an open quotation mark, which the config refuses
             command = shlex.split(command)
     if isinstance(command, list | tuple):
-        resolved["command"] = [_word(word, base, first=not place) for place, word in enumerate(command)]
+        resolved["command"] = command_paths(command, base)
     return resolved
+
+
+def _python_path(place: Tree, base: Path) -> Tree:
+    """Resolves the path of an interpreter. A word alone is searched for, as in a shell."""
+    python = place.get("python")
+    return {"python": _absolute(python, base)} if isinstance(python, str) and "/" in python else {}
+
+
+def command_paths(command: Sequence[Any], base: Path) -> list[Any]:
+    """Makes the words of a command absolute that name a file below `base`, because the command may run in another directory."""
+    return [_word(word, base, first=not place) for place, word in enumerate(command)]
 
 
 def _word(word: Any, base: Path, first: bool) -> Any:

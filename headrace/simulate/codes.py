@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from headrace.simulate.distributions import normal_quantile
-from headrace.types import Row
+from headrace.types import Row, Scored
 
 _SCALE = 1 << 30
 PROMPT = 3
@@ -82,3 +82,14 @@ def loss_tokens(row: Row, grain: int) -> int:
     for part in parts_of(row.tokens, grain):
         total += part.real * sum(row.mask[part.start : part.end]) / (part.end - part.start)
     return round(total)
+
+
+def shared_again(one: Scored, grain: int) -> int:
+    """Returns the real tokens that the rows of a rollout that branches repeat: the turns before the fork, and what lies before its first turn,
+    in all rows but the first."""
+    if not one.branches:
+        return 0
+    turns, pivot = one.episode.turns, one.branches[0].first
+    sampled = sum(min(turn.completion.tokens[0], len(turn.completion.tokens) * grain) for turn in turns[:pivot])
+    read = sum(turn.context[0] for turn in turns[1 : pivot + 1])
+    return (len(one.branches) - 1) * (sampled + read)

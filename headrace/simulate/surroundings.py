@@ -59,25 +59,31 @@ class TurnShape:
         def make(prompt: Prompt, seed: int) -> SimulatedTurns:
             return SimulatedTurns(prompt, seed, self)
 
-        return EnvironmentKind(make, Limits(self.most, whole=self.seconds), "replayed")
+        return EnvironmentKind(make, Limits(self.most, whole=self.seconds), "exported")
 
 
 class SimulatedTurns:
-    """Protocol `Environment`: turns with tools between them that take time. All draws follow from its seed and the prompt's difficulty."""
+    """Protocol `Environment`: turns with tools between them that take time. All draws follow from its seed and the prompt's difficulty; those
+    behind a fork, from the completions too. Its state is the number of turns: an alternative does not wait for the tools of the turns before
+    its fork, and ends after as many turns as its rollout."""
 
     def __init__(self, prompt: Prompt, seed: int, shape: TurnShape) -> None:
         self._prompt, self._seed, self._shape = prompt, seed, shape
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
-        shape, shared = self._shape, difficulty(self._prompt.tokens)
-        await agent.turn(self._prompt.tokens)
+        shape, shared, kept = self._shape, difficulty(self._prompt.tokens), len(agent.kept)
+        done = await agent.turn(self._prompt.tokens)
         for number in range(1, max(1, round(shape.turns.draw(uniform(self._seed, "turns"), shared)))):
-            await asyncio.sleep(shape.tools.draw(uniform(self._seed, "tools", number), shared))
-            length = shape.results.draw(uniform(self._seed, "results", number), shared)
+            mark = done.tokens[:1] if 0 < kept < number else ()
+            if number > kept:
+                await asyncio.sleep(shape.tools.draw(uniform(self._seed, "tools", number, *mark), shared))
+            length = shape.results.draw(uniform(self._seed, "results", number, *mark), shared)
             read = result_tokens(length, self._seed, number)
             if agent.cut_off(read):
                 break
-            await agent.turn(read)
+            if number > kept:
+                agent.keep(b"")
+            done = await agent.turn(read)
         return {}
 
 

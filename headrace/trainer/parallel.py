@@ -17,6 +17,9 @@ class ParallelConfig:
     """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
+    expert: int = Field(default=1, gt=0)
+    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
+    `shard`, so it is that number, or 1: experts are then split like all other weights."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
     them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
@@ -36,7 +39,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     """
     parallel, ranks = train.parallel, train.parallel.ranks
     if ranks == 1:
-        for name in ("reshard", "gather"):
+        for name in ("expert", "reshard", "gather"):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
         return
@@ -45,6 +48,16 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
+        )
+    if parallel.expert not in (1, parallel.shard):
+        yield (
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.shard = {parallel.shard} ranks; set it to "
+            f"{parallel.shard}, or remove it"
+        )
+    if parallel.expert > 1 and parallel.replicate > 1:
+        yield (
+            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard and expert to "
+            f"{ranks} and remove replicate, or remove expert"
         )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import IdentityError
-from headrace.weight_sync.slots import Manifests, Part, Slots, Stretch, anonymous_memory
+from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class FetchingReceiver:
             held.marks[number], held.newest = update.fingerprint, number
             return tensors
 
-    def find(self, name: str, fingerprint: str, part: Part) -> Stretch | None:
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None:
         """Returns the bytes of a version that this engine has whole, for another engine that fetches it here."""
         marks = self._held[name].marks if name in self._held else []
         has = part == "full" and fingerprint in marks
-        return self._slots.stretch(name, marks.index(fingerprint)) if has else None
+        return self._slots.buffer(name, marks.index(fingerprint)) if has else None
 
     def _fetched(self, name: str, manifest: Manifest, update: WeightUpdate, was: str) -> Mapping[str, torch.Tensor]:
         """`was`: the fingerprint of what the free slot holds."""

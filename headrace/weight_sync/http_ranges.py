@@ -30,7 +30,7 @@ from headrace.errors import IdentityError
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
-from headrace.weight_sync.slots import Manifests, Part, Stretch
+from headrace.weight_sync.slots import Manifests, Part, send_all
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Shelves(Protocol):
     @property
     def manifests(self) -> Manifests: ...
 
-    def find(self, name: str, fingerprint: str, part: Part) -> Stretch | bytes | None: ...
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None: ...
 
 
 class Relays:
@@ -201,14 +201,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if part == "manifest":
             manifest = self.server.shelves.manifests.get(name)
-            found: Stretch | bytes | None = msgspec.json.encode(manifest) if manifest else None
+            found = memoryview(msgspec.json.encode(manifest)) if manifest else None
         else:
             found = self.server.shelves.find(name, fingerprint, "delta" if part == "delta" else "full")
         if found is None:
             self._answer(404)
-        elif isinstance(found, bytes):
+        elif part in ("manifest", "delta"):
             self._answer(200, len(found))
-            self.wfile.write(found)
+            send_all(self.connection, found)
         elif not 0 <= first < found.nbytes:
             self._answer(416)
         else:
@@ -218,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 total = {"Content-Range": f"bytes {first}-{found.nbytes - 1}/{found.nbytes}"}
                 self._answer(206, found.nbytes - first, total)
-                found.send(self.connection, first)
+                send_all(self.connection, found[first:])
 
     def do_POST(self) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.protocols import WeightSender
 from headrace.weight_sync.config import Encoding
-from headrace.weight_sync.slots import Manifests, Part, Slots, Stretch, anonymous_memory
+from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ class Offers:
         self._since_anchor = 0 if delta is None else self._since_anchor + 1
         return delta
 
-    def find(self, name: str, fingerprint: str, part: Part) -> Stretch | bytes | None:
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None:
         """Returns the bytes of a version, or those of its difference; None if it has none (any more)."""
         with self._lock:
             offers = self._offers.get(name, ())
             offer = next((one for one in reversed(offers) if one.fingerprint == fingerprint), None)
         if offer is None or (part == "delta" and not offer.delta):
             return None
-        return offer.delta if part == "delta" else self.slots.stretch(name, offer.number)
+        return memoryview(offer.delta) if part == "delta" else self.slots.buffer(name, offer.number)
 
 
 class OfferingSender(WeightSender):

@@ -4,7 +4,7 @@
     LoRA              | base | adapter a, 0 | adapter a, 1 | adapter b, 0 | adapter b, 1 | ...
 
 While one slot is served, the other is filled. The memory has no name (it is a file descriptor), so a killed process leaves nothing
-behind; a system call can send it without a copy, and other processes can map it. Torch is imported where it is used: the controller makes
+behind, and other processes can map it. Torch is imported where it is used: the controller makes
 the memory, and loads no torch.
 """
 
@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from headrace.weights import Manifest
 
@@ -37,17 +37,16 @@ def anonymous_memory() -> int:
 Part = Literal["full", "delta"]
 
 
-class Stretch(NamedTuple):
-    """Bytes of a file, in memory or on the disk."""
+PIECE = 1 << 23
+"""Bytes that are sent at a time."""
 
-    fd: int
-    start: int
-    nbytes: int
 
-    def send(self, connection: socket.socket, skip: int = 0) -> None:
-        """Sends all but the first `skip` bytes without a copy in this process. Raises OSError."""
-        with open(self.fd, "rb", closefd=False, buffering=0) as memory:
-            connection.sendfile(memory, self.start + skip, self.nbytes - skip)
+def send_all(connection: socket.socket, data: memoryview) -> None:
+    """Sends it in pieces, because the timeout of a socket is for all that one call sends. Raises OSError.
+
+    Not by `sendfile`: the kernel then handles memory page by page, which costs more than the copy that it saves (docs/benchmarks.md)."""
+    for start in range(0, len(data), PIECE):
+        connection.sendall(data[start : start + PIECE])
 
 
 class Slots:
@@ -75,9 +74,6 @@ class Slots:
         """Returns the bytes of a slot: [manifest.nbytes]."""
         start = self.start(name, number)
         return self._memory[start : start + self._manifests[name].nbytes]
-
-    def stretch(self, name: str, number: int) -> Stretch:
-        return Stretch(self.fd, self.start(name, number), self._manifests[name].nbytes)
 
     def packed(self, name: str, number: int) -> PackedBuffer:
         from headrace.weight_sync.packed import PackedBuffer

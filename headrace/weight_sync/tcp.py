@@ -1,4 +1,4 @@
-"""Weight sync over TCP: engines fetch from a server in the trainer's process, which sends from the packed buffer without a copy.
+"""Weight sync over TCP: engines fetch from a server in the trainer's process, which sends the packed buffer.
 
     engine    length, {token, name, fingerprint, part}      part: full or delta
     trainer   length, {nbytes} or {refused}; then the bytes
@@ -25,7 +25,7 @@ from headrace.errors import IdentityError
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
-from headrace.weight_sync.slots import Manifests, Part
+from headrace.weight_sync.slots import Manifests, Part, send_all
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LONGEST = 4096
 """Bytes of a question, and of the answer before the weights."""
 PATIENCE = 60.0
-"""Seconds in which not one byte of an answer travels until a connection counts as broken."""
+"""Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
 INTRODUCTION = 10.0
 """Seconds for a question to arrive."""
 AT_ONCE = 64
@@ -129,12 +129,9 @@ class TcpServer:
         found = self._offers.find(asked.name, asked.fingerprint, asked.part)
         if found is None:
             _send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
-        elif isinstance(found, bytes):
-            _send_message(connection, WeightReply(len(found)))
-            connection.sendall(found)
         else:
-            _send_message(connection, WeightReply(found.nbytes))
-            found.send(connection)
+            _send_message(connection, WeightReply(len(found)))
+            send_all(connection, found)
 
 
 # -- the engine's end ---------------------------------------------------------------------------------------------------------

@@ -223,6 +223,55 @@ def test_a_member_comes_back_with_the_newest_weights() -> None:
     run(case)
 
 
+def test_a_member_that_is_away_is_asked_to_load_every_newer_version() -> None:
+    """When it is back it restores what it was asked to load last. Of older versions than the two newest there are no files."""
+
+    async def case(flock: Flock) -> None:
+        one, _ = flock.engines
+        newest = 0
+
+        async def publish() -> None:
+            nonlocal newest
+            newest += 1
+            await flock.fleet.load(update(newest))
+
+        one.is_kept = lambda asked: asked.version >= newest - 1
+        one.load_seconds = 2.0
+        loading = asyncio.ensure_future(publish())
+        await asyncio.sleep(1)
+        one.vanish("did not answer in the middle of an update")
+        await loading
+        for _ in range(4):
+            await publish()
+            await asyncio.sleep(1)
+        one.reappear()
+        await asyncio.sleep(5)
+        assert flock.moves() == [("1", "away"), ("1", "serving")] and one.version == newest == 5
+
+        probing = asyncio.Event()
+
+        async def probe(part: Any) -> float:
+            if part is one:
+                probing.set()
+                await asyncio.sleep(3)
+            return await check()(part)
+
+        one.vanish("was killed")
+        await publish()
+        await flock.fleet.examine(newest, probe)
+        one.reappear()
+        await probing.wait()
+        one.vanish("was killed while it was probed")
+        for _ in range(4):
+            await publish()
+            await asyncio.sleep(1)
+        one.reappear()
+        await asyncio.sleep(5)
+        assert flock.moves()[-1] == ("1", "serving") and one.version == newest == 10
+
+    run(case)
+
+
 def test_a_version_is_live_when_every_member_in_rotation_has_it() -> None:
     slow = engine(load_seconds=SILENCE - 1)
 

@@ -121,8 +121,12 @@ def befall(engine: Unlike, number: int, one: dict[str, Any]) -> None:
         case "wrong":
             engine.wrong = True
             later(setattr, engine, "wrong", False)
-        case "die" if number and not (engine._died and engine._died.done()):  # the first one lives: somebody has to
+        case "die" if number and not is_lost(engine):  # the first one lives: somebody has to
             engine.die()
+
+
+def is_lost(engine: Unlike) -> bool:
+    return engine._died is not None and engine._died.done()
 
 
 async def life(world: World, s: dict[str, Any], engines: list[Unlike]) -> None:
@@ -130,6 +134,8 @@ async def life(world: World, s: dict[str, Any], engines: list[Unlike]) -> None:
     telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 1e6))
     world.engine = fleet = Fleet({str(i): one for i, one in enumerate(engines)}, FleetPatience(1e5, SILENCE), telemetry)
     await fleet.open()
+    for one in engines:
+        one.is_kept = lambda asked, one=one: asked.version >= fleet._rotation.wanted[""].version - 1 or is_lost(one)  # type: ignore[misc]
     fleet.listen(Witness(world).listen)
     for one in s["misfortunes"]:
         number = one["member"] % len(engines)
@@ -178,7 +184,10 @@ def test_no_member_serves_older_tokens_than_the_bound_allows(
             found = sorted(one.episode.last.tokens for one in group.scored)
             drawn = [tokens_of(engines[0], str(RolloutKey(group.ticket, i))) for i in range(2)]
             assert all(tokens in drawn for tokens in found), "C5: other tokens than those of a run without misfortunes"
-    assert not [move for move in world.facts.of(MemberMoved) if move.requests < 0]
+    moves = world.facts.of(MemberMoved)
+    assert not [move for move in moves if move.requests < 0]
+    killed = [one for one in s["misfortunes"] if one["kind"] == "die"]
+    assert len([move for move in moves if move.state == "lost"]) <= len(killed), "whoever was away for long comes back"
 
 
 def tokens_of(engine: FakeEngine, name: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from headrace.observe.records import summarise
 from headrace.observe.report import write_report
 from headrace.observe.report.data import bins, load
 from headrace.observe.resume import Resume
+from headrace.types import Episode, Group
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}
@@ -173,6 +174,46 @@ def test_each_rollout_is_shown_with_its_own_advantage(tmp_path: Path) -> None:
     # The stream's advantages are reward minus the group's mean: the best is above it, the worst below.
     assert all(one.advantage > 0 for one in samples if one.reward == 1)
     assert all(one.advantage < 0 for one in samples if one.reward == 0)
+
+
+def test_each_agent_has_a_curve_of_its_own_rewards(tmp_path: Path) -> None:
+    """In a game their sum is 0 at every step; the rewards of white rise, and those of black fall. White has two kinds."""
+    facts: list[Fact] = []
+    for fact in FactStream(steps=6).facts():
+        if isinstance(fact, StepTrained):
+            won = fact.report.step / 10
+            fact = msgspec.structs.replace(fact, groups=tuple(game(group, won) for group in fact.groups))
+        facts.append(fact)
+    html = report(tmp_path, facts)
+    figure = re.search(r"<figure[^>]*>(?:(?!</figure>).)*<b>Reward of each agent</b>.*?</figure>", html, re.DOTALL)
+    assert figure and "mean over the trained rollouts" in figure[0]
+    tips = re.findall(r'data-tip="([^"]*)"', figure[0])
+    white, black = (
+        ("0.500", "0.600", "0.700", "0.800", "0.900", "1"),
+        ("0", "-0.100", "-0.200", "-0.300", "-0.400", "-0.500"),
+    )
+    assert tips == [
+        f"step {step}\nwhite: {one}\nblack: {other}"
+        for step, (one, other) in enumerate(zip(white, black, strict=True), 1)
+    ]
+    single = tmp_path / "single"
+    single.mkdir()
+    assert "Reward of each agent" not in report(single, list(FactStream(steps=6).facts()))
+
+
+def game(group: Group, won: float) -> Group:
+    """White wins `won`, and gets 0.5 for its manners; black loses as much."""
+    rewards = {"white.won": won, "white.manners": 0.5, "black.won": -won}
+    scored = [
+        msgspec.structs.replace(one, rewards=rewards, reward=0.5, episode=of_agents(one.episode))
+        for one in group.scored
+    ]
+    return msgspec.structs.replace(group, scored=tuple(scored))
+
+
+def of_agents(episode: Episode) -> Episode:
+    (turn,) = episode.turns
+    return Episode((msgspec.structs.replace(turn, agent="white"), msgspec.structs.replace(turn, agent="black")))
 
 
 def pieces(tokens: Sequence[int]) -> list[str]:

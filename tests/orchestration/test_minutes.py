@@ -24,7 +24,7 @@ from headrace.config import config_of_run, load_config, read_config
 from headrace.durable.journal import read_steps
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import FirstText, Planned, RunStarted, Warned
-from headrace.orchestration.choosing import allowance_of, fit_minutes, resumed_settings, settle
+from headrace.orchestration.choosing import allowance_of, fit_minutes, resumed_settings, settle, wish_of
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.runs import one_shot, run
 from headrace.orchestration.runs.rehearse import rehearse
@@ -273,3 +273,16 @@ def test_a_step_that_is_done_again_has_the_number_of_steps_that_it_had(tmp_path)
     virtual_time.run(world.timed(1.0))
     assert [step.steps for step in read_steps(tmp_path)][:4] == [5, 5, 5, 30]
     assert [batch.steps for batch in world.trainer.batches] == [step.steps for step in read_steps(tmp_path)]
+
+
+def test_alternatives_of_a_fork_count_as_the_turns_that_they_play() -> None:
+    """Of rollouts with at most four turns: from the last turn on a quarter of a rollout, from any on average 5/8."""
+    known = {"model": {"path": "m"}, "task": {"kind": "seeds"}, "environment": {"function": "e.py:E", "max_turns": 4}}
+
+    def rollouts(**forks: Any) -> int:
+        return wish_of(load_config({**known, "rollout": {"group_size": 8, "forks": forks}}), 50).rollouts
+
+    assert rollouts() == 8
+    assert rollouts(alternatives=3, turn="first") == 32
+    assert rollouts(alternatives=3, turn="last") == 14
+    assert rollouts(alternatives=3, turn="random") == rollouts(alternatives=3, turn="entropy") == 23

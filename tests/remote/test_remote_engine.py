@@ -16,13 +16,15 @@ from served import answering
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
-from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.remote_engine import RemoteEngine, _load_missing, check_state
 from headrace.errors import ConfigError, IdentityError, WorkerDied
 from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
+from headrace.reports import Capabilities, EngineStats
 from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
@@ -308,6 +310,24 @@ def test_one_that_stands_still_is_missed_and_goes_on(tiny_tokenizer: Path) -> No
         assert len(completion.tokens) == LENGTH
 
     run(tiny_tokenizer, case, speed=0.02)
+
+
+@pytest.mark.parametrize("error", [IdentityError, ConfigError])
+def test_weights_that_are_published_over_while_they_are_restored_give_way_to_newer_ones(error: type[Exception]) -> None:
+    wanted, asked = {"": update(1)}, []
+    state = ServerState("boot", "float32", Capabilities(context_length=10), {"": "fake-0"}, EngineStats())
+
+    async def load(one: WeightUpdate) -> None:
+        asked.append(one.version)
+        if one.version == 1:
+            wanted[""] = update(2)
+        if one.version != 2 or len(asked) > 2:
+            raise error("the files are gone")
+
+    asyncio.run(_load_missing(wanted, state, load))
+    assert asked == [1, 2]
+    with pytest.raises(error, match="are gone"):
+        asyncio.run(_load_missing(wanted, state, load))
 
 
 # --- who is it ---------------------------------------------------------------------------------------------------------

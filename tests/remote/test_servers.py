@@ -24,10 +24,11 @@ from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.outages import Presence
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import Found, interpreter, look, places, require
+from headrace.engine.servers.installed import look, places, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError, WorkerDied
 from headrace.reports import Capabilities, EngineStats
+from headrace.settings.interpreters import Found
 from headrace.simulate import virtual_time
 
 SERVER = """
@@ -126,7 +127,7 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no vllm: install it \(.*engine.python, or name a server"):
         require("vllm", "")
     with pytest.raises(ConfigError, match="is no program"):
-        interpreter(str(tmp_path / "python"))
+        require("vllm", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="is no Python interpreter"):
         look("vllm", "/bin/sh")
 

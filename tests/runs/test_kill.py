@@ -54,7 +54,7 @@ def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) 
     case = Case(seed, modes[seed % 6], max_lag=seed // 6 % 3, steps=3 + seed % 3, checkpoint_every=seed % 4)
     kills = _until_finished(tmp_path, case, rng)
     assert kills > 0, "nobody was killed: choose other moments"
-    history = RunHistory(case.group_size, remembers=False)
+    history = RunHistory(case.shape, remembers=False)
     history.trained = trained_in(tmp_path)
     history.finish(tmp_path, case.steps, case.groups)
     history.trained_all(case.seed, case.steps * case.groups)

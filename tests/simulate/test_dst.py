@@ -142,6 +142,20 @@ def test_environments_that_export_their_state_go_on_from_their_last_turn() -> No
     assert sum(history.notes.went_on for history in histories) >= 8, "hardly a rollout was killed behind its first turn"
 
 
+def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
+    """The turns before a fork are sampled once, whichever life played them and whichever goes on from there."""
+    cases = [case for case in map(case_of, range(200)) if any(fault.kind == "kill" for fault in case.faults)][:16]
+    forked = {"turns": 3, "resumes": "exported", "alternatives": 2}
+    histories = [trial(msgspec.structs.replace(case, **forked)) for case in cases]
+    assert sum(history.killed for history in histories) >= 16
+    assert sum(history.notes.went_on for history in histories) >= 8, "hardly a rollout was killed behind its first turn"
+    begun: Counter[int] = Counter()
+    for case, history in zip(cases, histories, strict=True):
+        keys = [key for by_name in history.truth.keys.values() for key in by_name.values()]
+        begun.update(key.turn for key in keys if key.index >= case.group_size)
+    assert 0 < begun[0] < begun[1] < begun[2], "alternatives begin at any turn, and go on to the end"
+
+
 def test_equal_cases_run_equally() -> None:
     case = next(case for case in map(case_of, range(100)) if len(case.faults) > 3)
     one, other = trial(case), trial(case)

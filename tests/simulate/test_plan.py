@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from headrace import cli
-from headrace.config import load_config
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.config import AlgoConfig
+from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
@@ -21,6 +23,8 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS, StepRow, read_metrics
 from headrace.plan.answer import PlanRequest, answer
 from headrace.plan.charts import draw
+from headrace.plan.parts.shared_cores import Shared
+from headrace.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.plan.rates import hardware
 from headrace.plan.rates.calibrate import calibrate
 from headrace.plan.rates.from_run import rates_of_run
@@ -33,13 +37,18 @@ from headrace.plan.rates.hardware import (
     trainer_gpus,
     trainer_mesh,
     trainer_rates,
+    trainer_traffic,
 )
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.plan.reasons import bias, bottleneck
 from headrace.plan.sweep import Option, recommended, sweep
 from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.rollouts.branching import as_tree
+from headrace.simulate import virtual_time
+from headrace.simulate.codes import real_tokens
 from headrace.simulate.distributions import fixed, parse
 from headrace.simulate.surroundings import TurnShape
+from headrace.types import Batch, Completion, Episode, Group, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 
@@ -115,12 +124,16 @@ def test_the_mesh_is_within_a_machine_where_that_holds_it():
 
 
 def test_a_mixture_waits_for_what_its_ranks_gather():
-    """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32."""
-    one = trainer_rates(GPUS["h100"], SHAPES["30b-a3b"], 8)
-    received = 7 / 8 * (2 * 2 * 29.878e9 + 4 * 0.622e9 + 4 * 30.5e9)
-    assert one.token == pytest.approx(received / (0.8 * 450e9) / (8 * 2048), rel=1e-6)
-    larger = trainer_rates(GPUS["h100"], SHAPES["30b-a3b"], 8, microbatch=32768)
-    assert larger.token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
+    """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32. Within a machine experts
+    stay, and 786,432 elements of a token travel four times."""
+    h100, mixture = GPUS["h100"], SHAPES["30b-a3b"]
+    received = 15 / 16 * (2 * 2 * 29.878e9 + 4 * 0.622e9 + 4 * 30.5e9)
+    assert trainer_rates(h100, mixture, 16).token == pytest.approx(received / (8 * 40e9) / (16 * 2048), rel=1e-6)
+    assert trainer_mesh(h100, mixture, 8).expert == 8
+    moved = trainer_traffic(mixture, trainer_mesh(h100, mixture, 8))
+    received = 7 / 8 * (2 * 2 * 0.878e9 + 4 * 0.622e9 + 4 * 1.5e9 + 2048 * 4 * 2 * 786_432)
+    assert moved.microbatch(2048) == pytest.approx(received, rel=1e-6)
+    assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
 
 
 def test_mixtures_of_experts_read_little_with_few_sequences():
@@ -164,6 +177,7 @@ def write_run(directory: Path, steps: int = 12) -> Path:
             WeightsLive(2.0 * i, WeightUpdate(version=i + 1, kind="full", fingerprint="f", nbytes=0, seconds=0.06), LoadReport(i + 1, 0.11, 0.004)),
         ]  # fmt: skip
     (directory / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in facts))
+    (directory / "config.toml").write_text(dump_config(config_of()))
     return directory
 
 
@@ -397,3 +411,58 @@ def test_calibration_measures_a_tiny_model(tiny_llama: Path, tmp_path: Path):
     save_rates(rates, tmp_path / "rates.json")
     found = answer(PlanRequest(config=config, rates=tmp_path / "rates.json", steps=4), silent)
     assert found.asked.prediction.tokens_per_second > 0 and recommended([found.asked]) is found.asked
+
+
+def forked(**forks: Any) -> Any:
+    return config_of(
+        environment={**TURNS, "episode_seconds": 0.0},
+        reward={"function": ""},
+        rollout={"group_size": 4, "max_tokens": 100, "forks": forks},
+    )
+
+
+def test_forks_are_planned(tmp_path: Path):
+    """Four turns of 20 tokens. Two alternatives from the last turn sample two turns more, from the first one eight; and they wait for
+    the tools of their own turns alone."""
+    given: dict[str, Any] = {"turns": "4", "tools": "20", "results": "30", "lengths": "20", "steps": 8}
+    plain, last, first = (
+        answer(question(tmp_path, config=forked(**forks), **given), silent).asked.prediction
+        for forks in ({}, {"alternatives": 2, "turn": "last"}, {"alternatives": 2, "turn": "first"})
+    )
+    assert [one.drawn_length for one in (plain, last, first)] == pytest.approx([80, 120, 240])
+    assert last.seconds_per_step < 1.2 * plain.seconds_per_step < 1.8 * plain.seconds_per_step < first.seconds_per_step
+
+
+def test_a_run_with_forks_says_nothing_of_the_turns_of_one_rollout(tmp_path: Path):
+    """Its metrics count the turns of all ends."""
+    run = write_run(tmp_path)
+    several = {"turns": (4, 5, 4, 4), "read": (30, 90, 30, 30), "between": (3.0, 6.0, 3.0, 3.0)}
+    facts = [msgspec.structs.replace(f, **several) if isinstance(f, GroupEnded) and len(f.lengths) > 1 else f for f in read_metrics(run)]  # fmt: skip
+    (run / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in facts))
+    assert rates_of_run(run, config_of())[0].turns is not None
+    (run / "config.toml").write_text(dump_config(forked(alternatives=2)))
+    rates, _ = rates_of_run(run, config_of())
+    assert (rates.turns, rates.tools, rates.results) == (None, None, None)
+
+
+def test_the_trainer_forwards_the_turns_before_a_fork_once():
+    """Prompt of 50 tokens; a turn of 20, a result of 30, and three ends of 10, 11 and 12 tokens."""
+
+    def end(length: int) -> Scored:
+        turns = (
+            Turn((0, 50, 0), sampled(20)),
+            Turn((30, 7), sampled(length), parents=(0,)),
+        )
+        return Scored(Episode(turns), float(length), {})
+
+    def sampled(length: int) -> Completion:
+        return Completion((length, *(0,) * (length - 1)), (-1.0,) * length, (VersionSpan(0, 0, 0),), "stop")
+
+    prompt = Prompt("p", "", (0, 50, 0))
+    alone, tree = end(9), as_tree([end(10), end(11), end(12)], 1)
+    rows = algorithm_of(AlgoConfig("reinforce"), 100).rows(prompt, [alone, tree])
+    assert [real_tokens(row, 1) for row in rows] == [59, 60, 61, 62]
+    trainer = SimulatedTrainer(TrainerRates(0.0, 0.0, 0.0), Shared())
+    report = virtual_time.run(trainer.step(Batch(0, (Group(0, prompt, (alone, tree), rows),))))
+    assert report.forward_tokens == 50 + 59 + (20 + 30 + 10 + 11 + 12)
+    assert report.loss_tokens == 20 + 9 + 20 + 10 + 11 + 12

@@ -31,7 +31,7 @@ def _child(directory: Path, case: Case, number: int, kill: Fault | None) -> int:
         faults = [kill] if kill else []
         disk = Disk(directory, faults, lambda: os.kill(os.getpid(), signal.SIGKILL))
         with disk.mounted() as path:
-            life = Life(case, number, RunHistory(case.group_size, remembers=False), disk, path)
+            life = Life(case, number, RunHistory(case.shape, remembers=False), disk, path)
             until_done(life.run(), disk)
         return FINISHED if life.finished else FAILED
     except BaseException:

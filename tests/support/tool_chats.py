@@ -12,7 +12,7 @@ from typing import Any
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.workers.player import arguments
-from headrace.environments.workers.step_driver import check_row, is_end
+from headrace.environments.workers.step_driver import check_columns, is_end
 from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
 from headrace.models.chat import ChatEncoder
 from headrace.playing import EnvironmentKind
@@ -153,7 +153,7 @@ class WrittenAgent(BlockingAgent):
 
 def play_steps(made: type, agent: WrittenAgent, **columns: Any) -> Any:
     """Plays a rollout with a class whose steps block. Returns the rewards."""
-    check_row(made, columns)
+    check_columns(made, columns)
     one, reply = made(**arguments(made, {"seed": agent.seed, **columns}, agent=False)), None
     try:
         while not is_end(said := one.step(agent, reply)):

@@ -13,18 +13,16 @@ from headrace.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "headrace gateway [-h] [--at-once N] RUN|ADDRESS [-- COMMAND ...]"
+    parser.epilog = "COMMAND plays rollouts until the run is over."
     parser.add_argument("run", metavar="RUN|ADDRESS", help="a run, or the address that this command shows for it")
     parser.add_argument(
         "--at-once", type=int, default=8, metavar="N", help="processes of COMMAND at once (default: %(default)s)"
     )
-    parser.add_argument(
-        "command_words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="plays rollouts until the run is over"
-    )
 
 
 def gateway(arguments: argparse.Namespace) -> int:
-    words = arguments.command_words
-    return use_gateway(arguments.run, words[1:] if words[:1] == ["--"] else words, arguments.at_once)
+    return use_gateway(arguments.run, arguments.words, arguments.at_once)
 
 
 def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:

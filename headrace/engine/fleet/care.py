@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from headrace.engine.fleet.member import Member
@@ -100,13 +100,18 @@ class Care:
             for name, update in list(rotation.wanted.items()):
                 if member.versions.get(name) != update.version:
                     await self._load(name, update)
-            await self._hold()
-            member.stats = await member.engine.stats()  # it has read everything that was sent before
-            if rotation.has_newest(member) and await self._is_like_the_trainer():
-                if rotation.has_newest(member) and member.held == rotation.held:
+            may_enter = await self._while_true(lambda: rotation.has_newest(member), self._may_enter())
+            if rotation.has_newest(member):
+                if may_enter and member.held == rotation.held:
                     return
-            elif rotation.has_newest(member):
-                await rotation.change()
+                if may_enter is False:
+                    await rotation.change()
+
+    async def _may_enter(self) -> bool:
+        """Waits until the member is held as the fleet is, and answers. Returns whether it computes what the trainer does."""
+        await self._hold()
+        self._member.stats = await self._member.engine.stats()  # it has read everything that was sent before
+        return await self._is_like_the_trainer()
 
     async def _hold(self) -> None:
         """Brings the member's admission to the state of the fleet's."""
@@ -117,23 +122,31 @@ class Care:
     async def _load(self, name: str, update: WeightUpdate) -> None:
         """Loads an update unless the fleet is given a newer one meanwhile."""
         rotation, member = self._rotation, self._member
-        loading = asyncio.ensure_future(member.engine.load(update))
+        is_newest = lambda: rotation.wanted.get(name) is update  # noqa: E731
         try:
-            while not loading.done() and rotation.wanted.get(name) is update:
-                change = asyncio.ensure_future(rotation.change())
-                await asyncio.wait([loading, change], return_when=asyncio.FIRST_COMPLETED)
-                await _cancelled(change)
-                rotation.check()
-            if not loading.done():
-                return
-            member.reports[name] = loading.result()
-            member.versions[name] = update.version
-            self._refusals = 0
+            report = await self._while_true(is_newest, member.engine.load(update))
         except (IdentityError, ValueError) as error:
-            if rotation.wanted.get(name) is update:
+            if is_newest():
                 await self._refused(error)
+            return
+        if report is not None:
+            member.reports[name], member.versions[name] = report, update.version
+            self._refusals = 0
+
+    async def _while_true(self, holds: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
+        """Returns the result of `work`, or None as soon as `holds` no longer returns True. An engine that is away answers nothing until it
+        is back, and is then given the weights that it was asked to load last: it has to be asked for newer ones before, because
+        the files of older ones are removed."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and holds():
+                change = asyncio.ensure_future(self._rotation.change())
+                await asyncio.wait([task, change], return_when=asyncio.FIRST_COMPLETED)
+                await _cancelled(change)
+                self._rotation.check()
+            return task.result() if task.done() else None
         finally:
-            await _cancelled(loading)
+            await _cancelled(task)
 
     async def _refused(self, error: Exception) -> None:
         self._refusals += 1

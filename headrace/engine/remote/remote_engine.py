@@ -308,7 +308,7 @@ async def _load_missing(
             try:
                 await load(update)
                 break
-            except IdentityError:
+            except (IdentityError, ValueError):
                 if wanted.get(name) is update:
                     raise
 

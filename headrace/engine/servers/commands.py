@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from headrace.engine.config import OF_FLEETS, OF_SERVERS, EngineConfig
-from headrace.engine.servers.installed import Found, environment
 from headrace.errors import ConfigError
+from headrace.settings.interpreters import Found, foreign_variables
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank (`vllm/config/lora.py`)."""
@@ -42,7 +42,7 @@ class Command:
 
 def command(config: EngineConfig, found: Found, place: Place) -> Command:
     words, variables = _COMMANDS[config.kind](config, found, place)
-    return Command([*words, *config.server_args], environment(found.python) | variables | visible(config.gpus))
+    return Command([*words, *config.server_args], foreign_variables(found.python) | variables | visible(config.gpus))
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -19,6 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from headrace.environments.agents.agent_process import AgentProcess, Reaper, agent_variables
 from headrace.environments.agents.printed_reward import printed_reward
 from headrace.errors import HeadraceError, RolloutFailed
+from headrace.settings.paths import command_paths
 
 WAIT = 25.0
 """Seconds for which the run is asked to wait for a rollout, before it is asked again."""
@@ -51,7 +53,8 @@ def _ask(url: str, body: Mapping[str, Any] | None = None) -> Answered:
 class OutsideAgents:
     def __init__(self, address: str, command: Sequence[str], at_once: int, said: Callable[[str], None]) -> None:
         """`address`: that of the run's gateway. `said`: receives a line for each rollout that has ended."""
-        self._address, self._command, self._at_once, self._said = address.rstrip("/"), command, at_once, said
+        self._address, self._at_once, self._said = address.rstrip("/"), at_once, said
+        self._command = command_paths(command, Path.cwd())  # each process runs in a directory of its own
         self._reaper = Reaper()
         self._threads = ThreadPoolExecutor(max_workers=2 * at_once)
 

@@ -22,7 +22,7 @@ from headrace.environments.workers.episode_frames import (
     Rewards,
     RolloutDone,
 )
-from headrace.environments.workers.step_driver import StepDriver, check_row, is_stepped
+from headrace.environments.workers.step_driver import StepDriver, check_columns, is_stepped
 from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
 from headrace.environments.workers.tools import Toolbox, in_thread, is_async
 from headrace.playing import Resumes
@@ -112,7 +112,7 @@ class Player:
     async def _called(self, agent: AsyncAgent, order: Play) -> Any:
         offered = {**order.columns, "prompt": order.prompt}
         if isinstance(self._function, type):
-            check_row(self._function, order.columns)
+            check_columns(self._function, order.columns)
             given = arguments(self._function, {"seed": order.seed, **offered}, agent=False)
             keeps = self._resumes == "exported"
             driver = StepDriver(self._function, agent, partial(self._in_thread, agent), keeps=keeps)

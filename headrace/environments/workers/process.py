@@ -31,7 +31,7 @@ from headrace.environments.workers.episode_frames import (
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, command, ending
 from headrace.playing import Resumes
 from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
@@ -109,7 +109,7 @@ class Lost(Exception):
 
 class EnvironmentProcess(UserProcess):
     def __init__(self, settings: FunctionSettings, log: Path | None) -> None:
-        super().__init__("environment", MODULE, settings.arguments(), log)
+        super().__init__("environment", command(MODULE, settings.arguments()), log)
         self._settings = settings
         self._ids: Iterator[int] = itertools.count()
         self._heard: dict[int, asyncio.Queue[FromProcess | None]] = {}

@@ -55,7 +55,7 @@ def exports_if_set(player: object) -> bool:
     return isinstance(player, type) and issubclass(player, LibraryRollout) and player.exports_if_set
 
 
-def check_row(player: type, columns: Mapping[str, Any]) -> None:
+def check_columns(player: type, columns: Mapping[str, Any]) -> None:
     """Raises ValueError if a row lacks a column that the class needs."""
     for name, remedy in player.needs.items() if issubclass(player, LibraryRollout) else ():
         if name not in columns:

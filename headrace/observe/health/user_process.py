@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -71,16 +71,19 @@ class ProcessLost(Exception):
 class UserProcess:
     """One process. Its standard input and output carry frames."""
 
-    def __init__(self, kind: str, module: str, arguments: Sequence[str], log: Path | None) -> None:
-        """`kind`: the first word of its name in messages. `log` receives what the user's code prints."""
-        self._module, self._arguments, self._log = module, arguments, log
+    def __init__(
+        self, kind: str, words: Sequence[str], log: Path | None, foreign: Mapping[str, str] | None = None
+    ) -> None:
+        """`kind`: the first word of its name in messages. `words`: its command. `log` receives what the user's code prints. `foreign`: the
+        variables of a program that is none of our modules and cannot be asked for its stacks; None for one of them (`command`)."""
+        self._words, self._log, self._foreign = words, log, foreign
         self._process: asyncio.subprocess.Process | None = None
         self.why = ""
         """How it ended."""
         self.alive = False
         self.who = f"{kind} {next(_numbers)}"
         self._family = current_family()
-        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
+        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log and foreign is None else None
 
     @property
     def pid(self) -> int:
@@ -102,11 +105,11 @@ class UserProcess:
         try:
             with _opened(self._log) as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *command(self._module, self._arguments),
+                    *self._words,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=environment(self._stacks),
+                    env=environment(self._stacks) if self._foreign is None else self._foreign,
                     start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the user's code started too
                 )
         except OSError as error:  # no memory, no descriptors, no directory for its log

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.rates.rates import TrainerRates
 from headrace.reports import TrainReport
-from headrace.simulate.codes import loss_tokens, real_tokens
+from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
@@ -36,9 +36,10 @@ class SimulatedTrainer:
         )
 
     def _forward_tokens(self, batch: Batch) -> int:
-        """Counts the forwarded tokens; the prompt of a group is forwarded once."""
+        """Counts the forwarded tokens; the prompt of a group is forwarded once, and so are the turns before a fork."""
         prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
-        return prompts + sum(real_tokens(row, self._grain) for row in batch.rows)
+        again = sum(shared_again(one, self._grain) for group in batch.groups for one in group.scored)
+        return prompts + sum(real_tokens(row, self._grain) for row in batch.rows) - again
 
     async def copy(self, adapter: str = "") -> None:
         await self._work(self._rates.publish)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, config_of_run, read_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.observe.records import MetricsFact, StepRow, read_metrics
@@ -35,7 +35,10 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
             "on, or plan from its config.toml with --calibrate"
         )
     sampled = [group for group in groups if group.lengths]
-    turns, tools, results = _between_turns(sampled)
+    branches = read_config(config_of_run(run_dir)).rollout.forks.alternatives
+    turns, tools, results = (
+        (None, None, None) if branches else _between_turns(sampled)
+    )  # those of trees are of no rollout
     read = statistics.mean(sum(group.read) for group in sampled)
     # Tokens forwarded in addition to the completions and to what lies between them: less than the prompt if rollouts begin alike.
     prompt = statistics.mean(

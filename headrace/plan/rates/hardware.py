@@ -75,6 +75,10 @@ class Architecture:
     head: int
     outer: float
     """Parameters of embedding and head."""
+    experts: float = 0.0
+    """Parameters of all experts."""
+    width: float = 0.0
+    """Elements that a token sends to experts: layers · chosen experts · hidden size."""
 
     @property
     def cache_bytes(self) -> int:
@@ -93,8 +97,19 @@ SHAPES = {
     "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, kv_heads=8, head=128, outer=1.56e9),
     "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, kv_heads=8, head=128, outer=2.10e9),
     "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, kv_heads=8, head=128, outer=2.49e9),
-    "30b-a3b": Architecture(parameters=30.5e9, active=3.3e9, layers=48, kv_heads=4, head=128, outer=0.622e9),
-    "235b-a22b": Architecture(parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9),
+    "30b-a3b": Architecture(
+        parameters=30.5e9,
+        active=3.3e9,
+        layers=48,
+        kv_heads=4,
+        head=128,
+        outer=0.622e9,
+        experts=29.0e9,
+        width=48 * 8 * 2048,
+    ),
+    "235b-a22b": Architecture(
+        parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9, experts=227e9, width=94 * 8 * 4096
+    ),
 }
 
 
@@ -132,21 +147,26 @@ def trainer_gpus(chip: Gpu, model: Architecture) -> int:
 
 
 def trainer_mesh(chip: Gpu, model: Architecture, gpus: int) -> ParallelConfig:
-    """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it."""
+    """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it.
+    Experts are split whole where tokens need not leave the machine."""
     for shard in range(min(gpus, NODE), gpus):
         mesh = ParallelConfig(shard=shard, replicate=max(1, gpus // shard), gather="bfloat16")
         memory = trainer_memory(model, mesh)
         if gpus % shard == 0 and memory.held + memory.gathered <= TRAINING_USABLE * chip.memory:
             return mesh
-    return ParallelConfig(shard=gpus, gather="bfloat16" if gpus > 1 else "float32")
+    expert = gpus if model.experts and 1 < gpus <= NODE else 1
+    return ParallelConfig(shard=gpus, expert=expert, gather="bfloat16" if gpus > 1 else "float32")
 
 
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
-    return rank_memory(mesh, layers=model.layers, inner=model.parameters - model.outer, outer=model.outer)
+    experts = model.experts if mesh.expert > 1 else 0.0
+    inner = model.parameters - model.outer - experts
+    return rank_memory(mesh, layers=model.layers, inner=inner, outer=model.outer, experts=experts)
 
 
 def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
-    return traffic(mesh, layers=model.layers, inner=model.parameters - model.outer, outer=model.outer)
+    inner = model.parameters - model.outer - (model.experts if mesh.expert > 1 else 0.0)
+    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width)
 
 
 def link(chip: Gpu, mesh: ParallelConfig) -> float:
@@ -200,7 +220,7 @@ def trainer_rates(
     rank forwards at once."""
     mesh = trainer_mesh(chip, model, gpus)
     moved = trainer_traffic(model, mesh)
-    between = (moved.gathered + moved.reduced) / link(chip, mesh) / (microbatch * gpus)
+    between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(

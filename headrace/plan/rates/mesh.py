@@ -5,8 +5,10 @@
     all-gather              every layer `passes` times a microbatch, the root once
     reduce-scatter          every layer and the root once a microbatch, in float32
     all-reduce              the rank's part of all gradients once a step, if there are copies of the split
+    all-to-all              a token's hidden state to each of its experts and back, forward and backward, if experts are split whole;
+                            these are neither gathered nor reduced
 
-A rank receives (n - 1) / n of what n ranks gather or reduce, and twice that in an all-reduce (ring; Patarasuk and Yuan, 2009).
+A rank receives (n - 1) / n of what n ranks gather, reduce or exchange, and twice that in an all-reduce (ring; Patarasuk and Yuan, 2009).
 tests/trainer/ranks/test_traffic.py compares with what torch sends.
 """
 
@@ -19,7 +21,7 @@ from headrace.trainer.parallel import ParallelConfig
 FLOAT32, BFLOAT16 = 4, 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Collectives of one rank, and the bytes that it receives: all per microbatch, `copied` per step."""
 
@@ -29,14 +31,19 @@ class Traffic:
     reduced: float
     copied: float
     """Bytes of all-reduces between copies of the split."""
+    exchanged: float = 0.0
+    """Bytes for each token that it forwards, to and from experts."""
 
-    def step(self, microbatches: int) -> float:
-        """Bytes of a whole step."""
-        return microbatches * (self.gathered + self.reduced) + self.copied
+    def microbatch(self, tokens: int) -> float:
+        """Bytes of a microbatch."""
+        return self.gathered + self.reduced + self.exchanged * tokens
 
 
-def traffic(mesh: ParallelConfig, *, layers: int, inner: float, outer: float) -> Traffic:
-    """`inner`: parameters of all layers; `outer`: all others. Every one is trained."""
+def traffic(
+    mesh: ParallelConfig, *, layers: int, inner: float, outer: float, width: float = 0.0, computed: int = BFLOAT16
+) -> Traffic:
+    """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained.
+    `width`: elements of hidden states that a token sends to experts; `computed`: bytes of each."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     share = (mesh.shard - 1) / mesh.shard
     copies = 2 * (mesh.replicate - 1) / mesh.replicate
@@ -46,6 +53,7 @@ def traffic(mesh: ParallelConfig, *, layers: int, inner: float, outer: float) ->
         reductions=layers + 1,
         reduced=share * (inner + outer) * FLOAT32,
         copied=copies * (inner + outer) / mesh.shard * FLOAT32,
+        exchanged=share * 4 * width * computed if mesh.expert > 1 else 0.0,
     )
 
 
@@ -59,11 +67,14 @@ class RankMemory:
     """Weights and gradients that are whole for a moment, at most."""
 
 
-def rank_memory(mesh: ParallelConfig, *, layers: int, inner: float, outer: float, each: int = 16) -> RankMemory:
-    """`each`: bytes per parameter of weights, gradients and AdamW's state."""
+def rank_memory(
+    mesh: ParallelConfig, *, layers: int, inner: float, outer: float, experts: float = 0.0, each: int = 16
+) -> RankMemory:
+    """`inner` and `outer` as for `traffic`, `experts`: parameters of those that are split whole. `each`: bytes per parameter of weights,
+    gradients and AdamW's state."""
     size = BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     whole = min(2, layers) if mesh.reshard else layers
     weights = inner * whole / layers * size + outer * FLOAT32
     gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
-    split = (inner + outer) / mesh.shard
+    split = (inner + outer + experts) / mesh.shard
     return RankMemory(split * each, weights + gradients if mesh.shard > 1 else 0.0)

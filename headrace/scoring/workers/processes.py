@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending, run_once
+from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, command, ending, run_once
 from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
@@ -45,7 +45,7 @@ class WorkerProcess(UserProcess):
 
     def __init__(self, arguments: Sequence[str], log: Path | None) -> None:
         """`arguments`: the settings of the sandbox, and the functions."""
-        super().__init__("scorer", _MODULE, arguments, log)
+        super().__init__("scorer", command(_MODULE, arguments), log)
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
         self._receiving: asyncio.Task[None] | None = None

@@ -30,6 +30,7 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.trainer.placement.whole_experts import split_experts
 from headrace.types import Row
 
 
@@ -42,10 +43,10 @@ class Sharded:
         self._config, self._device = config, device
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         assert self._ranks == config.ranks, f"{self._ranks} processes have met for {config.ranks} ranks"
-        sizes = {"replicate": config.replicate, "shard": config.shard}
-        if config.replicate == 1:
-            del sizes["replicate"]
-        self._mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        names = ("replicate", "shard") if config.replicate > 1 else ("shard",)
+        sizes = [getattr(config, name) for name in names]
+        self._all = init_device_mesh(device.type, (*sizes, 1), mesh_dim_names=(*names, "alone"))
+        self._mesh = self._all[names]
         self._roots: list[FSDPModule] = []
         """The models that were spread."""
 
@@ -58,9 +59,11 @@ class Sharded:
         return load_model(directory, torch.device("cpu"))
 
     def spread(self, model: Any) -> None:
-        beside = _beside(model)
+        experts = split_experts(model, self._all["shard"], self._all["alone"]) if self._config.expert > 1 else set()
+        beside = _beside(model) - experts
         for parameter in beside:
             parameter.data = parameter.data.to(self._device)
+        beside |= experts
         low = self._config.gather == "bfloat16"
         rounded = low or any(p.dtype == torch.bfloat16 for p in model.parameters())
         reduced = torch.float32 if rounded else None

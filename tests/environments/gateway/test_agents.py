@@ -128,8 +128,8 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
 
 
 def test_one_that_takes_too_much_memory_ends_alone(tmp_path: Path) -> None:
-    """At once in one process, or together with the processes that it starts."""
-    grows, hogs, good = played(tmp_path, "grows", "hogs", "good", memory_gib=0.2)
+    """At once in one process, or together with the processes that it starts. Where nobody looks at the memory, it ends after its seconds."""
+    grows, hogs, good = played(tmp_path, "grows", "hogs", "good", memory_gib=0.2, seconds=60.0)
     assert isinstance(good, Played)
     assert isinstance(grows, Failure) and (grows.reason, grows.kind) == ("environment_memory", "MemoryError")
     assert isinstance(hogs, Failure) and hogs.reason == "environment_memory"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import tool_chats
 from gateway_agent import LONGEST, user
 from written_turns import Model, encoder_of
 
+import headrace
 from headrace.cli import main
 from headrace.config import load_config
 from headrace.environments.agents.handing_out import open_handing_out
@@ -184,12 +187,13 @@ print("done" if given["seed"] == 2 else float(text["choices"][0]["message"]["con
 """
 
 
-def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path) -> None:
+def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
+    monkeypatch.chdir(tmp_path)
     said: list[str] = []
 
     async def case(service: Service) -> None:
-        outside = OutsideAgents(service.address, [sys.executable, str(tmp_path / "agent.py")], 2, said.append)
+        outside = OutsideAgents(service.address, [sys.executable, "agent.py"], 2, said.append)
         playing = asyncio.ensure_future(outside.play())
         while len(said) < 4:
             await asyncio.sleep(0.01)
@@ -202,6 +206,41 @@ def test_a_command_plays_the_rollouts_of_a_run_elsewhere(tmp_path: Path) -> None
     assert crashed.detail == "its process ended with exit code 1; it said: no such thing"
     assert isinstance(silent, Failure) and "the last line of its output is no reward: 'done'" in silent.detail
     assert 'train/7: {"rewards": {"agent": 1.0}}' in said
+
+
+SERVICE = """
+from urllib.request import Request as Asked
+class MyServiceFailed(Exception):
+    pass
+def my_service(prompt, base_url):
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    text = post(base_url + "/chat/completions", body)["choices"][0]["message"]["content"]
+    my_service.calls += 1
+    if my_service.calls == 2:
+        raise MyServiceFailed("no such thing")
+    return text
+my_service.calls = 0
+"""
+
+
+def test_the_program_of_the_documentation_takes_rollouts(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    (program,) = [block.partition("```")[0] for block in page.split("```python\n") if "/next" in block]
+    (tmp_path / "service.py").write_text(SERVICE + program.replace("runs/NAME", str(tmp_path)))
+    (tmp_path / "logs").mkdir()
+
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    names = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(headrace.__file__).parents[1])}
+    started: list[subprocess.Popen[bytes]] = []
+
+    async def case(service: Service) -> None:
+        started.append(subprocess.Popen([sys.executable, str(tmp_path / "service.py")], env=names))
+
+    good, failed, last = handed_out(tmp_path / "logs", case, 3)
+    (process,) = started
+    assert process.wait(LONGEST) == 1, "the connection is refused when the run is over"
+    assert isinstance(good, Played) and good.rewards == {"agent": 1.0} and isinstance(last, Played)
+    assert isinstance(failed, Failure) and (failed.reason, failed.detail) == ("agent_failed", "no such thing")
 
 
 def test_a_command_at_a_wrong_address_says_so(tmp_path: Path) -> None:
@@ -220,9 +259,10 @@ def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.Captu
     assert main(["gateway", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "http://127.0.0.1:1/secret\n"
     assert main(["gateway", str(tmp_path), "--", "no-such-agent"]) == 2
-    assert main(["gateway", "--at-once", "0", str(tmp_path), "--", "python3"]) == 2
+    for words in (["--at-once", "0", str(tmp_path)], [str(tmp_path), "--at-once", "0"]):
+        assert main(["gateway", *words, "--", "python3", "--at-once", "2"]) == 2
     said = capsys.readouterr().err
-    assert "no-such-agent is no program" in said and "--at-once 0 plays nothing" in said
+    assert "no-such-agent is no program" in said and said.count("--at-once 0 plays nothing") == 2
 
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}}
@@ -234,7 +274,10 @@ MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl
         ({"kind": "gateway", "seconds": 0}, "would wait for ever for an agent that has vanished"),
         ({"kind": "gateway", "command": ["a"]}, 'environment.command belongs to environment.kind = "process"'),
         ({"kind": "gateway", "workers": 3}, "environment.workers belongs to another kind"),
-        ({"kind": "process", "command": ["a"], "port": 8000}, "environment.port belongs to another kind"),
+        (
+            {"kind": "process", "command": ["a"], "port": 8000},
+            'environment.port belongs to environment.kind = "gateway"',
+        ),
         ({"port": 8000}, 'environment.port belongs to environment.kind = "gateway"'),
         ({"function": "a.py:f", "host": "0.0.0.0"}, 'environment.host belongs to environment.kind = "gateway"'),
     ],

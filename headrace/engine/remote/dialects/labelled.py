@@ -171,11 +171,15 @@ class LabelledDialect(ABC):
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
         begun = time.perf_counter()
         async with self._loading:
+            live = self._live.get(update.adapter.name if update.adapter else "")
+            if live and live.update == update:
+                return LoadReport(update.version, verify_seconds=0.0, swap_seconds=0.0)
             try:
                 if update.adapter:
                     await self._load_adapter(connection, update, update.adapter.name, seconds)
                 else:
                     label = f"{self._prefix}{self._boots}-v{update.version}-{quote(update.fingerprint, safe='')}"
+                    self._live.pop("", None)  # if this breaks off, nobody knows what the server has
                     await self._load_base(connection, update, label, seconds)
                     self._live[""] = Live(update, label)
             except (ValueError, Unreachable) as error:

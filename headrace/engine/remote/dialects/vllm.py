@@ -44,6 +44,8 @@ class VllmDialect(LabelledDialect):
         them off."""
         super().__init__(ends)
         self._check_every, self._checksums = check_every, Checksums()
+        self._compared = 0
+        """The process whose checksums were compared last."""
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises IdentityError where somebody else has labelled the weights meanwhile."""
@@ -133,8 +135,9 @@ class VllmDialect(LabelledDialect):
     async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
         await self._reload(connection, str(update.where["path"]), seconds)
-        if self._check_every and ("" not in self._live or update.version % self._check_every == 0):
+        if self._check_every and (self._compared != self._boots or update.version % self._check_every == 0):
             await self._checksums.compare(connection, update, seconds)
+            self._compared = self._boots
         await self._label(connection, label, seconds)
         await connection.tell("/resume", None, seconds)
 

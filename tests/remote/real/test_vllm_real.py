@@ -11,27 +11,22 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-from real_vllm import MARKS, config_for, save_llama, when
+from real_vllm import MARKS, changed, config_for, reference, save_llama, started, updates, when
 from server_processes import alive, servers
 from tiny_run import of, when_step
 
 import headrace
-from headrace.config import load_config
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.errors import IdentityError
 from headrace.models.endings import end_tokens
 from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
-from headrace.observe.health.waits import Waits
 from headrace.observe.records import StepRow
-from headrace.observe.telemetry import Telemetry
 from headrace.orchestration import starting
-from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.simulate.world import FactList
 from headrace.types import Completion, Request, Sampling
 from headrace.weights import WeightUpdate
@@ -125,67 +120,22 @@ def test_nothing_of_vllm_outlives_a_run_that_is_killed(llama: Path, tmp_path: Pa
     assert not any(map(alive, pids))
 
 
-def changed(model: Path, to: Path) -> Path:
-    """The same model with other weights."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    shutil.copytree(model, to)
-    torch.manual_seed(1)
-    other = LlamaForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    other.save_pretrained(to)
-    return to
-
-
-def reference(model: Path, prompt: Sequence[int], completion: Completion) -> list[float]:
-    """What Hugging Face's own forward pass says of the tokens."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    tokens = torch.tensor([[*prompt, *completion.tokens]])
-    with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
-    told = logits[len(prompt) - 1 : -1].log_softmax(-1)
-    return told[torch.arange(len(completion.tokens)), tokens[0, len(prompt) :]].tolist()
-
-
 def test_every_token_is_of_its_version_when_weights_change_while_requests_stream(llama: Path, tmp_path: Path) -> None:
     models = [llama, changed(llama, tmp_path / "other")]
-    updates = [
-        WeightUpdate(version=v, kind="full", fingerprint=f"f{v}", nbytes=0, seconds=0.0, where={"path": str(path)})
-        for v, path in enumerate(models)
-    ]
-    config = load_config(config_for(tmp_path, llama))
+    first, second = updates(models)
     prompts = {f"r{number}": (1, 7 + number, 20) for number in range(6)}
 
     async def go() -> list[Completion]:
-        facts, clock = FactList(), asyncio.get_running_loop().time
-        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0))
-        begun = starting.start_engine(
-            config,
-            model_dir=llama,
-            launcher=open_launcher(tmp_path),
-            transport=open_transport(),
-            logs=tmp_path,
-            telemetry=telemetry,
-        )
-        engine = begun.engine
-        try:
-            await begun.launch()
-            await engine.load(updates[0])
+        async with started(config_for(tmp_path, llama), llama, tmp_path, FactList()) as engine:
+            await engine.load(first)
             drawn = Sampling(max_tokens=100, ignore_eos=True)
             asked = [
                 asyncio.ensure_future(engine.generate(Request(name, prompt, drawn))) for name, prompt in prompts.items()
             ]
             while len(engine.unfinished()) < 6 or min(len(one.tokens) for one in engine.unfinished().values()) < 10:
                 await asyncio.sleep(0.001)
-            await engine.load(updates[1])
+            await engine.load(second)
             return await asyncio.gather(*asked)
-        finally:
-            await engine.close()
 
     for prompt, completion in zip(prompts.values(), asyncio.run(go()), strict=True):
         assert [(span.version, span.kv_version) for span in completion.spans] == [(0, 0), (1, 1)]

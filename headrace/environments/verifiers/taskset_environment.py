@@ -1,0 +1,111 @@
+"""The environment that is a taskset of verifiers: its process plays the rollout, and asks the gateway for its turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.gateway.gateway import Gateway
+from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.verifiers.taskset_process import TasksetEnded, TasksetPool, TasksetProcess
+from headrace.environments.verifiers.verifiers_package import require_verifiers
+from headrace.errors import RolloutFailed
+from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.types import Prompt
+from headrace.web.limits import ServerLimits
+
+
+def open_taskset(
+    config: EnvironmentConfig,
+    encoder: GatewayEncoder,
+    *,
+    system: str,
+    sampling: Mapping[str, object],
+    stop: Sequence[str],
+    alone: bool,
+    log: Path | None,
+    seeds: bool,
+    held_out: int,
+) -> EnvironmentKind:
+    """Makes the environments that a taskset plays. `seeds`: whether the prompts are seeds, each of which draws a task of the taskset, of
+    which the last `held_out` are kept for evaluation; else a row is the data of its task. The others as for `open_agents`. Raises
+    ConfigError if the interpreter has no verifiers."""
+    found = require_verifiers(config.python)
+    settings = {
+        "name": config.name,
+        "options": dict(config.options),
+        "max_turns": config.max_turns,
+        "held_out": held_out,
+        "seeds": seeds,
+        "memory": int(config.memory_gib * (1 << 30)),
+    }
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits())
+    players = TasksetPool(found.python, settings, config.workers, log)
+    tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
+    return EnvironmentKind(
+        tasksets.make, config.limits, resumes="restarted", close=tasksets.close, remarks=gateway.remarks
+    )
+
+
+class Tasksets:
+    """The gateway, the processes and the settings that the rollouts of a run share."""
+
+    def __init__(self, rollouts: ServedRollouts, players: TasksetPool, *, seeds: bool, alone: bool) -> None:
+        self.rollouts, self.players, self.seeds, self.alone = rollouts, players, seeds, alone
+        self.places = asyncio.Semaphore(rollouts.config.processes)
+
+    def make(self, prompt: Prompt, seed: int) -> Environment:
+        return TasksetEnvironment(prompt, seed, self)
+
+    async def close(self) -> None:
+        await self.players.close()
+        await self.rollouts.gateway.close()
+
+
+class TasksetEnvironment:
+    """Protocol `Environment`."""
+
+    def __init__(self, prompt: Prompt, seed: int, tasksets: Tasksets) -> None:
+        self._prompt, self._seed, self._tasksets = prompt, seed, tasksets
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        async with self._tasksets.places, self._tasksets.rollouts.open(agent) as rollout:
+            process = await self._tasksets.players.least_busy()
+            id, ended = process.play(self._asked(rollout))
+            try:
+                return self._rewards(await self._until(ended, rollout, process), rollout)
+            finally:
+                process.part(id)
+
+    def _asked(self, rollout: GatewayRollout) -> Mapping[str, Any]:
+        given = given_of(self._prompt, self._seed)
+        task = (
+            {"seed": given["columns"]["seed"]}
+            if self._tasksets.seeds
+            else {"row": {**given["columns"], "prompt": given["prompt"]}}
+        )
+        return {"url": f"{self._tasksets.rollouts.gateway.url(rollout)}/v1", **task}
+
+    async def _until(
+        self, ended: asyncio.Future[TasksetEnded], rollout: GatewayRollout, process: TasksetProcess
+    ) -> TasksetEnded | None:
+        seconds = self._tasksets.rollouts.config.seconds
+        try:
+            return await rollout.until(ended, seconds, process.pid)
+        except TimeoutError:
+            said = f"took more than {seconds:g} s between its turns (environment.seconds)"
+            raise RolloutFailed("environment_timeout", said) from None
+
+    def _rewards(self, end: TasksetEnded | None, rollout: GatewayRollout) -> Mapping[str, float]:
+        if end is None:
+            return {}  # it has failed, and the session knows why
+        if end.failed:
+            refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
+            raise RolloutFailed(end.reason, f"{end.failed}{refused}", end.traceback)
+        if self._tasksets.alone and not end.rewards:
+            raise RolloutFailed("environment_reward", "the taskset gave no reward, and there is no reward function")
+        return end.rewards

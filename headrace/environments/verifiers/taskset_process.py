@@ -1,0 +1,194 @@
+"""Processes that play rollouts with a taskset: the program `taskset_player.py`, in the interpreter that has verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.environments.verifiers import taskset_player
+from headrace.errors import RolloutFailed
+from headrace.observe.health.patience import within
+from headrace.observe.health.user_process import ProcessLost, UserProcess, ending
+from headrace.settings.interpreters import foreign_variables
+
+OPENING = 600.0
+"""Seconds that a taskset may take to load its tasks."""
+GRACE = 30.0
+"""Seconds that a rollout may take to end after it was cancelled. Then its process is killed: something in it blocks all others."""
+
+
+class TasksetOpened(msgspec.Struct, frozen=True, tag_field="say", tag="opened"):
+    tasks: int
+    """Tasks that are drawn from; 0 if rollouts bring their own."""
+    held_out: int
+
+
+class TasksetRefused(msgspec.Struct, frozen=True, tag_field="say", tag="refused"):
+    why: str
+
+
+class TasksetEnded(msgspec.Struct, frozen=True, tag_field="say", tag="ended"):
+    """The end of a rollout."""
+
+    id: int
+    rewards: dict[str, float] = {}
+    failed: str = ""
+    """The reason why it has no rewards; empty if it has."""
+    reason: str = "environment_raised"
+    traceback: str = ""
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(TasksetOpened | TasksetRefused | TasksetEnded).decode
+
+
+def player_words(python: str) -> list[str]:
+    """The command of the program. -P: a module of ours must not be taken for one of its packages."""
+    return [python, "-P", taskset_player.__file__]
+
+
+def player_variables(python: str) -> dict[str, str]:
+    """Its environment. A proxy of the user's must not be asked for the gateway."""
+    own = foreign_variables(python)
+    direct = ",".join(filter(None, [own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1"]))
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **own, "NO_PROXY": direct, "no_proxy": direct}
+
+
+class TasksetProcess(UserProcess):
+    def __init__(self, python: str, settings: Mapping[str, Any], log: Path | None) -> None:
+        super().__init__("taskset", player_words(python), log, foreign=player_variables(python))
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._ends: dict[int, asyncio.Future[TasksetEnded]] = {}
+        self._parting: set[asyncio.Task[None]] = set()
+        self._receiving: asyncio.Task[None] | None = None
+
+    @property
+    def playing(self) -> int:
+        """Number of rollouts."""
+        return len(self._ends)
+
+    async def start(self) -> TasksetOpened:
+        """Returns when the environment is open. Raises ProcessLost if it is not."""
+        try:
+            await self.spawn()
+            self._send(self._settings)
+            said = await within(self.pid, OPENING, self._next())
+        except TimeoutError:
+            await self.end(f"did not open the taskset within {OPENING:g} s")
+            raise ProcessLost(self.why) from None
+        except EOFError:
+            raise ProcessLost(f"{ending(await self.gone())} while it opened the taskset") from None
+        except asyncio.CancelledError:
+            await self.end("was not needed any more")
+            raise
+        if not isinstance(said, TasksetOpened):
+            await self.end(said.why if isinstance(said, TasksetRefused) else "has ended a rollout that nobody began")
+            raise ProcessLost(self.why)
+        self.alive = True
+        self._receiving = asyncio.create_task(self._receive())
+        return said
+
+    def play(self, asked: Mapping[str, Any]) -> tuple[int, asyncio.Future[TasksetEnded]]:
+        """Begins a rollout, and returns its number and its end. The end raises RolloutFailed if the process is lost."""
+        id = next(self._numbers)
+        self._ends[id] = asyncio.get_running_loop().create_future()
+        self._send({"play": id, **asked})
+        return id, self._ends[id]
+
+    def part(self, id: int) -> None:
+        """Cancels a rollout that has not ended, and kills the process if it does not end then."""
+        end = self._ends[id]
+        if end.done() or not self.alive:
+            del self._ends[id]
+            return
+        self._send({"cancel": id})
+        task = asyncio.create_task(self._parted(id, end))
+        self._parting.add(task)
+        task.add_done_callback(self._parting.discard)
+
+    async def _parted(self, id: int, end: asyncio.Future[TasksetEnded]) -> None:
+        with contextlib.suppress(RolloutFailed):
+            try:
+                await within(self.pid, GRACE, end)
+            except TimeoutError:
+                self.kill("was killed, because a rollout that was over did not end")
+        del self._ends[id]
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                said = await self._next()
+                if isinstance(said, TasksetEnded) and (end := self._ends.get(said.id)) and not end.done():
+                    end.set_result(said)
+                elif isinstance(said, TasksetRefused):
+                    self.why = said.why
+        except (EOFError, ConnectionError):
+            pass
+        except Exception as error:  # nothing awaits this task
+            self.why = f"was killed, because its message made no sense: {error!r}"
+        self.kill()
+        self.orders.close()
+        self.why = self.why or ending(await self.gone())
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(RolloutFailed("environment_died", f"its process {self.why}"))
+                end.exception()  # read, though nobody may wait for it
+
+    async def _next(self) -> TasksetOpened | TasksetRefused | TasksetEnded:
+        line = await self.reports.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return _decode(line)
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError, RuntimeError):  # `_receive` finds out how the process ended
+            self.orders.write(_encode(order) + b"\n")
+
+    async def close(self) -> None:
+        """Lets rollouts that were cancelled end, and kills the process."""
+        if self._parting:
+            await asyncio.wait(set(self._parting))
+        if self.alive:
+            self.orders.close()
+            with contextlib.suppress(TimeoutError):
+                await within(self.pid, GRACE, self.gone())
+        await self.end("was closed")
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving})
+
+
+class TasksetPool:
+    """The processes of a run: each new rollout goes to the one that plays the fewest."""
+
+    def __init__(self, python: str, settings: Mapping[str, Any], width: int, log: Path | None) -> None:
+        self._python, self._settings, self._width, self._log = python, settings, width, log
+        self._processes: list[TasksetProcess] = []
+        self._starting = asyncio.Lock()
+
+    async def least_busy(self) -> TasksetProcess:
+        """Starts as many processes as are allowed, one with each of the first rollouts. Raises RolloutFailed if none can be started."""
+        async with self._starting:
+            self._processes = [one for one in self._processes if one.alive]
+            if len(self._processes) < self._width:
+                process = TasksetProcess(self._python, self._settings, self._log)
+                try:
+                    await process.start()
+                except ProcessLost as lost:
+                    raise RolloutFailed("environment_died", str(lost)) from None
+                self._processes.append(process)
+            return min(self._processes, key=lambda one: one.playing)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [one.pid for one in self._processes if one.alive]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self._processes))
+        self._processes.clear()

@@ -1,0 +1,121 @@
+"""A stand-in for `verifiers` with the part of its interface that headrace uses, as a package of one file, and an interpreter that has it.
+
+The slow test holds the same expectations against the real package.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PACKAGE = """
+import asyncio, contextlib, dataclasses, importlib, json, types, urllib.request
+
+class Config:
+    def __init__(self, **given):
+        for name, value in given.items():
+            if name not in self.FIELDS:
+                raise ValueError(f"{type(self).__name__}.{name}: Extra inputs are not permitted")
+        for name, value in (self.FIELDS | given).items():
+            setattr(self, name, KINDS[name](**value) if isinstance(value, dict) else value)
+        self.model_fields_set = set(given)
+    def __iter__(self):
+        return iter([(name, getattr(self, name)) for name in self.FIELDS])
+    def model_copy(self, update):
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | update)
+
+class SelectConfig(Config): FIELDS = {"limit": None}
+class RetryConfig(Config): FIELDS = {"max_retries": 0, "rules": []}
+class SubprocessConfig(Config): FIELDS = {}
+class HarnessConfig(Config): FIELDS = {"id": "bash"}
+class TasksetConfig(Config): FIELDS = {"id": "", "task": None, "endless": False}
+class AgentConfig(Config): FIELDS = {"harness": None, "runtime": None, "client": None, "max_turns": None, "retries": RetryConfig()}
+class EvalClientConfig(Config): FIELDS = {"base_url": "", "api_key_var": ""}
+
+@dataclasses.dataclass
+class ModelContext:
+    model: str
+    client: object
+
+KINDS = {"taskset": TasksetConfig, "retries": RetryConfig, "agent": AgentConfig, "judge": AgentConfig, "harness": HarnessConfig}
+
+class EnvConfig(Config):
+    FIELDS = {"id": "", "taskset": None, "agent": AgentConfig(), "retries": RetryConfig()}
+
+class Judged(EnvConfig):
+    FIELDS = {**EnvConfig.FIELDS, "judge": AgentConfig()}
+
+def resolve_env_config(raw):
+    return (Judged if raw.get("id") == "judged" else EnvConfig)(**raw)
+
+def default_harness_id(id): return "bash"
+def harness_config_type(id): return HarnessConfig
+def load_harness(config): return types.SimpleNamespace(EXECUTES_CODE=config.id != "null")
+
+class Data:
+    def __init__(self, **fields): self.__dict__.update(fields)
+    @classmethod
+    def model_validate(cls, row):
+        if "prompt" not in row: raise ValueError("prompt: Field required")
+        return cls(**row)
+
+class Task:
+    def __init__(self, data, config=None): self.data = data
+    @classmethod
+    def data_type(cls): return Data
+
+class Taskset:
+    def __init__(self, config, tasks): self.bounded, self.tasks = not config.endless, tasks
+    def task_type(self): return Task
+    def select(self, select):
+        view = Taskset.__new__(Taskset)
+        view.bounded, view.tasks = self.bounded or bool(select.limit), self.tasks[:select.limit]
+        return view
+    def __iter__(self): return iter(self.tasks)
+
+class Env:
+    def __init__(self, config, module):
+        self.config, self.module = config, module
+        self.taskset = Taskset(config.taskset, [Task(Data(**one)) for one in module.TASKS])
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        yield
+    async def run_episode(self, task, ctx):
+        said = []
+        async def ask(text):
+            said.extend([{"role": "user", "content": text}])
+            body = json.dumps({"model": ctx.model, "messages": said}).encode()
+            url = urllib.request.Request(ctx.client.base_url + "/chat/completions", body, {"Content-Type": "application/json"})
+            answer = json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()))
+            said.append(answer["choices"][0]["message"])
+            return said[-1]["content"]
+        trace = types.SimpleNamespace(agent=types.SimpleNamespace(name="agent"), rewards={}, errors=[])
+        def give(name, score, weight=1.0):
+            trace.rewards[name] = types.SimpleNamespace(value=score * weight)
+        traces = [trace]
+        try:
+            await self.module.play(task.data, ask, give, self.config)
+        except Exception as error:
+            trace.errors.append(types.SimpleNamespace(type="TaskError", message=str(error), traceback="Traceback\\nTaskError: " + str(error)))
+        if getattr(task.data, "twice", False):
+            traces = [trace, trace]
+        return types.SimpleNamespace(ok=not trace.errors, errors=[], traces=traces)
+
+def load_environment(config):
+    return Env(config, importlib.import_module(config.taskset.id))
+"""
+
+
+def interpreter(place: Path, version: str = "0.4.9") -> Path:
+    """Makes a Python that has the stand-in as verifiers of this version. The taskset is a module with `TASKS` and `play`."""
+    package = place / "site" / "verifiers"
+    metadata = place / "site" / f"verifiers-{version}.dist-info"
+    for folder in (package / "v1", metadata):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "v1" / "__init__.py").write_text(PACKAGE)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+    python = place / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={place / "site"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python

@@ -1,0 +1,277 @@
+"""Tasksets of verifiers: what their processes are asked, how rewards come back, and that each failure is its own rollout's only.
+
+Most tests are of a stand-in for the package (`fake_verifiers.py`); the slow one installs the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fake_verifiers
+import pytest
+import tool_chats
+from written_turns import Model, check_rows, encoder_of
+
+from headrace.commands.doctor import taskset_findings
+from headrace.config import load_config
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.verifiers import taskset_process
+from headrace.environments.verifiers.taskset_environment import open_taskset
+from headrace.errors import ConfigError
+from headrace.rollouts.episodes import roll_out
+from headrace.rollouts.rollout_session import Played
+from headrace.types import Failure, Prompt
+
+TASKSET = """
+import os, sys, time
+
+TASKS = [{"prompt": f"task {i}", "answer": "so"} for i in range(10)]
+
+async def play(task, ask, give, config):
+    mode = getattr(task, "mode", "good")
+    if mode == "raises":
+        raise KeyError("no such thing")
+    if mode == "exits":
+        os._exit(7)
+    if mode == "silent":
+        return give("exact", 1.0)
+    said = await ask(task.prompt)
+    print("printed by the taskset")
+    if mode == "blocks":
+        time.sleep(10000)
+    if mode == "turns":
+        for _ in range(config.agent.max_turns - 1):
+            said = await ask("more")
+    if mode == "insists":
+        while True:
+            await ask("more")
+    if mode != "no reward":
+        give("exact", float(said == task.answer), 2.0)
+        give("short", float("nan") if mode == "nan" else -0.5)
+"""
+
+
+def played(
+    place: Path, prompts: Sequence[Prompt], *, seeds: bool = False, model: Model | None = None, **settings: Any
+) -> list[Played | Failure]:
+    """Plays a rollout of each prompt, side by side in one process."""
+    if "python" not in settings and not (place / "python").exists():
+        fake_verifiers.interpreter(place)
+        (place / "letters.py").write_text(TASKSET)
+    model = model or Model(encoder_of(place / "model", tool_chats.PLAIN), ["so<|im_end|>"] * 30)
+    encoder = model.encoder
+    known = {"max_turns": 3, "workers": 1, "python": str(place / "python"), "name": str(place / "letters.py")}
+    config = EnvironmentConfig(kind="verifiers", **known | settings)
+
+    async def main() -> list[Played | Failure]:
+        log = place / "environment.log"
+        kind = open_taskset(
+            config, encoder, system="", sampling={}, stop=(), alone=True, log=log, seeds=seeds, held_out=4
+        )
+        try:
+            each = [roll_out(kind, prompt, [0], ask=model, decode=encoder.decode) for prompt in prompts]
+            return [one for (one,) in await asyncio.gather(*each)]
+        finally:
+            await kind.close()
+
+    return asyncio.run(main())
+
+
+def row(**columns: Any) -> Prompt:
+    return Prompt("train/3", "say so", (1,), columns={"answer": "so", **columns})
+
+
+def seed(number: int) -> Prompt:
+    return Prompt("p", f"seed {number}", (1,), columns={"seed": number})
+
+
+def test_a_row_is_a_task_whose_rewards_come_back_with_their_weights(tmp_path: Path) -> None:
+    (one,) = played(tmp_path, [row(mode="turns")])
+    assert isinstance(one, Played) and one.rewards == {"exact": 2.0, "short": -0.5}
+    assert [turn.parents for turn in one.episode.turns] == [(), (0,), (1,)], "as many turns as the run allows"
+    assert one.episode.turns[0].messages[0]["content"] == "say so"
+    assert "printed by the taskset" in (tmp_path / "environment.log").read_text()
+
+
+def test_a_seed_draws_a_task_and_the_last_tasks_are_held_out(tmp_path: Path) -> None:
+    found = played(tmp_path, [seed(number) for number in range(24)], seeds=True)
+    asked = [one.episode.turns[0].messages[0]["content"] for one in found if isinstance(one, Played)]
+    assert asked[0::2] == [f"task {number % 6}" for number in range(12)]
+    assert asked[1::2] == [f"task {6 + number % 4}" for number in range(12)]
+
+
+def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
+    modes = ("good", "raises", "nan", "no reward", "silent", "insists")
+    found = dict(zip(modes, played(tmp_path, [row(mode=mode) for mode in modes]), strict=True))
+    assert isinstance(good := found.pop("good"), Played) and good.rewards == {"exact": 2.0, "short": -0.5}
+    failures = {mode: one for mode, one in found.items() if isinstance(one, Failure)}
+    assert {mode: one.reason for mode, one in failures.items()} == {
+        "raises": "environment_raised",
+        "nan": "environment_reward",
+        "no reward": "environment_reward",
+        "silent": "environment_turns",
+        "insists": "environment_turns",
+    }
+    assert failures["raises"].detail == "TaskError: 'no such thing'" and failures["raises"].kind == "TaskError"
+    assert "the reward short is nan" in failures["nan"].detail
+
+
+def test_an_agent_that_plays_twice_in_an_episode_is_a_failure(tmp_path: Path) -> None:
+    (one,) = played(tmp_path, [row(twice=True)])
+    assert isinstance(one, Failure) and "has run the agent agent 2 times in one episode" in one.detail
+
+
+def test_a_process_that_ends_is_replaced_and_its_rollouts_have_failed(tmp_path: Path) -> None:
+    lost, other = played(tmp_path, [row(mode="exits"), row(mode="blocks")])
+    for one in (lost, other):
+        assert isinstance(one, Failure) and one.reason == "environment_died"
+        assert "its process ended with exit code 7" in one.detail
+    (again,) = played(tmp_path, [row()])
+    assert isinstance(again, Played)
+
+
+def test_one_that_blocks_its_process_is_ended_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taskset_process, "GRACE", 1.0)
+    (blocked,) = played(tmp_path, [row(mode="blocks")], seconds=5.0)
+    assert isinstance(blocked, Failure) and blocked.reason == "environment_timeout"
+    assert "took more than 5 s between its turns" in blocked.detail
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": {"agent": {"harness": {"id": "bash"}}}}, "the harness bash of the agent agent executes what the"),
+        (
+            {"options": {"id": "judged"}},
+            "the agents agent, judge, of which agent, judge would be trained: give all but",
+        ),
+        ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
+        ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
+        ({"options": {"taskset": {"endless": True}}}, "is endless: set environment.options.select.limit"),
+        ({"options": {"taskset": {"level": 3}}}, "TasksetConfig.level: Extra inputs are not permitted"),
+        ({"name": "no_such_taskset"}, "No module named 'no_such_taskset'"),
+    ],
+)
+def test_an_environment_that_cannot_be_trained_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (found,) = played(tmp_path, [seed(2)], seeds=True, **settings)
+    assert isinstance(found, Failure) and found.reason == "environment_died" and words in found.detail
+
+
+def test_an_endless_taskset_may_be_cut(tmp_path: Path) -> None:
+    options = {"taskset": {"endless": True}, "select": {"limit": 5}}
+    (one,) = played(tmp_path, [seed(2 * 4)], seeds=True, options=options)
+    assert isinstance(one, Played) and one.episode.turns[0].messages[0]["content"] == "task 1", (
+        "two of five are held out"
+    )
+
+
+@pytest.mark.parametrize(("version", "words"), [("", "this interpreter .* has no"), ("0.3.2", "has verifiers 0.3.2")])
+def test_an_interpreter_without_verifiers_is_refused_with_the_command(version: str, words: str, tmp_path: Path) -> None:
+    python = str(fake_verifiers.interpreter(tmp_path, version)) if version else ""
+    config = EnvironmentConfig(kind="verifiers", name="letters", python=python)
+    encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
+    given: dict[str, Any] = {"system": "", "sampling": {}, "stop": (), "alone": True, "log": None}
+    with pytest.raises(ConfigError, match=rf"{words}.*: install it \(.*pip install 'verifiers>=0.4,<0.5' uv"):
+        open_taskset(config, encoder, **given, seeds=True, held_out=0)
+
+
+def test_the_doctor_says_which_interpreter_has_it(tmp_path: Path) -> None:
+    python = str(fake_verifiers.interpreter(tmp_path))
+    (here,), (there,) = taskset_findings([sys.executable]), taskset_findings([sys.executable, python])
+    assert (here.what, here.state, here.value) == ("verifiers", "note", f"no verifiers in {sys.executable}")
+    assert "pip install 'verifiers>=0.4,<0.5' uv" in here.remedy
+    assert (there.state, there.value, there.remedy) == ("ok", f"0.4.9 in {python}", "name it in environment.python")
+
+
+MINIMAL = {"model": {"path": "m"}, "task": {"kind": "seeds"}}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"kind": "verifiers"}, 'environment.kind = "verifiers" needs environment.name'),
+        (
+            {"kind": "verifiers", "name": "a", "command": ["b"]},
+            'environment.command belongs to environment.kind = "process"',
+        ),
+        (
+            {"kind": "gym", "name": "a.py:B", "python": "p"},
+            'environment.python belongs to environment.kind = "verifiers"',
+        ),
+        ({"kind": "gateway", "processes": 3}, 'environment.processes belongs to environment.kind = "process"'),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(environment: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({**MINIMAL, "environment": environment})
+
+
+def test_its_file_and_interpreter_are_found_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "m"\n[task]\nkind = "seeds"\n[environment]\nkind = "verifiers"\nname = "sums.py"\npython = "v/bin/python"\n'
+    )
+    environment = load_config(tmp_path / "run.toml").environment
+    assert environment.name == os.path.realpath(tmp_path / "sums.py")
+    assert environment.python == os.path.realpath(tmp_path) + "/v/bin/python" and environment.rewards
+
+
+REAL = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=2.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        if self.data.answer == "none":
+            raise KeyError("no such thing")
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward
+    async def short(self, trace: vf.Trace) -> float:
+        return -0.1 * trace.num_turns
+
+class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(10):
+            yield SumTask(SumData(prompt=f"What is {number} + 1?", answer=str(number + 1)), self.config.task)
+
+class SumEnv(vf.Env[vf.SingleAgentEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            said = await talk.turn()
+            while not said.terminated and said.last_reply != task.data.answer:
+                said = await talk.turn("Are you sure?")
+
+__all__ = ["SumEnv", "SumTaskset"]
+"""
+
+
+@pytest.mark.slow
+def test_the_real_package(tmp_path: Path) -> None:
+    """Installs it, and plays an environment of several turns with its own agent, which is a program."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], check=True)
+    (tmp_path / "sums_v1.py").write_text(REAL)
+    settings = {"python": str(python), "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
+    encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
+    model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
+    (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
+    assert isinstance(one, Played), found
+    assert one.rewards == {"exact": 2.0, "short": pytest.approx(-0.2)}
+    said = [(turn.parents, turn.messages[-1]["content"], turn.reply["content"]) for turn in one.episode.turns]
+    assert said == [((), "What is 2 + 1?", "No."), ((0,), "Are you sure?", "3")]
+    check_rows(one, model)
+    wrong, raised = played(tmp_path, [row(), row(answer="none")], **settings)
+    assert isinstance(wrong, Played) and wrong.rewards == {"exact": 2.0, "short": pytest.approx(-0.1)}
+    assert isinstance(raised, Failure) and raised.reason == "environment_raised" and "no such thing" in raised.detail
+    (refused,) = played(tmp_path, [row()], **settings | {"options": {"agent": {"harness": {"id": "bash"}}}})
+    assert isinstance(refused, Failure) and "executes what the model writes" in refused.detail

@@ -1,0 +1,149 @@
+"""The real vLLM for tests: its interpreter, the smallest model that it serves on a CPU, and the settings of a run that starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace.config import load_config
+from headrace.engine.servers.installed import look
+from headrace.errors import ConfigError
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration import starting
+from headrace.orchestration.workers.build import open_launcher, open_transport
+from headrace.protocols import Engine
+from headrace.simulate.world import FactList
+from headrace.types import Completion
+from headrace.weights import WeightUpdate
+
+PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
+
+
+def _has_vllm() -> bool:
+    try:
+        return not look("vllm", PYTHON).missing
+    except ConfigError:
+        return False
+
+
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not _has_vllm(), reason=f"no vLLM in {PYTHON}: make bench-setup, or name one in HEADRACE_VLLM_PYTHON"
+    ),
+]
+
+
+def save_llama(directory: Path, tokenizer: Path) -> Path:
+    """Its heads have 64 dimensions: fewer vLLM does not serve on a CPU."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
+    engine = {
+        "kind": "vllm",
+        "python": PYTHON,
+        "server_args": ["--enforce-eager"],  # compiling takes longer than the run
+        "dtype": "float32",
+        "kv_gib": 0.1,
+        "context_length": 128,
+        "patience": 600.0,
+    }
+    usual = {
+        "engine": engine,
+        "rollout": {"group_size": 4, "max_tokens": 64},
+        "train": {"steps": 5, "learning_rate": 1e-3},
+        "watch": {"identity_every": 1, "stop_after": 3600.0},
+    }
+    return tiny_config(directory, model, **{**usual, **tables})
+
+
+@asynccontextmanager
+async def started(config: dict[str, Any], model: Path, directory: Path, facts: FactList) -> AsyncIterator[Engine]:
+    """The engine of a run, without the run."""
+    clock = asyncio.get_running_loop().time
+    begun = starting.start_engine(
+        load_config(config),
+        model_dir=model,
+        launcher=open_launcher(directory),
+        transport=open_transport(),
+        logs=directory,
+        telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0)),
+    )
+    try:
+        await begun.launch()
+        await begun.finish({}, 0)
+        yield begun.engine
+    finally:
+        await begun.engine.close()
+
+
+def changed(model: Path, to: Path, seed: int = 1) -> Path:
+    """The same model with other weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    shutil.copytree(model, to)
+    torch.manual_seed(seed)
+    other = LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    other.save_pretrained(to)
+    return to
+
+
+def updates(models: Sequence[Path]) -> list[WeightUpdate]:
+    return [
+        WeightUpdate(version=v, kind="full", fingerprint=f"f{v}", nbytes=0, seconds=0.0, where={"path": str(path)})
+        for v, path in enumerate(models)
+    ]
+
+
+def reference(model: Path, prompt: Sequence[int], completion: Completion) -> list[float]:
+    """What Hugging Face's own forward pass says of the tokens."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    tokens = torch.tensor([[*prompt, *completion.tokens]])
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
+    told = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return told[torch.arange(len(completion.tokens)), tokens[0, len(prompt) :]].tolist()
+
+
+def when(true: Callable[[], bool], act: Callable[[], object], every: float = 0.002) -> None:
+    deadline = time.monotonic() + 600
+    while not true():
+        if time.monotonic() > deadline:
+            return
+        time.sleep(every)
+    act()
