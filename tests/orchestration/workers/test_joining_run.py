@@ -149,7 +149,7 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
         train={"steps": 2},
         weight_sync={"encoding": "delta"},
     )
-    token_file(tmp_path, "another token of many letters", "wrong")
+    token_file(tmp_path, "another-token-of-many-letters", "wrong")
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
     told: list[tuple[int, str]] = []
