@@ -174,11 +174,12 @@ class Listener:
         place: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
         self._spares.append(place)
         gone = asyncio.ensure_future(reader.read(1))  # a worker that waits says nothing
+        either: list[asyncio.Future[Any]] = [place, gone]
         try:
             while not place.done() and not gone.done():
                 async with asyncio.timeout(HELLO_SECONDS):
                     await _say(writer, Welcome(waiting=True))
-                await asyncio.wait([place, gone], timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             self._give_back(place)
             raise
