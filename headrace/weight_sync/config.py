@@ -12,6 +12,8 @@ from headrace.types import Struct
 
 Kind = Literal["shared_memory", "tcp", "http", "files"]
 LOOPBACK = "127.0.0.1"
+FETCH = ("headrace", "vllm")
+"""Kinds of servers that can fetch weights over HTTP: vLLM does it where headrace is installed beside it."""
 
 
 class Encoding(Struct, frozen=True):
@@ -70,7 +72,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     """Chooses the transport."""
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
-    if ends.server == "headrace" and settings.host != LOOPBACK:
+    if ends.server in FETCH and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
         return Way("tcp", 'engines that join share no memory with the trainer (orchestration.kind = "join")')
@@ -82,7 +84,8 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
 def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
-    fit = {"": ("shared_memory", "tcp", "http", "files"), "headrace": ("http", "files")}.get(ends.server, ("files",))
+    fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
+    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files")
     if ends.joined and not ends.server and way.kind != "tcp":
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engines that join (orchestration.kind = "join"); use weight_sync.kind = "tcp", '
@@ -95,8 +98,8 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
         )
     if settings.host != LOOPBACK and (way.kind != "http" or not ends.server) and not ends.joined:
         yield (
-            'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" with engine.urls, weight_sync.kind = '
-            '"http"), and this run has none; remove it'
+            'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
+            '= "http"), and this run has none; remove it'
         )
     if settings.encoding == "full":
         if settings.anchor_every != WeightSyncConfig().anchor_every:
@@ -108,7 +111,7 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
             'set lora.publish = "merged"'
         )
     elif ends.server and way.kind == "files":
-        remedy = 'set weight_sync.kind = "http", or ' if ends.server == "headrace" else ""
+        remedy = 'set weight_sync.kind = "http", or ' if ends.server in FETCH else ""
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )
