@@ -25,7 +25,7 @@ from headrace.orchestration.starting import transport_of
 from headrace.orchestration.workers.fake import FakeProcess
 from headrace.orchestration.workers.joining.dial import RunOver, dial
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import LEAVE, Agreed, Terms
+from headrace.orchestration.workers.joining.greeting import LEAVE, Agreed, Hello, Terms, packed
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import agree, terms_of
@@ -38,6 +38,7 @@ from headrace.simulate import virtual_time
 from headrace.simulate.world import FactList
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Sampling
+from headrace.version import __version__
 from headrace.weight_sync.tcp import Tcp
 
 TOKEN = "a token of many characters"
@@ -209,18 +210,17 @@ def test_workers_wait_for_a_seat_in_their_order_and_hear_when_the_run_is_over() 
     listening(use)
 
 
-def test_a_worker_that_leaves_while_it_waits_gets_no_seat() -> None:
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     async def use(listener: Listener, said: list[str]) -> None:
         host, port = listener.address.split(":")
-
-        def half() -> None:
-            def leave(terms: Terms) -> Agreed:
-                raise KeyError(terms.model)
-
-            with pytest.raises(KeyError, match="a-model"):
-                dial(f"{host}:{port}", "engine", TOKEN, agree=leave)
-
-        await asyncio.to_thread(half)
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(packed(Hello(__version__, TOKEN, "engine")))
+        if agrees:
+            writer.write(packed(Agreed("/gone")))
+            await spares(listener, 1)
+        writer.close()
+        await spares(listener, 0)
         arrival = listener.expect("engine")
         end = await come(listener)
         assert (await arrival).model_dir == "/their/model"
