@@ -66,9 +66,8 @@ def _fitted(line: str) -> list[str]:
         return [line]
     width = shutil.get_terminal_size().columns
     indent = " " * len("headrace: ")
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
-        line
-    ]
+    lines = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [line]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -223,9 +222,8 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
-        if not (
-            run.reward.given or run.teachers or run.environment.rewards
-        ):  # a command takes no function, unlike `headrace.train`
+        # A command takes no function, unlike `headrace.train`.
+        if not (run.reward.given or run.teachers or run.environment.rewards):
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
                 "passed from Python are not in the config"
@@ -263,9 +261,8 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
     _add_plan(commands)
-    serving.add_arguments(
-        _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
-    )
+    served = "the native engine behind HTTP, and new weights into it"
+    serving.add_arguments(_command(commands, "serve", serving.serve, served))
     pooled = "the engines of a running run: show them, add one, remove one"
     pooling.add_arguments(_command(commands, "pool", pooling.pool, pooled))
     handed = "where a run hands out rollouts to agents, and a command that plays them"
@@ -298,9 +295,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
     )
-    how.add_argument(
-        "--board", action="store_true", help="show the run in the browser while it trains (headrace board)"
-    )
+    how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
 
 
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
