@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
+from headrace.commands import board_command as boarding
 from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.running import gateway_command as handing
@@ -79,7 +80,8 @@ def train(arguments: argparse.Namespace) -> int:
         return _rehearse(config, run_dir)
     from headrace.orchestration.runs import run
 
-    result = run.train(config, resume=run_dir)
+    with boarding.beside((run_dir or config.run_dir).parent, arguments.board):
+        result = run.train(config, resume=run_dir)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
@@ -244,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    boarding.add_arguments(_command(commands, "board", boarding.board, "a live page of all runs, in the browser"))
     _add_status(commands)
     _add_replay(commands)
     _add_inspect(commands)
@@ -262,17 +265,10 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_arguments(
         _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
     )
-    pooling.add_arguments(
-        _command(commands, "pool", pooling.pool, "the engines of a running run: show them, add one, remove one")
-    )
-    handing.add_arguments(
-        _command(
-            commands,
-            "gateway",
-            handing.gateway,
-            "where a run hands out rollouts to agents, and a command that plays them",
-        )
-    )
+    pooled = "the engines of a running run: show them, add one, remove one"
+    pooling.add_arguments(_command(commands, "pool", pooling.pool, pooled))
+    handed = "where a run hands out rollouts to agents, and a command that plays them"
+    handing.add_arguments(_command(commands, "gateway", handing.gateway, handed))
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(
@@ -297,6 +293,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--dry-run",
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
+    )
+    one.add_argument(
+        "--board", action="store_true", help="show the run in the browser while it trains (headrace board)"
     )
 
 

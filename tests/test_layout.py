@@ -69,7 +69,7 @@ ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
     "environments": ("workers", "libraries", "gateway", "agents", "verifiers"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
@@ -77,6 +77,7 @@ ROOMS = {
     "scoring": ("workers", "parts", "services", "teacher"),
     "serve": ("routes", "training", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
+    "weight_sync": ("delta", "over_http", "in_vllm"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

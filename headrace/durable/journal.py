@@ -165,6 +165,15 @@ def read_journal(run_dir: Path, start: int = 0) -> Iterator[AnyRecord]:
         yield record
 
 
+def read_record(line: bytes) -> AnyRecord | None:
+    """Returns the record of one line, without its newline; None if the line is damaged."""
+    _, body, problem = _parsed(line)
+    try:
+        return None if problem else _record.decode(body)
+    except msgspec.MsgspecError:
+        return None
+
+
 def end_of_journal(run_dir: Path, damage: Damage | None = None) -> int:
     """Number of the record after the last one that can be read."""
     return max((number + 1 for number, _, _ in _readable(run_dir, damage)), default=0)

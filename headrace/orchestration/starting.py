@@ -33,7 +33,7 @@ from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weight_sync.config import way_of
-from headrace.weight_sync.http_ranges import Http
+from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
@@ -42,6 +42,12 @@ DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
     "sglang": lambda model_dir, check_every: SglangDialect(end_tokens(model_dir)),
 }
 """The dialect of each `engine.kind`, made from the model's directory and `watch.identity_every`."""
+
+FETCHING: dict[str, Callable[[Path, int, str], Dialect]] = {
+    "headrace": lambda model_dir, check_every, token: HeadraceDialect(token),
+    "vllm": lambda model_dir, check_every, token: VllmDialect(end_tokens(model_dir), check_every, token),
+}
+"""The dialect of servers that fetch weights over HTTP, made from the token too that the trainer's server asks for."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
@@ -116,6 +122,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             token_file=token_file,
             adapters=adapters_served(config),
             rank=max(one.lora.rank for one in adapter_runs(config) or (config,)),
+            fetches=way_of(config.weight_sync, config.ends).kind == "http",
         )
         return command(settings, found, place)
 
@@ -134,10 +141,14 @@ def _server(
     else:
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
-    fetching = HeadraceDialect(transport.token) if isinstance(transport, Http) else None
+    described = model_dir, config.watch.identity_every
+    if isinstance(transport, Http):
+        dialect = FETCHING[settings.kind](*described, transport.token)
+    else:
+        dialect = DIALECTS[settings.kind](*described)
     engine = RemoteEngine(
         Connection(url, token),
-        fetching or DIALECTS[settings.kind](model_dir, config.watch.identity_every),
+        dialect,
         patience=math.inf if waits_alone else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,

@@ -9,10 +9,10 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.errors import HeadraceError
-from headrace.serve.guard import Guard
 from headrace.serve.routes import control, generate, openai
 from headrace.serve.serving import Serving
 from headrace.web.errors import Refused, answer_error
+from headrace.web.guard import Guard
 
 ROUTES = [
     Route("/health", control.health),

@@ -8,10 +8,7 @@ from pathlib import Path
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.trainer.shared.config import SharedConfig
-from headrace.web.limits import ServerLimits, is_loopback
-
-SHORTEST_TOKEN = 16
-"""Smallest number of characters of a token."""
+from headrace.web.limits import ServerLimits, check_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +65,7 @@ class ServeConfig:
             raise ConfigError(
                 "--train trains adapters, and --adapters 0 leaves the engine no room for one; give it 4, say"
             )
-        if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"--port {self.port} is none; choose 1 to 65535, or 0 for any that is free")
-        if not self.token and not is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host} can be reached from other machines, and whoever reaches this server can replace its weights and "
-                "have it read files; give it --token-file FILE, or leave --host at 127.0.0.1"
-            )
-        if self.token and len(self.token) < SHORTEST_TOKEN:
-            raise ConfigError(
-                f"the token has {len(self.token)} characters; use at least {SHORTEST_TOKEN} (openssl rand -hex 32)"
-            )
+        check_address(self.host, self.port, self.token, "replace its weights and have it read files")
 
     @property
     def served_name(self) -> str:

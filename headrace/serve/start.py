@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-import uvicorn
 from starlette.routing import Route
 
 from headrace.errors import WorkerDied
@@ -26,7 +24,7 @@ from headrace.protocols import Job
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
-from headrace.web.server import bind, make_server
+from headrace.web.server import address_of, bind, make_server, serve_until_asked
 from headrace.weight_sync.directory import offer
 
 
@@ -48,26 +46,16 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
 
 async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], None]) -> None:
     directory = await asyncio.to_thread(resolve_model, config.model)
-    host, port = sock.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    logs = cache_dir() / "serve" / str(port)
+    logs = cache_dir() / "serve" / str(sock.getsockname()[1])
     async with opened(config, directory, logs) as serving, training(config, serving, directory, logs) as more:
         server = make_server(make_app(serving, config.token, more))
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, _leave, server)
-        say(f"{serving.name} ({serving.engine.capabilities.path}, {serving.dtype}) at http://{shown}:{port}")
-        await server.serve(sockets=[sock])
+        say(f"{serving.name} ({serving.engine.capabilities.path}, {serving.dtype}) at {address_of(sock)}")
+        await serve_until_asked(server, sock)
         if lost.done():
             lost.result()
         lost.cancel()
-
-
-def _leave(server: uvicorn.Server) -> None:
-    """A second time: at once."""
-    server.force_exit = server.should_exit
-    server.should_exit = True
 
 
 @contextlib.asynccontextmanager

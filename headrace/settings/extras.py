@@ -30,7 +30,12 @@ EXTRAS = {
     "datasets": Extra("datasets", "datasets>=4,<6", "prompts from a saved datasets directory"),
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),
     "trackio": Extra("trackio", "trackio>=0.20,<1", "curves in trackio"),
-    "serve": Extra("uvicorn", "uvicorn>=0.34,<1", "the engine behind HTTP (headrace serve)", ("starlette>=0.46,<2",)),
+    "serve": Extra(
+        "uvicorn",
+        "uvicorn>=0.34,<1",
+        "the engine behind HTTP (headrace serve), the board of runs (headrace board)",
+        ("starlette>=0.46,<2",),
+    ),
     "tinker": Extra(
         "google.protobuf",
         "protobuf>=5,<8",

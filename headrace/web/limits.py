@@ -1,9 +1,14 @@
-"""The limits of a server, and the addresses that only this machine can reach. Imports no starlette."""
+"""The limits of a server, and who can reach it. Imports no starlette."""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+
+from headrace.errors import ConfigError
+
+SHORTEST_TOKEN = 16
+"""Smallest number of characters of a token."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def check_address(host: str, port: int, token: str, danger: str) -> None:
+    """Raises ConfigError for a port that is none, for a token that can be guessed, and for an address that other machines can reach if
+    there is no token. `danger`: what whoever reaches the server can do."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port} is none; choose 1 to 65535, or 0 for any that is free")
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} can be reached from other machines, and whoever reaches this server can {danger}; give it --token-file FILE, "
+            "or leave --host at 127.0.0.1"
+        )
+    if token and len(token) < SHORTEST_TOKEN:
+        raise ConfigError(
+            f"the token has {len(token)} characters; use at least {SHORTEST_TOKEN} (openssl rand -hex 32)"
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
@@ -55,3 +57,24 @@ def make_server(app: Starlette) -> uvicorn.Server:
         backlog=BACKLOG,
     )
     return _Server(settings)
+
+
+async def serve_until_asked(
+    server: uvicorn.Server, sock: socket.socket, leaving: Callable[[], None] = lambda: None
+) -> None:
+    """Serves until SIGINT or SIGTERM; a second one ends it at once. `leaving`: called at the first."""
+
+    def leave() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+        leaving()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, leave)
+    await server.serve(sockets=[sock])
+
+
+def address_of(sock: socket.socket) -> str:
+    """Returns the address of a bound socket for a browser, such as `http://127.0.0.1:8000`."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

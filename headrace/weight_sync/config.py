@@ -12,6 +12,8 @@ from headrace.types import Struct
 
 Kind = Literal["shared_memory", "tcp", "http", "files"]
 LOOPBACK = "127.0.0.1"
+FETCH = ("headrace", "vllm")
+"""Kinds of servers that can fetch weights over HTTP: vLLM does it where headrace is installed beside it."""
 
 
 class Encoding(Struct, frozen=True):
@@ -63,7 +65,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     """Chooses the transport."""
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
-    if ends.server == "headrace" and settings.host != LOOPBACK:
+    if ends.server in FETCH and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.server:
         return Way("files", "an engine behind HTTP reads what the trainer writes")
@@ -73,7 +75,8 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
 def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
-    fit = {"": ("shared_memory", "tcp", "http", "files"), "headrace": ("http", "files")}.get(ends.server, ("files",))
+    fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
+    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files")
     if way.kind not in fit:
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
@@ -81,8 +84,8 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
         )
     if settings.host != LOOPBACK and (way.kind != "http" or not ends.server):
         yield (
-            'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" with engine.urls, weight_sync.kind = '
-            '"http"), and this run has none; remove it'
+            'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
+            '= "http"), and this run has none; remove it'
         )
     if settings.encoding == "full":
         if settings.anchor_every != WeightSyncConfig().anchor_every:
@@ -94,7 +97,7 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
             'set lora.publish = "merged"'
         )
     elif ends.server and way.kind == "files":
-        remedy = 'set weight_sync.kind = "http", or ' if ends.server == "headrace" else ""
+        remedy = 'set weight_sync.kind = "http", or ' if ends.server in FETCH else ""
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )

@@ -16,7 +16,7 @@ import xxhash
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.files import FilesReceiver
-from headrace.weight_sync.http_ranges import HttpReceiver, HttpSource
+from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
@@ -85,19 +85,18 @@ class DirectoryReceiver:
 
     def __init__(self, model_dir: Path, read: Callable[[Path], Mapping[str, torch.Tensor]], dtype: torch.dtype) -> None:
         self._model_dir, self._read, self._dtype = model_dir, read, dtype
-        self._fetching: dict[str, tuple[str, HttpReceiver]] = {}
-        """The trainer that the newest weights of each adapter were fetched from (the model has the empty name), and its receiver."""
+        self._fetching = UnpreparedReceiver()
 
     @property
     def received(self) -> int:
-        return sum(receiver.received for _, receiver in self._fetching.values())
+        return self._fetching.received
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Raises `IdentityError` when the files are not those of the offer, `ValueError` when they lack parameters."""
         if "path" in update.where:
             return FilesReceiver().receive(update)
         if "url" in update.where:
-            return self._fetched(update)
+            return self._fetching.receive(update)
         peft = update.where.get("peft")
         directory = Path(str(peft)) if peft else self._model_dir
         if mark_of(directory) != update.fingerprint:
@@ -106,15 +105,6 @@ class DirectoryReceiver:
                 "Restore the old files, or start a new run"
             )
         return self._adapter(directory) if peft else self._read(directory)
-
-    def _fetched(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Fetches from a trainer, which has the layout too."""
-        url, token = str(update.where["url"]), str(update.where.get("token", ""))
-        name = update.adapter.name if update.adapter else ""
-        if self._fetching.get(name, ("",))[0] != url:
-            manifest = HttpSource(token).manifest(update)
-            self._fetching[name] = url, HttpReceiver({name: manifest}, token)
-        return self._fetching[name][1].receive(update)
 
     def _adapter(self, directory: Path) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file

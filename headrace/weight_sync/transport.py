@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Union
 
 from headrace.protocols import Transport
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.http_ranges import Http
+from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.tcp import Tcp
 

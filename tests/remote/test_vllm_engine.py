@@ -97,6 +97,27 @@ def test_weights_that_vllm_cannot_load_end_the_run(tiny_tokenizer: Path, tmp_pat
     run(tiny_tokenizer, tmp_path, case)
 
 
+def test_weights_that_are_live_are_not_read_again_and_after_a_broken_update_none_are(
+    tiny_tokenizer: Path, tmp_path: Path
+) -> None:
+    async def case(engine: RemoteEngine, server: FakeVllm, directory: Path) -> None:
+        async def fingerprints() -> dict[str, str]:
+            return (await engine._dialect.look(engine._connection, 60)).fingerprints
+
+        for _ in range(2):
+            await engine.load(update(directory, 1))
+        assert server._reloads == 2 and await fingerprints() == {"": "fake-2"}
+        server.faults.add("load_fails")
+        with pytest.raises(ConfigError):
+            await engine.load(update(directory, 2))
+        assert await fingerprints() == {}, "whoever comes back from this is given its weights"
+        server.faults.clear()
+        await engine.load(update(directory, 2))
+        assert await fingerprints() == {"": "fake-3"} and not server.serving.paused
+
+    run(tiny_tokenizer, tmp_path, case)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [

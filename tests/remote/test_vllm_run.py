@@ -39,6 +39,37 @@ def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
     checked_run(tmp_path / "runs" / "tiny", 3)
 
 
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """By headrace's transfer engine in vLLM, and by a new process of it too."""
+    with serving(vllm(tiny_llama, fetches=True)) as server:
+        run = tmp_path / "runs" / "tiny"
+
+        def kill_and_start_again() -> None:
+            server.kill()
+            server.start()
+
+        killer = when_step(run, 2, kill_and_start_again)
+        ways = {"weight_sync": {"kind": "http", "encoding": encoding}, "watch": {"identity_every": 1}}
+        result = headrace.train(config_for(tmp_path, tiny_llama, server, **ways))
+        killer.join()
+    assert result.step == 6
+    checked_run(run, 6)
+    assert len(of(run, WorkerLost)) == 1
+
+
+def test_adapters_are_fetched_over_http(tiny_llama: Path, tmp_path: Path) -> None:
+    with serving(vllm(tiny_llama, fetches=True)) as server:
+        tables = {"lora": {"rank": 4}, "train": {"steps": 3, "learning_rate": 1e-2}, "weight_sync": {"kind": "http"}}
+        assert headrace.train(config_for(tmp_path, tiny_llama, server, **tables)).step == 3
+    checked_run(tmp_path / "runs" / "tiny", 3)
+
+
+def test_a_vllm_without_the_transfer_engine_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    with serving(vllm(tiny_llama)) as server, pytest.raises(ConfigError, match="install headrace in its environment"):
+        headrace.train(config_for(tmp_path, tiny_llama, server, weight_sync={"kind": "http"}))
+
+
 PROBED = "does not compute the policy that is trained. Its server has not applied"
 
 

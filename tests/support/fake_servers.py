@@ -39,6 +39,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")
     parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, "no_checker"])
+    parser.add_argument("--weight-transfer-config")
     return parser.parse_args(words)
 
 
@@ -58,6 +59,7 @@ async def vllm(words: list[str]) -> None:
         "lora": os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True",
         "scale_out": given.enable_scale_out,
         "checker": "no_checker" not in given.fault,
+        "transfer": given.weight_transfer_config == '{"backend": "headrace"}',
     }
     with tempfile.TemporaryDirectory() as logs:
         async with opened(ServeConfig(model=given.model, engine=engine), Path(given.model), Path(logs)) as serving:

@@ -57,10 +57,11 @@ def headrace_server(model: Path, cache: Path, *options: str) -> Server:
     return Server("headrace", port, command, {"HEADRACE_CACHE": str(cache)})
 
 
-def vllm(model: Path, *faults: str) -> Server:
-    """The fake vLLM server over the real engine."""
+def vllm(model: Path, *faults: str, fetches: bool = False) -> Server:
+    """The fake vLLM server over the real engine. `fetches`: with headrace's transfer engine."""
     port = free_port()
     options = ["--logprobs-mode", "processed_logprobs", *VLLM.split()]
+    options += ["--weight-transfer-config", '{"backend": "headrace"}'] if fetches else []
     options += [word for fault in faults for word in ("--fault", fault)]
     command = [str(fake_servers.__file__), "vllm", "serve", str(model), "--port", str(port), *options]
     return Server("vllm", port, command, VLLM_VARIABLES)

@@ -31,6 +31,8 @@ class Place:
     """Adapters that are served at once."""
     rank: int
     """The largest rank among them."""
+    fetches: bool = False
+    """Whether it fetches new weights over HTTP instead of reading files."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def _vllm(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], 
         rank = next((one for one in RANKS if one >= place.rank), place.rank)
         # One more: during an update the version before is still loaded.
         words += ["--enable-lora", "--max-loras", str(adapters + 1), "--max-lora-rank", str(rank)]
+    if place.fetches:
+        words += ["--weight-transfer-config", json.dumps({"backend": "headrace"})]
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",

@@ -76,6 +76,8 @@ class TasksetPlayer:
         self.held_out = 0
         if settings["seeds"]:
             self.tasks = _tasks(self.env.taskset.select(select), name)
+            if settings["held_out"] and len(self.tasks) == 1:
+                raise NotOpened(f"the taskset {name} has one task, and none to hold out: set task.held_out = 0")
             self.held_out = min(settings["held_out"], len(self.tasks) // 2)
 
     def task(self, order: dict[str, Any]) -> Any:
@@ -84,8 +86,6 @@ class TasksetPlayer:
             return self._row(self._row.data_type().model_validate(order["row"]), self.env.config.taskset.task)
         number, held = order["seed"] >> 1, order["seed"] & 1
         first = len(self.tasks) - self.held_out
-        if held and not self.held_out:
-            raise Failed("the taskset has one task, and none to hold out; set task.held_out = 0, or give it more")
         return self.tasks[first + number % self.held_out if held else number % first]
 
     async def rewards(self, order: dict[str, Any]) -> dict[str, float]:

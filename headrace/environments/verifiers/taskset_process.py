@@ -96,7 +96,9 @@ class TasksetProcess(UserProcess):
         return said
 
     def play(self, asked: Mapping[str, Any]) -> tuple[int, asyncio.Future[TasksetEnded]]:
-        """Begins a rollout, and returns its number and its end. The end raises RolloutFailed if the process is lost."""
+        """Begins a rollout, and returns its number and its end. This and the end raise RolloutFailed if the process is lost."""
+        if not self.alive:
+            raise self._lost()
         id = next(self._numbers)
         self._ends[id] = asyncio.get_running_loop().create_future()
         self._send({"play": id, **asked})
@@ -138,8 +140,11 @@ class TasksetProcess(UserProcess):
         self.why = self.why or ending(await self.gone())
         for end in self._ends.values():
             if not end.done():
-                end.set_exception(RolloutFailed("environment_died", f"its process {self.why}"))
+                end.set_exception(self._lost())
                 end.exception()  # read, though nobody may wait for it
+
+    def _lost(self) -> RolloutFailed:
+        return RolloutFailed("environment_died", f"its process {self.why}")
 
     async def _next(self) -> TasksetOpened | TasksetRefused | TasksetEnded:
         line = await self.reports.readline()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.shares import Tally
 from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, decode_metrics, left_out
+from headrace.observe.records import METRICS, MetricsFact, decode_metrics, left_out
 from headrace.types import Struct
 
 STATUS = "status.json"
@@ -85,39 +86,53 @@ class Status(Struct, frozen=True):
 class Follower:
     """Reads a run's files, and later only what was added to them."""
 
+    _offset: int
+    _lines: int
+
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.state = run_dir, RunState()
-        self._offset, self._lines, self._inode = 0, 0, 0
-        self._unreadable: list[int] = []
-        self._said: Warned | None = None
+        self.run_dir = run_dir
+        self._restart(0)
 
     def look(self, alive: bool, now: float) -> Status:
         """Returns the present status. `alive`: whether a process holds the run's lock. `now`: seconds since 1970."""
         live = read_live(self.run_dir)
-        self._read()
+        self.read()
         return judge(self.state, live, alive, now)
 
-    def _read(self) -> None:
-        path = self.run_dir / METRICS
+    def read(self, most: int = sys.maxsize) -> bool:
+        """Reads what was added, about `most` bytes at most. Returns whether there is more."""
         try:
-            file = path.open("rb")
+            file = (self.run_dir / METRICS).open("rb")
         except OSError:
-            return
+            return False
         with file:
             found = os.fstat(file.fileno())
             if found.st_size < self._offset or found.st_ino != self._inode:  # a resumed run has cut the file
-                self._inode, self._offset, self._lines, self.state = found.st_ino, 0, 0, RunState()
-                self._unreadable, self._said = [], None
+                self._restart(found.st_ino)
             file.seek(self._offset)
+            end = self._offset + most
             for line in file:
                 if not line.endswith(b"\n"):  # still being written, or torn by a kill
                     break
                 self._offset, self._lines = self._offset + len(line), self._lines + 1
                 if fact := decode_metrics(line[:-1]):
-                    self.state.fold(fact)
+                    self._take(fact)
                 else:
                     self._unreadable.append(self._lines)
+                if self._offset >= end:
+                    break
         self._say_what_is_left_out()
+        return self._offset >= end
+
+    def _restart(self, inode: int) -> None:
+        """Forgets everything; the file `inode` is read from its start."""
+        self.state = RunState()
+        self._inode, self._offset, self._lines = inode, 0, 0
+        self._unreadable: list[int] = []
+        self._said: Warned | None = None
+
+    def _take(self, fact: MetricsFact) -> None:
+        self.state.fold(fact)
 
     def _say_what_is_left_out(self) -> None:
         if not self._unreadable:

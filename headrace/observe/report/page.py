@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
@@ -20,33 +22,20 @@ from headrace.observe.report.rollouts import rollouts
 from headrace.observe.texts import clip, counted, duration, percent, plural, short_time
 
 HERE = Path(__file__).parent
-SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")
+STYLE, SCRIPT = HERE / "style.css", HERE / "script.js"
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
 
 
 def page(data: ReportData) -> str:
     state = data.state
     name = state.started.name if state.started else data.run_dir.name
-    body = "".join(
-        [
-            _header(state, name),
-            _cards(state),
-            _section(
-                "curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
-            ),
-            _section("pools", "Both pools over time", gantt(state) + _waits(state) + _scorers(state)),
-            _section("accounting", "What became of every prompt", _accounting(state) + _chosen(state)),
-            _section("rollouts", "Rollouts", rollouts(data.samples)),
-            _section("warnings", "Warnings", _troubles(state) + _warnings(state)),
-            _section("setup", "What ran where", _where(state) + _config(data.config)),
-        ]
-    )
-    style, script = (HERE / "style.css").read_text(), (HERE / "script.js").read_text()
+    parts = "".join(_section(anchor, part.title, part.draw(data)) for anchor, part in PARTS.items())
+    body = _header(state, name) + cards(state) + parts
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · headrace</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE.read_text()}</style></head>'
         f"<body><main>{body}<footer>Made by headrace from metrics.jsonl and journal.jsonl of this run.</footer></main>"
-        f'<div id="tip"></div><script>{script}</script></body></html>'
+        f'<div id="tip"></div><script>{SCRIPT.read_text()}</script></body></html>'
     )
 
 
@@ -54,7 +43,59 @@ def _section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>'
 
 
+def _curves(data: ReportData) -> str:
+    return f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
+
+
+def pools(data: ReportData) -> str:
+    """Returns the chart of both pools, and who waited for whom."""
+    return gantt(data.state) + _waits(data.state) + _scorers(data.state)
+
+
+def accounting(data: ReportData) -> str:
+    return _accounting(data.state) + _chosen(data.state)
+
+
+def _rollouts(data: ReportData) -> str:
+    return rollouts(data.samples)
+
+
+def warnings(data: ReportData) -> str:
+    return _troubles(data.state) + _warnings(data.state)
+
+
+def setup(data: ReportData) -> str:
+    return _where(data.state) + _config(data.config)
+
+
+class ReportPart(NamedTuple):
+    """A section of the page."""
+
+    title: str
+    draw: Callable[[ReportData], str]
+
+
+PARTS = {
+    "curves": ReportPart("Learning and staleness", _curves),
+    "pools": ReportPart("Both pools over time", pools),
+    "accounting": ReportPart("What became of every prompt", accounting),
+    "rollouts": ReportPart("Rollouts", _rollouts),
+    "warnings": ReportPart("Warnings", warnings),
+    "setup": ReportPart("What ran where", setup),
+}
+"""The sections by their anchor, in order."""
+
+
 def _header(state: RunState, name: str) -> str:
+    links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in PARTS)
+    return (
+        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
+        f'<button type="button" id="theme" title="light or dark">◐</button></div>{headline(state)}</header>{banner(state)}'
+    )
+
+
+def headline(state: RunState) -> str:
+    """Returns what is trained on what, and the size of the run."""
     started = state.started
     line = escape(started.headline) if started else "The run recorded no facts."
     facts = []
@@ -67,12 +108,7 @@ def _header(state: RunState, name: str) -> str:
             duration(state.now),
         ]
     meta = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in SECTIONS)
-    return (
-        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
-        f'<button type="button" id="theme" title="light or dark">◐</button></div><p class="headline">{line}</p>'
-        f'<p class="meta">{meta}</p></header>{_banner(state)}'
-    )
+    return f'<p class="headline">{line}</p><p class="meta">{meta}</p>'
 
 
 def _badge(state: RunState) -> str:
@@ -82,7 +118,7 @@ def _badge(state: RunState) -> str:
     return f'<span class="badge {"good" if word == "finished" else "plain" if word == "interrupted" else "bad"}">{word}</span>'
 
 
-def _banner(state: RunState) -> str:
+def banner(state: RunState) -> str:
     lines = []
     if not state.ended:
         lines.append(f"The last fact is from {duration(state.now)}: the run is still going on, or was killed.")
@@ -94,7 +130,7 @@ def _banner(state: RunState) -> str:
     return "".join(f'<p class="banner">{escape(line)}</p>' for line in lines)
 
 
-def _cards(state: RunState) -> str:
+def cards(state: RunState) -> str:
     cards = "".join(
         f'<div class="card {one.mood}"><h3>{escape(one.title)}<i>{MARKS[one.mood]}</i></h3><b>{escape(one.value)}</b>'
         f"<p>{escape(one.detail)}</p></div>"

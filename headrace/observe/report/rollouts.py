@@ -20,15 +20,14 @@ MAX_TEXT, MAX_TOKENS = 4000, 400
 def rollouts(views: Sequence[RolloutView]) -> str:
     if not views:
         return '<p class="empty">No trained rollout is in the journal.</p>'
-    note = (
-        "The best and the worst rollout of one group, for steps spread over the run. headrace inspect shows any other."
-    )
+    note = "The best and the worst rollout of one group, for steps spread over the run. headrace board shows any other."
+    return f'<p class="note">{note}</p>{rollout_table(views)}'
+
+
+def rollout_table(views: Sequence[RolloutView]) -> str:
+    """Returns the legend, a table with a row for each rollout, and the graphs of the episodes with several turns."""
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    return (
-        f'<p class="note">{note}</p>{_legend(views)}'
-        + table(head, [_row(one) for one in views], "rollouts")
-        + episodes(views)
-    )
+    return _legend(views) + table(head, [_row(one) for one in views], "rollouts") + episodes(views)
 
 
 def _legend(views: Sequence[RolloutView]) -> str:
@@ -47,7 +46,27 @@ def _legend(views: Sequence[RolloutView]) -> str:
         )
         if there
     ]
-    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">hover over a token for its numbers</span></p>'
+    return (
+        f'<p class="keys">{_colours(views)}<span class="lag-keys">{keys}</span>{"".join(strange)}'
+        '<span class="faint">hover over a token for its numbers</span></p>'
+    )
+
+
+def _colours(views: Sequence[RolloutView]) -> str:
+    """Returns the choice of what colours the tokens. The page's script applies it; without one they are coloured by lag."""
+    compared = any(one.trainer for one in views)
+    missing = "" if compared else ' disabled title="the journal has the sampler\'s log-probs only"'
+    options = "".join(
+        f'<option value="{name}"{missing if of_both else ""}>{text}</option>'
+        for name, text, of_both in (
+            ("lag", "lag", False),
+            ("surprise", "surprise (−log-prob of the sampler)", False),
+            ("advantage", "advantage", False),
+            ("ratio", "ratio trainer / sampler", True),
+            ("gap", "|Δ log-prob|", True),
+        )
+    )
+    return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>'
 
 
 def _row(one: RolloutView) -> tuple[str, ...]:
@@ -79,13 +98,25 @@ def _story(one: RolloutView) -> str:
 
 def _tokens(one: RolloutView) -> str:
     cells = [
-        f'<i class="{_classes(one, place)}" data-tip="{escape(token_details(one, place))}">{escape(piece)}</i>'
+        f'<i class="{_classes(one, place)}"{_numbers(one, place)} data-tip="{escape(token_details(one, place))}">{escape(piece)}</i>'
         for place, piece in enumerate(one.pieces[:MAX_TOKENS])
         if piece
     ]
     rest = len(one.pieces) - MAX_TOKENS
     more = f" … ({rest:,} tokens more)" if rest > 0 else ""
     return f'<div class="text tokens">{"".join(cells)}{more}</div>' if cells else '<span class="faint">(empty)</span>'
+
+
+def _numbers(one: RolloutView, place: int) -> str:
+    """Returns the numbers by which the script colours a sampled token."""
+    if one.left_out[place] == CONTEXT:
+        return ""
+    known = (
+        [("p", one.logprobs)]
+        + [("a", one.advantages)] * bool(one.advantages)
+        + [("t", one.trainer)] * bool(one.trainer)
+    )
+    return "".join(f' data-{name}="{values[place]:.3f}"' for name, values in known if math.isfinite(values[place]))
 
 
 def _classes(one: RolloutView, place: int) -> str:

@@ -22,7 +22,7 @@ document.addEventListener("mousemove", (event) => {
 });
 
 // The time chart: its bars lie in seconds, so zooming is a new view box.
-for (const gantt of document.querySelectorAll(".gantt")) {
+function setUpGantt(gantt) {
   const svg = gantt.querySelector("svg"), axis = gantt.querySelector(".gantt-axis");
   const first = Number(gantt.dataset.start), last = Number(gantt.dataset.end), height = svg.viewBox.baseVal.height;
   let left = svg.viewBox.baseVal.x, width = svg.viewBox.baseVal.width;
@@ -70,3 +70,26 @@ for (const gantt of document.querySelectorAll(".gantt")) {
   window.addEventListener("resize", () => show(left, width));
   show(left, width);
 }
+
+// Tokens coloured by something else than their lag. A scale runs from the panel's colour to a colour of the style sheet.
+const COLOURINGS = {
+  surprise: { of: (d) => -Number(d.p), most: 4, colour: () => "var(--c2)" },
+  advantage: { of: (d) => Number(d.a), most: 1, colour: (value) => (value < 0 ? "var(--bad)" : "var(--good)") },
+  ratio: { of: (d) => d.t - d.p, most: 0.5, colour: (value) => (value < 0 ? "var(--c1)" : "var(--c2)") },
+  gap: { of: (d) => Math.abs(d.t - d.p), most: 0.5, colour: () => "var(--bad)" },
+};
+function colourTokens(root, how) {
+  for (const keys of root.querySelectorAll(".lag-keys")) keys.hidden = how !== "lag";
+  for (const token of root.querySelectorAll(".text.tokens i")) {
+    const value = how === "lag" ? NaN : COLOURINGS[how].of(token.dataset);
+    const share = Math.round(100 * Math.min(1, Math.abs(value) / (how === "lag" ? 1 : COLOURINGS[how].most)));
+    token.style.background = Number.isFinite(value) ? `color-mix(in srgb, ${COLOURINGS[how].colour(value)} ${share}%, transparent)` : "";
+    token.style.borderBottomColor = how === "lag" ? "" : "transparent";
+  }
+}
+
+function setUp(part) {
+  part.querySelectorAll(".gantt").forEach(setUpGantt);
+  for (const choice of part.querySelectorAll(".colour-by")) choice.onchange = () => colourTokens(part, choice.value);
+}
+setUp(document);

@@ -24,7 +24,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.http_ranges import Http
+from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 

@@ -36,10 +36,10 @@ from headrace.serve.fakes.sglang_bodies import (
     SglangUpdateFromDisk,
 )
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.guard import Guard
 from headrace.serve.serving import Serving, Stream
 from headrace.types import Request, Sampling
 from headrace.web.errors import Refused, answer_error
+from headrace.web.guard import Guard
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
 

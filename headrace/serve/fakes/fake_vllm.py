@@ -23,6 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.errors import HeadraceError
+from headrace.reports import EngineStats
+from headrace.serve.fakes.fake_transfer import FakeTransfer
 from headrace.serve.fakes.runtime_checksums import checksums_of
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.serving import Serving
@@ -31,6 +33,7 @@ from headrace.web.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadA
 from headrace.web.errors import Refused, answer_error, response_of
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
+from headrace.weights import WeightUpdate
 
 VERSION = "0.32.0"
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -87,7 +90,8 @@ class CheckWeights(Body, kw_only=True):
 
 
 class FakeVllm:
-    """The state of the server beside its engine's. `absent`: groups of routes: "dev", "scale_out", "lora", "checker"."""
+    """The state of the server beside its engine's. `absent`: groups of routes ("dev", "scale_out", "lora", "checker"), and the
+    "transfer" engine of headrace."""
 
     def __init__(
         self,
@@ -240,6 +244,11 @@ class FakeVllm:
         self._reloads += 1
         return json_response({"results": [None]})
 
+    async def _fetch(self, update: WeightUpdate) -> None:
+        if "weights_ignored" not in self.faults:
+            await asyncio.shield(asyncio.ensure_future(self.serving.load(update)))
+        self._reloads += 1
+
     async def check_weights(self, request: HttpRequest) -> Response:
         await read_body(request, CheckWeights, self.serving.limits)
         return json_response({"checksums": self._checksums})
@@ -293,22 +302,12 @@ class FakeVllm:
         return json_response({"vllm_config": config, "vllm_env": env, "system_env": {}})
 
     async def metrics(self, request: HttpRequest) -> Response:
-        stats = await self.serving.engine.stats()
-        rows = [
-            ("num_requests_running", stats.running),
-            ("num_requests_waiting", stats.waiting),
-            ("kv_cache_usage_perc", stats.kv_used),
-            ("generation_tokens_total", float(stats.sampled_tokens)),
-            ("prompt_tokens_total", float(stats.prompt_tokens)),
-            ("prefix_cache_queries_total", float(stats.asked_tokens)),
-            ("prefix_cache_hits_total", float(stats.cached_tokens)),
-            ("num_preemptions_total", float(stats.preemptions)),
-        ]
-        return PlainTextResponse("".join(f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in rows))
+        return PlainTextResponse(_metrics(await self.serving.engine.stats()))
 
     # -- together -------------------------------------------------------------------------------------------------------
 
     def app(self, api_key: str = "") -> Starlette:
+        transfer = FakeTransfer(self.serving, self._fetch, "transfer" not in self.absent)
         routes = [
             _get("/health", self.health),
             _get("/version", self.version),
@@ -323,6 +322,10 @@ class FakeVllm:
                 _post("/collective_rpc", self.rpc),
                 _get("/weight_info", self.weight_info),
                 _post("/update_weight_version", self.relabel),
+                _post("/init_weight_transfer_engine", transfer.init),
+                _post("/start_weight_update", transfer.start),
+                _post("/update_weights", transfer.update),
+                _post("/finish_weight_update", transfer.finish),
                 _get("/server_info", self.server_info),
             ]
         if self._checksums and not {"dev", "checker"} & self.absent:
@@ -335,6 +338,20 @@ class FakeVllm:
         kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
         guard = [Middleware(_Key, key=api_key)] if api_key else []
         return Starlette(routes=routes, middleware=guard, exception_handlers=dict.fromkeys(kinds, answer_error))
+
+
+def _metrics(stats: EngineStats) -> str:
+    rows = [
+        ("num_requests_running", stats.running),
+        ("num_requests_waiting", stats.waiting),
+        ("kv_cache_usage_perc", stats.kv_used),
+        ("generation_tokens_total", float(stats.sampled_tokens)),
+        ("prompt_tokens_total", float(stats.prompt_tokens)),
+        ("prefix_cache_queries_total", float(stats.asked_tokens)),
+        ("prefix_cache_hits_total", float(stats.cached_tokens)),
+        ("num_preemptions_total", float(stats.preemptions)),
+    ]
+    return "".join(f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in rows)
 
 
 def _get(path: str, answer: Callable[[HttpRequest], Any]) -> Route:

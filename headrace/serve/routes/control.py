@@ -67,7 +67,7 @@ async def load_weights(request: HttpRequest) -> Response:
         raise Refused(
             400,
             "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
-            "(http_ranges.py)",
+            "(over_http/http_ranges.py)",
         )
     return json_response(await to_the_end(serving.load(update)))
 

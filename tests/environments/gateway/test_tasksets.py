@@ -6,6 +6,7 @@ Most tests are of a stand-in for the package (`fake_verifiers.py`); the slow one
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,14 +17,18 @@ from typing import Any
 import fake_verifiers
 import pytest
 import tool_chats
+from tiny_run import of, tiny_config
 from written_turns import Model, check_rows, encoder_of
 
+import headrace
 from headrace.commands.doctor import taskset_findings
 from headrace.config import load_config
+from headrace.durable.journal import read_steps
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.verifiers import taskset_process
 from headrace.environments.verifiers.taskset_environment import open_taskset
 from headrace.errors import ConfigError
+from headrace.observe.facts import Evaluated, GroupEnded
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
 from headrace.types import Failure, Prompt
@@ -39,6 +44,8 @@ async def play(task, ask, give, config):
         raise KeyError("no such thing")
     if mode == "exits":
         os._exit(7)
+    if mode == "hangs":
+        time.sleep(10000)
     if mode == "silent":
         return give("exact", 1.0)
     said = await ask(task.prompt)
@@ -58,9 +65,15 @@ async def play(task, ask, give, config):
 
 
 def played(
-    place: Path, prompts: Sequence[Prompt], *, seeds: bool = False, model: Model | None = None, **settings: Any
+    place: Path,
+    prompts: Sequence[Prompt],
+    *,
+    seeds: bool = False,
+    model: Model | None = None,
+    then: Prompt | None = None,
+    **settings: Any,
 ) -> list[Played | Failure]:
-    """Plays a rollout of each prompt, side by side in one process."""
+    """Plays a rollout of each prompt, side by side in one process. `then`: one that is played behind them, until it succeeds."""
     if "python" not in settings and not (place / "python").exists():
         fake_verifiers.interpreter(place)
         (place / "letters.py").write_text(TASKSET)
@@ -76,7 +89,13 @@ def played(
         )
         try:
             each = [roll_out(kind, prompt, [0], ask=model, decode=encoder.decode) for prompt in prompts]
-            return [one for (one,) in await asyncio.gather(*each)]
+            found = [one for (one,) in await asyncio.gather(*each)]
+            for _ in range(10 if then else 0):
+                assert then
+                (last,) = await roll_out(kind, then, [0], ask=model, decode=encoder.decode)
+                if isinstance(last, Played):
+                    return [*found, last]
+            return found
         finally:
             await kind.close()
 
@@ -128,19 +147,38 @@ def test_an_agent_that_plays_twice_in_an_episode_is_a_failure(tmp_path: Path) ->
 
 
 def test_a_process_that_ends_is_replaced_and_its_rollouts_have_failed(tmp_path: Path) -> None:
-    lost, other = played(tmp_path, [row(mode="exits"), row(mode="blocks")])
+    lost, other, again = played(tmp_path, [row(mode="exits"), row(mode="blocks")], then=row())
     for one in (lost, other):
         assert isinstance(one, Failure) and one.reason == "environment_died"
         assert "its process ended with exit code 7" in one.detail
-    (again,) = played(tmp_path, [row()])
     assert isinstance(again, Played)
 
 
 def test_one_that_blocks_its_process_is_ended_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taskset_process, "GRACE", 1.0)
-    (blocked,) = played(tmp_path, [row(mode="blocks")], seconds=5.0)
+    blocked, again = played(tmp_path, [row(mode="hangs")], then=row(), seconds=4.0)
     assert isinstance(blocked, Failure) and blocked.reason == "environment_timeout"
-    assert "took more than 5 s between its turns" in blocked.detail
+    assert "took more than 4 s between its turns" in blocked.detail and isinstance(again, Played)
+
+
+def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> None:
+    python = str(fake_verifiers.interpreter(tmp_path))
+    (tmp_path / "letters.py").write_text(TASKSET)
+    name = str(tmp_path / "letters.py")
+    settings = {"name": name, "options": {}, "max_turns": 3, "held_out": 0, "seeds": False, "memory": 0}
+    order = {"play": 1, "url": "http://127.0.0.1:1", "row": {"prompt": "?", "mode": "hangs"}}
+    words, pipe = taskset_process.player_words(python), subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["say"] == "opened"
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.close()
+            assert process.wait(120)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -154,6 +192,7 @@ def test_one_that_blocks_its_process_is_ended_with_it(tmp_path: Path, monkeypatc
         ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
         ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
         ({"options": {"taskset": {"endless": True}}}, "is endless: set environment.options.select.limit"),
+        ({"options": {"select": {"limit": 1}}}, "has one task, and none to hold out: set task.held_out = 0"),
         ({"options": {"taskset": {"level": 3}}}, "TasksetConfig.level: Extra inputs are not permitted"),
         ({"name": "no_such_taskset"}, "No module named 'no_such_taskset'"),
     ],
@@ -219,6 +258,47 @@ def test_its_file_and_interpreter_are_found_beside_the_config(tmp_path: Path) ->
     environment = load_config(tmp_path / "run.toml").environment
     assert environment.name == os.path.realpath(tmp_path / "sums.py")
     assert environment.python == os.path.realpath(tmp_path) + "/v/bin/python" and environment.rewards
+
+
+LETTERS = """
+TASKS = [{"prompt": f"Say {letter}", "answer": letter} for letter in "abcdefghijkl"]
+
+async def play(task, ask, give, config):
+    said = await ask(task.prompt)
+    give("first", said.count(task.answer) / max(len(said), 1), 2.0)
+    give("second", (await ask("more")).count("e") / 10)
+"""
+
+
+def test_a_run_trains_on_a_taskset(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "letters.py").write_text(LETTERS)
+    environment = {
+        "kind": "verifiers",
+        "name": str(tmp_path / "letters.py"),
+        "python": str(fake_verifiers.interpreter(tmp_path)),
+        "max_turns": 2,
+        "workers": 1,
+    }
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment=environment,
+        engine={"context_length": 128},
+        train={"steps": 2},
+        eval={"prompts": 2, "samples": 1},
+    )
+    config["task"] = {"kind": "seeds", "held_out": 4}
+    assert headrace.train(config).reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    rollouts = [one for step in read_steps(directory) for group in step.groups for one in group.scored]
+    asked = {one.episode.turns[0].messages[0]["content"] for one in rollouts}
+    assert asked <= {f"Say {letter}" for letter in "abcdefgh"}, "the last four tasks are held out"
+    for one in rollouts:
+        assert len(one.episode.turns) == 2 and one.episode.turns[1].parents == (0,)
+        assert one.rewards.keys() == {"first", "second"} and one.reward == sum(one.rewards.values())
+    assert not any(fact.failures for fact in of(directory, GroupEnded))
+    assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
 REAL = """

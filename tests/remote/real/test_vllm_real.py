@@ -33,6 +33,9 @@ from headrace.weights import WeightUpdate
 
 pytestmark = MARKS
 
+LENGTH = 230
+"""Tokens of a completion that is still under way when an update begins."""
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
@@ -126,20 +129,25 @@ def test_every_token_is_of_its_version_when_weights_change_while_requests_stream
     prompts = {f"r{number}": (1, 7 + number, 20) for number in range(6)}
 
     async def go() -> list[Completion]:
-        async with started(config_for(tmp_path, llama), llama, tmp_path, FactList()) as engine:
+        config = config_for(tmp_path, llama)
+        config["engine"]["context_length"] = LENGTH + 10
+        async with started(config, llama, tmp_path, FactList()) as engine:
             await engine.load(first)
-            drawn = Sampling(max_tokens=100, ignore_eos=True)
+            drawn = Sampling(max_tokens=LENGTH, ignore_eos=True)
             asked = [
                 asyncio.ensure_future(engine.generate(Request(name, prompt, drawn))) for name, prompt in prompts.items()
             ]
-            while len(engine.unfinished()) < 6 or min(len(one.tokens) for one in engine.unfinished().values()) < 10:
+            while not any(one.done() for one in asked):
+                had = engine.unfinished()
+                if all(name in had and had[name].tokens for name in prompts):
+                    break
                 await asyncio.sleep(0.001)
             await engine.load(second)
             return await asyncio.gather(*asked)
 
     for prompt, completion in zip(prompts.values(), asyncio.run(go()), strict=True):
         assert [(span.version, span.kv_version) for span in completion.spans] == [(0, 0), (1, 1)]
-        assert len(completion.tokens) == 100 and completion.stop == "length"
+        assert len(completion.tokens) == LENGTH and completion.stop == "length"
         told = [reference(model, prompt, completion) for model in models]
         versions = completion.versions()
         own = [abs(told[version][t] - completion.logprobs[t]) for t, version in enumerate(versions)]
@@ -155,12 +163,11 @@ class _Forgetful(VllmDialect):
         super().__init__(end_tokens(model_dir), check_every)
         self._kept = kept
 
-    async def _load_adapter(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
+    async def _load_adapter(self, connection: Connection, update: WeightUpdate, adapter: str, seconds: float) -> None:
         if not self._kept.exists():
             await asyncio.to_thread(shutil.copytree, update.where["path"], self._kept)
-        await super()._load_adapter(
-            connection, msgspec.structs.replace(update, where={"path": str(self._kept)}), seconds
-        )
+        kept = msgspec.structs.replace(update, where={"path": str(self._kept)})
+        await super()._load_adapter(connection, kept, adapter, seconds)
 
 
 def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tmp_path: Path, monkeypatch) -> None:

@@ -31,6 +31,12 @@ from headrace.weights import WeightUpdate
 UNLABELLED = "default"
 """The label of a server that nobody has given one, of both kinds (`vllm/v1/engine/core.py`, SGLang's `server_args.py`)."""
 
+_REACH = {
+    False: "both machines must see engine.shared_dir under the same path",
+    True: "the server must reach the trainer at weight_sync.host",
+}
+"""The remedy where weights are files, and where the server fetches them."""
+
 ENDS: dict[str, Stop] = {"stop": "stop", "length": "length"}
 
 
@@ -186,8 +192,8 @@ class LabelledDialect(ABC):
                 if not await self._is_refusal(connection, error, seconds):
                     raise
                 raise ConfigError(
-                    f"{self.kind} at {connection.url} could not load version {update.version} from {update.where.get('path')}: {error}. "
-                    "Its log has the reason; both machines must see engine.shared_dir under the same path"
+                    f"{self.kind} at {connection.url} could not load version {update.version} from "
+                    f"{update.where.get('path') or update.where.get('url')}: {error}. Its log has the reason; {_REACH[update.where.keys() >= {'url'}]}"
                 ) from None
         return LoadReport(update.version, verify_seconds=0.0, swap_seconds=time.perf_counter() - begun)
 
@@ -195,11 +201,15 @@ class LabelledDialect(ABC):
         """Uses a name that nothing has had, not even an attempt without an answer: requests of another version cannot reach it."""
         before = self._live.get(adapter)
         name = f"{self._prefix}{self._boots}-{adapter}-v{update.version}.{next(self._loads)}"
-        body = {"lora_name": name, "lora_path": str(update.where["path"])}
+        body = {"lora_name": name, "lora_path": await self._adapter_path(connection, update, name, seconds)}
         await connection.tell(f"{self.adapter_routes}/load_lora_adapter", body, seconds)
         self._live[adapter] = Live(update, name)
         if before:
             await self._unload(connection, before, seconds)
+
+    async def _adapter_path(self, connection: Connection, update: WeightUpdate, name: str, seconds: float) -> str:
+        """Returns where the adapter's files are at the server. `name`: the one under which it is going to be loaded."""
+        return str(update.where["path"])
 
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None:
         await self._unload(connection, self._live.pop(adapter), seconds)

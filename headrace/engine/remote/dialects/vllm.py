@@ -1,4 +1,4 @@
-"""The dialect of vLLM 0.32: token-in/token-out streams, weights by files, adapters by path.
+"""The dialect of vLLM 0.32: token-in/token-out streams, weights by files or over HTTP, adapters by path.
 
 Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_in_token_out` (generation, behind `--enable-scale-out`),
 `entrypoints/rl/online` and `entrypoints/serve/dev` (pause, weights, their label; with `VLLM_SERVER_DEV_MODE=1`), `entrypoints/serve/lora`
@@ -7,7 +7,9 @@ Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_i
 **Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
 clears the prefix cache.
 
-**Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files' (`vllm_checksums.py`).
+**Weights over HTTP** are fetched by a transfer engine of ours in vLLM's processes (`weight_sync/in_vllm/`), which compares the fingerprint.
+
+**Checksums.** Before new weights serve, those that vLLM reports of them are compared with the files', where there are files (`vllm_checksums.py`).
 
 **Prefix cache.** Every request is salted with the label, so that no KV of older weights is served to it.
 """
@@ -18,11 +20,13 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.vllm_checksums import Checksums
-from headrace.engine.remote.dialects.vllm_facts import meet, statistics
+from headrace.engine.remote.dialects.vllm_facts import find_transfer_engine, meet, statistics
 from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
 from headrace.steps import Finished, PromptScores
@@ -39,11 +43,11 @@ class VllmDialect(LabelledDialect):
     kind = "vLLM"
     adapter_routes = "/v1"
 
-    def __init__(self, ends: Collection[int], check_every: int) -> None:
+    def __init__(self, ends: Collection[int], check_every: int, token: str = "") -> None:
         """`check_every`: versions between two comparisons of checksums, beside that of the first one which a process is given; 0 switches
-        them off."""
+        them off. `token`: the one by which the server fetches weights from the trainer; empty where it reads files."""
         super().__init__(ends)
-        self._check_every, self._checksums = check_every, Checksums()
+        self._check_every, self._checksums, self._token = check_every, Checksums(), token
         self._compared = 0
         """The process whose checksums were compared last."""
 
@@ -61,6 +65,8 @@ class VllmDialect(LabelledDialect):
                 ) from None
             raise
         if not self._is_met(connection.url, label):
+            if self._token:
+                await find_transfer_engine(connection, seconds)
             await self._label(connection, self._met(await meet(connection, seconds)), seconds)
         return self._seen(statistics(await connection.text("/metrics", seconds)))
 
@@ -134,8 +140,15 @@ class VllmDialect(LabelledDialect):
 
     async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
-        await self._reload(connection, str(update.where["path"]), seconds)
-        if self._check_every and (self._compared != self._boots or update.version % self._check_every == 0):
+        if "url" in update.where:
+            await self._fetch(connection, update, seconds)
+        else:
+            await self._reload(connection, str(update.where["path"]), seconds)
+        if (
+            "path" in update.where
+            and self._check_every
+            and (self._compared != self._boots or update.version % self._check_every == 0)
+        ):
             await self._checksums.compare(connection, update, seconds)
             self._compared = self._boots
         await self._label(connection, label, seconds)
@@ -144,6 +157,28 @@ class VllmDialect(LabelledDialect):
     async def _reload(self, connection: Connection, path: str, seconds: float) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         await connection.tell("/collective_rpc", reload, seconds)
+
+    async def _fetch(self, connection: Connection, update: WeightUpdate, seconds: float, **more: str) -> None:
+        """Has the server fetch the update. `more`: for its transfer engine. The token is in no record."""
+        body = msgspec.to_builtins(update)
+        body["where"] |= {"token": self._token, **more}
+        try:
+            await connection.tell("/start_weight_update", None, seconds)
+        except Unreachable as error:
+            if error.status < 500:
+                raise
+            await connection.tell("/finish_weight_update", None, seconds)  # of an update that broke off
+            await connection.tell("/start_weight_update", None, seconds)
+        await connection.tell("/update_weights", {"update_info": {"update": body}}, seconds)
+        await connection.tell("/finish_weight_update", None, seconds)
+
+    async def _adapter_path(self, connection: Connection, update: WeightUpdate, name: str, seconds: float) -> str:
+        if "url" not in update.where:
+            return await super()._adapter_path(connection, update, name, seconds)
+        assert update.adapter
+        path = f"/tmp/headrace-{self._nonce}/{update.adapter.name}/{name}"
+        await self._fetch(connection, update, seconds, files=path)
+        return path
 
     async def _is_refusal(self, connection: Connection, error: ValueError | Unreachable, seconds: float) -> bool:
         if not isinstance(error, Unreachable) or error.status < 500:

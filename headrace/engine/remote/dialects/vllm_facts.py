@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
+from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
 from headrace.reports import Capabilities, EngineStats
 
@@ -43,6 +44,19 @@ async def meet(connection: Connection, seconds: float) -> ServerFacts:
         )
     await _check_generation(connection, seconds)
     return facts
+
+
+async def find_transfer_engine(connection: Connection, seconds: float) -> None:
+    """Raises ConfigError for a server that cannot fetch weights (`weight_sync/in_vllm/`)."""
+    try:
+        await connection.tell("/init_weight_transfer_engine", {"init_info": {}}, seconds)
+    except (ValueError, Unreachable) as error:
+        if isinstance(error, Unreachable) and not error.status:
+            raise
+        raise ConfigError(
+            f"vLLM at {connection.url} cannot fetch weights over HTTP ({error}); install headrace in its environment and start it with "
+            '--weight-transfer-config \'{"backend": "headrace"}\', or set weight_sync.kind = "files"'
+        ) from None
 
 
 async def _check_generation(connection: Connection, seconds: float) -> None:

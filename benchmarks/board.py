@@ -1,0 +1,164 @@
+"""Seconds until the board shows a long run: the list, fourteen curves, a page of rollouts.
+
+    python benchmarks/board.py                              # 10⁵ steps, 10⁷ rollouts
+    python benchmarks/board.py --steps 10000
+
+The run is synthetic: the facts of one step are written again and again with other numbers. Its journal has only the groups of the last
+`--journal` steps, because that of all steps would need a hundred gigabytes; a place in it is found the same way. Times are CPU seconds of
+the process, without the browser: once for a run that was never opened, which is read from its first byte, and once for one that was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.durable.journal import Journal, ReadyRecord
+from headrace.durable.spelling import encode
+from headrace.observe.board.browsing import RolloutQuery
+from headrace.observe.board.group_table import Wanted
+from headrace.observe.board.runs_board import RunsBoard
+from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.observe.records import METRICS, StepRow
+from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.weights import WeightUpdate
+
+GROUPS, SIZE, TOKENS = 10, 10, 60
+CURVES = [
+    "reward/drawn",
+    "reward/trained",
+    "lag/mean",
+    "train/kl",
+    "train/entropy",
+    "length/mean",
+    "share/truncated",
+    "share/no_contrast",
+    "train/grad_norm",
+    "train/loss",
+    "time/step_seconds",
+    "time/engine_tokens_per_second",
+    "time/engine_idle",
+    "train/clip_fraction",
+]
+T = TypeVar("T")
+
+
+def write_run(run_dir: Path, steps: int, journaled: int, rng: random.Random) -> None:
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text("seed = 0\n")
+    journal = Journal(run_dir, flushes=False)
+    started = RunStarted(
+        0.0,
+        "long",
+        "synthetic",
+        seed=0,
+        steps=steps,
+        groups_per_step=GROUPS,
+        group_size=SIZE,
+        slots=2 * GROUPS,
+        window=1,
+        max_lag=1,
+        where={},
+    )
+    with (run_dir / METRICS).open("wb") as file:
+        file.write(encode(started) + b"\n")
+        for step in range(steps):
+            for fact in facts(step, rng):
+                file.write(encode(fact) + b"\n")
+            if step >= steps - journaled:
+                for ticket in range(step * GROUPS, (step + 1) * GROUPS):
+                    journal.write(ReadyRecord(4.0 * step, group(ticket, step, rng)))
+    journal.close()
+
+
+def facts(step: int, rng: random.Random) -> list[object]:
+    t, made = 4.0 * step, []
+    tickets = tuple(range(step * GROUPS, (step + 1) * GROUPS))
+    lengths: tuple[int, ...] = ()
+    for ticket in tickets:
+        own = tuple(rng.randrange(20, 250) for _ in range(SIZE))
+        rewards = tuple(float(rng.random() < step / 1e5) for _ in range(SIZE))
+        made += [
+            TicketDrawn(t, ticket, f"p/{ticket}"),
+            GroupEnded(t, ticket, f"p/{ticket}", "ready", "", "", rewards, own),
+        ]
+        lengths += own
+    made += [
+        EngineSample(t + i, EngineStats(64, 3, 0.4, step * 9000, step * 3000, step * 90, 3.6 * step, 0))
+        for i in range(4)
+    ]
+    report = TrainReport(step, step + 1, loss=-0.01 * rng.random(), grad_norm=rng.random(), lr=1e-5, entropy=rng.random(), kl=rng.random() / 100, loss_tokens=sum(lengths), seconds=3.0)  # fmt: skip
+    made.append(StepRow(t + 4, report, {0: sum(lengths) // 2, 1: sum(lengths) // 2}, step / 1e5, 0.4, step / 1e5, 0.2, tickets, {"right": step / 1e5}, lengths, 3))  # fmt: skip
+    update = WeightUpdate(version=step + 1, kind="full", fingerprint=f"{step:032x}", nbytes=1, seconds=0.1)
+    made.append(WeightsLive(t + 4, update, LoadReport(step + 1, 0.1, 0.001)))
+    return made
+
+
+def group(ticket: int, step: int, rng: random.Random) -> Group:
+    prompt = Prompt(f"p/{ticket}", f"What is {ticket} + 1?", (1, 2, 3))
+    tokens = tuple(rng.randrange(1000) for _ in range(TOKENS))
+    logprobs = tuple(-rng.random() for _ in range(TOKENS))
+    done = Completion(tokens, logprobs, (VersionSpan(0, step, step),), "stop", f"It is {ticket + 1}.")
+    scored = tuple(
+        Scored(Episode((Turn(prompt.tokens, done),)), float(i % 2), {"right": float(i % 2)}) for i in range(SIZE)
+    )
+    row = Row(prompt.tokens, tokens, logprobs, (0.5,) * TOKENS, (True,) * TOKENS, (step,) * TOKENS)
+    return Group(ticket, prompt, scored, (row,) * SIZE)
+
+
+def timed(what: str, work: Callable[[], T]) -> T:
+    before = time.process_time()
+    done = work()
+    print(f"{time.process_time() - before:8.3f} s  {what}", flush=True)
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--journal", type=int, default=1000, help="steps whose groups are in the journal")
+    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.dir) as place:
+        runs = Path(place) / "runs"
+        runs.mkdir()
+        write_run(runs / "long", given.steps, given.journal, random.Random(0))
+        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl")]
+        print(
+            f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal"
+        )
+
+        def board() -> RunsBoard:
+            return RunsBoard(runs, held=lambda path: False, make_pieces=lambda path: None, saves=Path(place) / "cache")
+
+        def curves(shown: RunsBoard, window: int = 1) -> object:
+            return shown.curves(["long"], CURVES, "step", window=window, within=(-1e9, 1e9), points=1000)
+
+        fresh = board()
+        timed("the list, never opened", fresh.lines)
+        timed("reading it from its first byte", lambda: fresh.run("long").catch_up(1e9))
+        again = board()
+        timed("the list", again.lines)
+        timed("opened again: 14 curves (the numbers of the last visit)", lambda: curves(again))
+        timed("14 curves, smoothed", lambda: curves(fresh, 100))
+        timed(
+            "reading the rest of the journal",
+            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(steps=(given.steps, 1e9)))),
+        )
+        timed("a page of the newest rollouts", lambda: fresh.rollouts("long", RolloutQuery()))
+        timed(
+            "a page of rollouts with reward 1, longest first",
+            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(rewards=(1, 1)), order="longest")),
+        )
+        for part in ("overview", "drawn", "pools"):
+            timed(f"the tab {part}", lambda part=part: fresh.part("long", part))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()

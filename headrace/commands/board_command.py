@@ -1,0 +1,115 @@
+"""`headrace board [RUNS_DIR]`. The server is imported only when it is called, because `headrace --help` reads the arguments here."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.settings.extras import install, is_installed
+
+NEEDED = ("starlette", "uvicorn")
+PORT = 8420
+ENDING = 5.0
+"""Seconds that the board of a run gets to end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
+    parser.add_argument("--port", type=int, default=PORT, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that the page asks for")
+
+
+def board(arguments: argparse.Namespace) -> int:
+    """Serves until it is asked to end (SIGINT, SIGTERM). Raises ConfigError."""
+    from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
+    from headrace.settings.secrets import read_token
+    from headrace.web.limits import check_address
+
+    _refuse_without_server("headrace board")
+    directory: Path = arguments.directory
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is no directory: name the one that holds your runs, such as runs/ (headrace train makes it)"
+        )
+    token = read_token(arguments.token_file, "--token-file") if arguments.token_file else ""
+    check_address(arguments.host, arguments.port, token, "read the prompts and completions of all runs")
+    if PARENT in os.environ:
+        signal_me_when_orphaned(signal.SIGTERM)
+    _serve(directory, arguments.host, arguments.port, token)
+    return 0
+
+
+def _serve(directory: Path, host: str, port: int, token: str) -> None:
+    from headrace.models.resolve import cache_dir
+    from headrace.observe.board.board_routes import make_board_app
+    from headrace.observe.board.runs_board import RunsBoard
+    from headrace.orchestration.runs.pieces import pieces_of
+    from headrace.orchestration.store.run_directory import held
+    from headrace.web.server import address_of, bind, make_server, serve_until_asked
+
+    def leave() -> None:
+        shown.closed = True
+
+    shown = RunsBoard(directory, held=held, make_pieces=pieces_of, saves=cache_dir() / "board")
+    sock = bind(host, port)
+    try:
+        count = len(shown.lines())
+        runs = f"{count} run{'' if count == 1 else 's'}" if count else "no run yet"
+        place = f"{address_of(sock)}{'/?token=TOKEN (the one of --token-file)' if token else ''}"
+        print(f"headrace board: {runs} of {directory} at {place}", flush=True)
+        asyncio.run(serve_until_asked(make_server(make_board_app(shown, token)), sock, leave))
+    finally:
+        sock.close()
+
+
+@contextmanager
+def beside(directory: Path, wanted: bool) -> Iterator[None]:
+    """Shows a directory of runs, by a process of its own, while the block trains: `headrace train --board`. The process ends with this
+    one. Does nothing unless `wanted`. Raises ConfigError if the server is not installed."""
+    if not wanted:
+        yield
+        return
+    from headrace.observe.health.orphans import of_this_process
+
+    _refuse_without_server("headrace train --board")
+    made = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "headrace", "board", str(directory), "--port", "0"]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | of_this_process(),
+        start_new_session=True,  # Ctrl-C is for the run, which may need a minute to end
+    )
+    try:
+        assert child.stdout is not None
+        print(child.stdout.readline().strip() or "headrace board: it did not start", flush=True)
+        yield
+        print(f"headrace board: ended with the run; headrace board {directory} shows it again", flush=True)
+    finally:
+        child.terminate()
+        try:
+            child.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        for one in made:  # a run that was refused leaves nothing behind
+            if one.is_dir() and not any(one.iterdir()):
+                one.rmdir()
+
+
+def _refuse_without_server(command: str) -> None:
+    if missing := [module for module in NEEDED if not is_installed(module)]:
+        raise ConfigError(f"{command} needs {' and '.join(missing)}: {install('serve')}")

@@ -1,0 +1,161 @@
+"""The sample browser: rollouts that fulfil conditions on their numbers and words, a page at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from headrace.durable.journal import JOURNAL, JournalStep
+from headrace.observe.board.group_table import OUTCOMES, GroupTable, Order, Wanted
+from headrace.observe.board.journal_index import JournalIndex
+from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.observe.report.draw.tables import table
+from headrace.observe.report.rollouts import rollout_table
+from headrace.observe.texts import clip, number, plural
+from headrace.reports import TrainReport
+from headrace.types import Group, Scored
+
+PAGE = 12
+"""Rollouts of one answer."""
+SECONDS = 1.0
+"""Time for one answer; a search that needs longer says where to go on."""
+MAX_PROMPT = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutQuery:
+    """Conditions on a rollout. Those that no fact has numbers of are found by reading the journal."""
+
+    wanted: Wanted = Wanted()
+    order: Order = "newest"
+    lag: int = 0
+    """The oldest token has at least this lag."""
+    words: str = ""
+    """Part of the prompt or of the completion, in upper or lower case."""
+    ticket: int | None = None
+    """One group by its ticket; the other conditions hold too."""
+    start: int = 0
+    """Groups of the order that an earlier answer has been through."""
+
+
+@dataclass(frozen=True)
+class RolloutPage:
+    html: str
+    shown: int
+    candidates: int
+    """Groups that the numbers leave."""
+    following: int | None
+    """`start` of the next question; None at the end."""
+
+
+class Browser:
+    """The rollouts of one run."""
+
+    def __init__(self, run_dir: Path, make_pieces: Callable[[Path], Pieces | None]) -> None:
+        self._run_dir, self._make_pieces = run_dir, make_pieces
+        self._index, self._lock = JournalIndex(run_dir), threading.Lock()
+        self._pieces: Pieces | None = None
+        self._tried = False
+
+    def ask(self, question: RolloutQuery, groups: GroupTable, step: int) -> RolloutPage:
+        """`step`: optimizer steps done, for the lag of groups that wait for the trainer."""
+        with self._lock:
+            more = self._index.catch_up(SECONDS / 2)
+            if not self._tried:  # reading a tokenizer takes a second, so it is not read before it is needed
+                self._pieces, self._tried = self._make_pieces(self._run_dir), True
+        end = time.monotonic() + SECONDS
+        tickets = groups.find(question.wanted, question.order).tolist()
+        if question.ticket is not None:
+            tickets = [one for one in tickets if one == question.ticket]
+        if question.wanted.gone:
+            return self._gone(question, groups, tickets)
+        views: list[RolloutView] = []
+        lost: list[Group] = []
+        missing, place = 0, question.start
+        while place < len(tickets) and len(views) < PAGE and time.monotonic() < end:
+            group = self._index.group(tickets[place])
+            place += 1
+            if group is None:
+                missing += 1
+                continue
+            lost.append(group)
+            trained = int(groups.rows.view["step"][group.ticket])
+            views += self._of(group, (trained or step + 1) - 1, question)
+        note = self._note(missing, more, bool(views), place < len(tickets))
+        html = (rollout_table(views) if views else "") + (_failures(lost) if question.wanted.failed else "") + note
+        return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
+
+    def _of(self, group: Group, step: int, question: RolloutQuery) -> Iterator[RolloutView]:
+        """Yields the rollouts of a group that fulfil the conditions. `step`: counted from 0."""
+        words = question.words.lower()
+        in_prompt = words in group.prompt.text.lower()
+        least, most = question.wanted.rewards
+        journaled = JournalStep(step, 0.0, step + 1, (group,), TrainReport(step, step + 1))
+        oldest = trimmed_below(self._settings, step)
+        for rollout, one in enumerate(group.scored):
+            done = one.episode.last
+            fits = least <= one.reward <= most and (not question.wanted.cut or done.stop == "length")
+            if fits and (in_prompt or words in _words(one)) and _oldest_lag(one, step) >= question.lag:
+                yield view_rollout(journaled, group, rollout, pieces=self._pieces, oldest=oldest)
+
+    @property
+    def _settings(self) -> Mapping[str, object]:
+        return settings_of(self._run_dir)
+
+    def _note(self, missing: int, more: bool, found: bool, unfinished: bool) -> str:
+        said = []
+        if missing:
+            said.append(f"{plural(missing, 'group')} cannot be found in {JOURNAL} (yet).")
+        if more:
+            said.append(f"{JOURNAL} is still being read; ask again for more.")
+        if not found:
+            said.append("Nothing found so far." if unfinished else "No rollout fulfils these conditions.")
+        return f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
+
+    def _gone(self, question: RolloutQuery, groups: GroupTable, tickets: list[int]) -> RolloutPage:
+        """Lists groups that will not be trained. The journal keeps their prompts and rewards, and no text of their rollouts."""
+        shown = tickets[question.start : question.start + 5 * PAGE]
+        rows = []
+        for ticket in shown:
+            row = groups.rows.view[ticket]
+            prompt = self._index.prompt(ticket)
+            rows.append(
+                (
+                    str(ticket),
+                    escape(clip(prompt.text, MAX_PROMPT)) if prompt else "",
+                    OUTCOMES[row["outcome"]],
+                    escape(groups.reasons[row["reason"]].replace("_", " ")),
+                    number(float(row["mean"])) if row["mean"] == row["mean"] else "",
+                    str(row["cut"]),
+                    str(row["failed"]),
+                    str(row["longest"]),
+                )
+            )
+        head = ("#ticket", "prompt", "outcome", "reason", "#mean reward", "#cut off", "#failed", "#longest")
+        note = '<p class="note">The journal keeps no text of the rollouts of groups that are not trained.</p>'
+        html = table(head, rows) + note if rows else '<p class="empty">No group fulfils these conditions.</p>'
+        after = question.start + len(shown)
+        return RolloutPage(html, len(shown), len(tickets), after if after < len(tickets) else None)
+
+
+def _failures(groups: list[Group]) -> str:
+    """Returns the table of the rollouts that failed: they have a reason and no text."""
+    rows = [
+        (str(group.ticket), escape(one.reason.replace("_", " ")), escape(clip(one.detail, MAX_PROMPT)))
+        for group in groups
+        for one in group.failures
+    ]
+    return "<h3>Failed rollouts of these groups</h3>" + table(("#ticket", "reason", "detail"), rows) if rows else ""
+
+
+def _words(one: Scored) -> str:
+    return " ".join(turn.completion.text for turn in one.episode.turns).lower()
+
+
+def _oldest_lag(one: Scored, step: int) -> int:
+    versions = [span.version for turn in one.episode.turns for span in turn.completion.spans]
+    return max(0, step - min(versions)) if versions else 0

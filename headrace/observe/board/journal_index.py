@@ -1,0 +1,83 @@
+"""The places of groups and prompts in `journal.jsonl`, so that one rollout of many millions is read by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+from headrace.durable.journal import JOURNAL, DrawnRecord, ReadyRecord, read_record
+from headrace.observe.board.group_table import FARTHEST
+from headrace.observe.board.growing import Growing
+from headrace.types import Group, Prompt
+
+PLACE = np.dtype([("offset", "i8"), ("length", "i8")])
+_HEAD = re.compile(
+    rb'\{"n":\d+,"sum":"[0-9a-f]{16}","record":\{"kind":"(Ready|Drawn)","t":[^,]+,(?:"group":\{)?"ticket":(\d+)'
+)
+_LONGEST_HEAD = 200
+_LINES = 4096
+"""Lines between two looks at the clock."""
+
+
+class JournalIndex:
+    """Places of records by ticket. `catch_up` reads what was added; only the head of a line is looked at."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / JOURNAL
+        self._restart(0)
+
+    def _restart(self, inode: int) -> None:
+        self._inode, self._offset = inode, 0
+        self._places = {b"Ready": Growing(PLACE), b"Drawn": Growing(PLACE)}
+
+    def catch_up(self, seconds: float) -> bool:
+        """Reads for about `seconds`. Returns whether there is more."""
+        end = time.monotonic() + seconds
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            return False
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_size < self._offset or found.st_ino != self._inode:
+                self._restart(found.st_ino)
+            file.seek(self._offset)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self._add(line)
+                self._offset += len(line)
+                if number % _LINES == 0 and time.monotonic() > end:
+                    return True
+        return False
+
+    def _add(self, line: bytes) -> None:
+        if head := _HEAD.match(line[:_LONGEST_HEAD]):
+            places, ticket = self._places[head[1]], int(head[2])
+            if ticket < len(places) + FARTHEST:
+                places.put(ticket, (self._offset, len(line)))
+
+    def group(self, ticket: int) -> Group | None:
+        """Returns a group; None if it never was ready, or if its line is damaged."""
+        record = self._record(b"Ready", ticket)
+        return record.group if isinstance(record, ReadyRecord) else None
+
+    def prompt(self, ticket: int) -> Prompt | None:
+        record = self._record(b"Drawn", ticket)
+        return record.prompt if isinstance(record, DrawnRecord) else None
+
+    def _record(self, kind: bytes, ticket: int) -> object:
+        places = self._places[kind].view
+        if not 0 <= ticket < len(places) or not places[ticket]["length"]:
+            return None
+        place = places[ticket]
+        try:
+            with self._path.open("rb") as file:
+                file.seek(int(place["offset"]))
+                return read_record(file.read(int(place["length"]) - 1))
+        except OSError:
+            return None

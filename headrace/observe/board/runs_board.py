@@ -1,0 +1,163 @@
+"""The board: the list of runs, and the runs that somebody looks at."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.observe.board.board_parts import differences, part
+from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
+from headrace.observe.board.followed_run import FollowedRun
+from headrace.observe.board.run_list import RunLine, RunList
+from headrace.observe.board.step_columns import MINUTES, STEP, TOKENS
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.numbers.rollout_view import Pieces
+from headrace.web.errors import Refused
+
+PATIENCE = 0.7
+"""Seconds for which a request reads a run before it answers with what there is."""
+QUICK = 4 << 20
+"""Bytes that a request reads at once. More are left to `look`, unless nothing is known yet."""
+FRESH = 0.5
+"""Seconds for which the list of runs is not read again."""
+
+
+class RunsBoard:
+    """Answers about the runs of one directory. Its methods may be called by several threads."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        held: Callable[[Path], bool],
+        make_pieces: Callable[[Path], Pieces | None],
+        saves: Path | None = None,
+    ) -> None:
+        """`held`: whether a process trains in a directory. `make_pieces`: returns what splits the tokens of a run into text. `saves`: where
+        numbers of long runs are kept."""
+        self.directory, self._make_pieces, self._saves = directory, make_pieces, saves
+        self._list = RunList(directory, held)
+        self._lock = threading.RLock()
+        self._opened: dict[str, FollowedRun] = {}
+        self._browsers: dict[str, Browser] = {}
+        self._lines: list[RunLine] = []
+        self._looked = 0.0
+        self.closed = False
+        """Set when the server ends; answers that never end watch it."""
+
+    def lines(self) -> list[RunLine]:
+        with self._lock:
+            if time.monotonic() - self._looked > FRESH:
+                self._lines, self._looked = self._list.lines(), time.monotonic()
+            return self._lines
+
+    def look(self, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
+        """Reads the named runs for a moment. Returns the list, what is known of these runs, and whether there is more to read."""
+        known, more = {}, False
+        for name in names:
+            if run := self._find(name):
+                more |= run.catch_up(PATIENCE / 2)
+                known[name] = self._progress(run)
+        return {"runs": msgspec.to_builtins(self.lines()), "opened": known}, more
+
+    @staticmethod
+    def _progress(run: FollowedRun) -> dict[str, Any]:
+        state = run.state
+        return {
+            "version": run.version,
+            "read": round(run.read_share, 3),
+            "warnings": [one.message for one in state.warnings[-5:]],
+            "warned": len(state.warnings) + len(state.deaths),
+            "advice": [one.sentence for one in advices(state)],
+        }
+
+    def run(self, name: str) -> FollowedRun:
+        """Returns a run with the newest numbers that can be had at once. Raises Refused (404) for a name that is not in the list."""
+        run = self._find(name)
+        if run is None:
+            raise Refused(404, f"there is no run {name} in {self.directory}", "no_run")
+        if not run.version or run.unread < QUICK:
+            run.catch_up(PATIENCE)
+        return run
+
+    def _find(self, name: str) -> FollowedRun | None:
+        with self._lock:
+            if name not in self._opened:
+                path = self._list.places().get(name)
+                if path is None:
+                    return None
+                self._opened[name] = FollowedRun(path, self._saves)
+            return self._opened[name]
+
+    def part(self, name: str, which: str) -> str:
+        run = self.run(name)
+        unread = run.read_share < 1.0
+        note = (
+            f'<p class="banner">{100 * run.read_share:.0f} % of the facts have been read so far.</p>' if unread else ""
+        )
+        return note + part(which, run.run_dir, run.state)
+
+    def metrics(self, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
+        """Returns every number by its name, with the last value of each run that has it."""
+        found: dict[str, dict[str, float | None]] = {}
+        for name in names:
+            columns = self.run(name).numbers.columns
+            for one in columns.names:
+                found.setdefault(one, {})[name] = columns.last(one)
+        return dict(sorted(found.items()))
+
+    def curves(
+        self,
+        names: Sequence[str],
+        metrics: Sequence[str],
+        over: str,
+        *,
+        window: int,
+        within: tuple[float, float],
+        points: int,
+    ) -> dict[str, Any]:
+        """Returns `{metric: {run: {x, y, low, high}}}`, and how many steps a point stands for."""
+        drawn: dict[str, dict[str, Any]] = {one: {} for one in metrics}
+        merged = 1
+        for name in names:
+            columns = self.run(name).numbers.columns
+            for one in metrics:
+                curve = columns.drawn(one, over, window=window, within=within, points=points)
+                if not len(curve.x):
+                    continue
+                merged = max(merged, curve.merged)
+                drawn[one][name] = {"x": curve.x.tolist(), "y": curve.y.tolist()}
+                if curve.merged > 1:
+                    drawn[one][name] |= {"low": curve.low.tolist(), "high": curve.high.tolist()}
+        return {"curves": drawn, "merged": merged}
+
+    def differences(self, names: Sequence[str]) -> str:
+        return differences({name: self.run(name).run_dir for name in names})
+
+    def rollouts(self, name: str, question: RolloutQuery) -> RolloutPage:
+        run = self.run(name)
+        with self._lock:
+            browser = self._browsers.setdefault(name, Browser(run.run_dir, self._make_pieces))
+        return browser.ask(question, run.numbers.groups, run.state.step)
+
+    def csv(self, names: Sequence[str], metrics: Sequence[str]) -> Iterator[str]:
+        """Yields the lines of a table: one row for each run and step, one column for each number."""
+        yield _line(["run", STEP, MINUTES, TOKENS, *metrics])
+        for name in names:
+            columns = self.run(name).numbers.columns
+            wanted = [dict(zip(*map(list, columns.series(one)), strict=True)) for one in (MINUTES, TOKENS, *metrics)]
+            for step in sorted(set().union(*wanted)):
+                yield _line([name, step, *(one.get(step, "") for one in wanted)])
+
+
+def _line(cells: Sequence[object]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()

@@ -1,0 +1,34 @@
+"""An adapter that was received, as files that vLLM loads by their path."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.weight_sync.files import KEPT, peft_config
+from headrace.weights import Manifest, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_adapter(target: Path, update: WeightUpdate, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes the directory as peft does, whole or not at all. Every worker of a machine writes the same, and the first one's stays. The
+    newest `KEPT` directories beside it are kept, for an adapter is loaded again if the server unloads it meanwhile."""
+    from safetensors.torch import save_file
+
+    assert update.adapter
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    coming = Path(tempfile.mkdtemp(dir=target.parent))
+    save_file(dict(tensors), coming / "adapter_model.safetensors")
+    (coming / "adapter_config.json").write_text(json.dumps(peft_config(update.adapter, manifest)))
+    try:
+        coming.rename(target)
+    except OSError:
+        shutil.rmtree(coming)
+    for old in sorted(target.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""vLLM's end of weight sync over HTTP, at its public extension point: a weight transfer engine (vLLM 0.32, `distributed/weight_transfer/base.py`).
+
+The run sends each update, with the trainer's address and token, to `/update_weights`. Every worker fetches the packed buffer, whole or as a
+difference, compares the fingerprint (C3), and only then gives the tensors to the model's own `load_weights`, which divides them among ranks,
+fuses and quantises them. So an update that is refused leaves the weights as they are. An adapter is written into files, which
+`/v1/load_lora_adapter` loads afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from headrace.weight_sync.in_vllm.adapter_files import write_adapter
+from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
+from headrace.weights import WeightUpdate
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Every update names its trainer, so nothing is to be prepared."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    update: dict[str, Any]
+    """A `WeightUpdate` as JSON, with `url`, `token`, and for an adapter the directory to write (`files`) in `where`."""
+
+
+class HeadraceTransferEngine(WeightTransferEngine):
+    init_info_cls, update_info_cls = NoInitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._receiver = UnpreparedReceiver()
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """Does nothing. That it can be called shows the run that it is here."""
+
+    def start_weight_update(self) -> None:
+        """Does nothing: the model is not touched before the bytes have arrived and are the right ones."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Raises IdentityError, and leaves the model as it is, if the bytes cannot be had or are not those that were published."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # there torch has nothing to wait for, and raises
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        update = msgspec.convert(update_info.update, WeightUpdate)
+        tensors = self._receiver.receive(update)
+        if update.adapter:
+            manifest = self._receiver.manifest(update.adapter.name)
+            write_adapter(Path(update.where["files"]), update, manifest, tensors)
+            return
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(tensors.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def finish_weight_update(self) -> None:
+        """Does nothing: `receive_weights` has done all."""
+
+    def shutdown(self) -> None:
+        """Does nothing: every connection is closed when its bytes have arrived."""

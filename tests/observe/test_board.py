@@ -1,0 +1,411 @@
+"""The board: its numbers against literal ones, its answers over HTTP, and runs that are torn, cut, absent or being written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fact_stream import FactStream, records_of, write_journal
+from starlette.testclient import TestClient
+
+from headrace import cli
+from headrace.commands.board_command import beside
+from headrace.observe.board import saved_numbers
+from headrace.observe.board.board_routes import FILES, _changes, make_board_app
+from headrace.observe.board.followed_run import FollowedRun
+from headrace.observe.board.group_table import GroupTable, Wanted
+from headrace.observe.board.run_list import RunList
+from headrace.observe.board.runs_board import RunsBoard
+from headrace.observe.board.step_columns import StepColumns, merged, trailing_mean
+from headrace.observe.facts import GroupEnded
+from headrace.observe.recorder import Recorder
+from headrace.observe.records import METRICS
+from headrace.web.server import bind
+
+TOKEN = "a-token-of-the-tests-only"
+
+
+def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = "") -> Path:
+    """A run of 30 steps with its journal. `end`: whether it recorded its end."""
+    directory.mkdir(parents=True)
+    facts = list(FactStream(steps=30, groups=4, tokens=5, seed=seed).facts())
+    recorder = Recorder(directory)
+    for fact in facts if end else facts[:-1]:
+        recorder.record(fact)
+    recorder.close()
+    write_journal(directory, records_of(facts))
+    (directory / "config.toml").write_text(f"seed = {seed}\n{config}")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "first", config="[train]\nlr = 1e-5\n[algo]\nname = 'grpo'\n")
+    write_run(root / "second", seed=1, end=False, config="[train]\nlr = 3e-5\n[algo]\nname = 'grpo'\n")
+    return root
+
+
+def board_of(directory: Path, alive: bool = False) -> RunsBoard:
+    return RunsBoard(directory, held=lambda path: alive, make_pieces=lambda path: None)
+
+
+@pytest.fixture(scope="module")
+def client(runs: Path) -> Iterator[TestClient]:
+    yield TestClient(make_board_app(board_of(runs)), base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+
+def rollouts(client: TestClient, **given: object) -> dict[str, object]:
+    answer = client.get("/api/rollouts", params={"run": "first", **given})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, object] = answer.json()
+    return found
+
+
+def cells(html: object, column: str) -> list[str]:
+    return [re.sub(r"<small>.*", "", one) for one in re.findall(rf'data-head="{column}">(.*?)</td>', str(html))]
+
+
+def tickets(html: object) -> list[str]:
+    return re.findall(r"ticket (\d+)<", str(html))
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_smoothing_is_the_mean_of_a_value_and_those_before_it():
+    assert trailing_mean(np.array([4.0, 2.0, 6.0, 0.0]), 3).tolist() == [4.0, 3.0, 4.0, 8 / 3]
+
+
+def test_merged_points_have_the_mean_and_the_range_of_their_steps():
+    curve = merged(np.arange(5.0), np.array([1.0, 3.0, 2.0, 8.0, 5.0]), points=3)
+    assert (curve.x.tolist(), curve.y.tolist()) == ([0.5, 2.5, 4.0], [2.0, 5.0, 5.0])
+    assert (curve.low.tolist(), curve.high.tolist(), curve.merged) == ([1.0, 2.0, 5.0], [3.0, 8.0, 5.0], 2)
+
+
+def test_a_number_is_drawn_over_another_where_both_are_known_and_a_step_done_again_counts_once():
+    columns = StepColumns()
+    for step, x, y in ((1, 5.0, 10.0), (2, 3.0, 20.0), (3, 4.0, 99.0), (3, 4.0, 30.0)):
+        columns.add(step, {"x": x, "y": y})
+    columns.add(4, {"y": 40.0})
+    curve = columns.drawn("y", "x")
+    assert (curve.x.tolist(), curve.y.tolist()) == ([3.0, 4.0, 5.0], [20.0, 30.0, 10.0])
+    inside = columns.drawn("y", "step", within=(2, 3))
+    assert (inside.x.tolist(), inside.y.tolist()) == ([2.0, 3.0], [20.0, 30.0])
+    assert columns.drawn("absent", "step").x.tolist() == columns.drawn("y", "absent").x.tolist() == []
+
+
+def test_groups_are_found_by_their_numbers_in_the_order_that_was_asked_for():
+    table = GroupTable()
+    for ticket, rewards, cut in ((0, (0.0, 1.0), 0), (1, (0.2, 0.4), 2), (2, (0.9, 0.8), 0), (4, (), 0)):
+        lengths = tuple(10 * ticket + i for i in range(len(rewards)))
+        table.end(GroupEnded(0.0, ticket, "p", "ready", rewards=rewards, lengths=lengths, truncated=cut))
+    table.end(GroupEnded(0.0, 3, "p", "dropped", "no_contrast", rewards=(1.0, 1.0)))
+    table.end(GroupEnded(0.0, 1 << 40, "p", "ready"))  # damage: no memory for all between
+    table.train([0, 1], step=1)
+    table.train([2], step=2)
+    assert table.find(Wanted()).tolist() == [2, 1, 0, 4]
+    assert table.find(Wanted(rewards=(0.5, 2.0)), "oldest").tolist() == [0, 2]
+    assert table.find(Wanted(rewards=(0.0, 0.3)), "best").tolist() == [0, 1]
+    assert table.find(Wanted(steps=(1, 1)), "longest").tolist() == [1, 0]
+    assert table.find(Wanted(cut=True)).tolist() == [1]
+    assert table.find(Wanted(gone=True)).tolist() == [3]
+    assert table.reasons[table.rows.view["reason"][3]] == "no_contrast"
+
+
+# -- reading while it is written ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_read_as_it_grows_gives_what_a_whole_reading_gives(runs: Path, tmp_path: Path):
+    data = (runs / "first" / METRICS).read_bytes()
+    growing = FollowedRun(tmp_path)
+    for end in (0, len(data) // 3, len(data) // 2 + 7, len(data)):  # most of these tear a line
+        (tmp_path / METRICS).write_bytes(data[:end]) if not end else _append(tmp_path / METRICS, data, end)
+        growing.catch_up(60)
+    whole = FollowedRun(runs / "first")
+    whole.catch_up(60)
+    assert growing.state.step == whole.state.step == 30 and growing.read_share == 1.0
+    for (name, one), (other_name, other) in zip(
+        growing.numbers.columns.items(), whole.numbers.columns.items(), strict=True
+    ):
+        assert name == other_name and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    assert np.array_equal(growing.numbers.groups.rows.view, whole.numbers.groups.rows.view)
+
+
+def _append(path: Path, data: bytes, end: int) -> None:
+    with path.open("ab") as file:
+        file.write(data[path.stat().st_size : end])
+
+
+def test_a_run_that_was_cut_by_a_resume_is_read_anew(runs: Path, tmp_path: Path):
+    data = (runs / "first" / METRICS).read_bytes()
+    (tmp_path / METRICS).write_bytes(data)
+    run = FollowedRun(tmp_path)
+    run.catch_up(60)
+    lines = data.splitlines(keepends=True)
+    steps = [place for place, line in enumerate(lines) if b'"StepTrained"' in line]
+    (tmp_path / METRICS).write_bytes(b"".join(lines[: steps[10]]))
+    run.catch_up(60)
+    assert run.state.step == 10 and run.numbers.columns.last("reward/drawn") == run.state.rows[-1].reward_drawn
+
+
+def test_saved_numbers_are_those_that_were_read_and_are_not_used_for_another_file(runs: Path, tmp_path: Path):
+    path = tmp_path / "run"
+    shutil.copytree(runs / "first", path)
+    run = FollowedRun(path)
+    run.catch_up(60)
+    run.numbers.size = run.version
+    saved_numbers.save(tmp_path / "cache", path, run.numbers)
+    again = FollowedRun(path, tmp_path / "cache")
+    assert again.read_share == 0.0 and again.numbers.columns.names == run.numbers.columns.names
+    assert (
+        again.numbers.columns.series("reward/drawn")[1].tolist()
+        == run.numbers.columns.series("reward/drawn")[1].tolist()
+    )
+    assert again.numbers.groups.reasons == run.numbers.groups.reasons
+    again.catch_up(60)
+    assert again.read_share == 1.0 and again.numbers.columns.last("reward/drawn") == again.state.rows[-1].reward_drawn
+    data = (path / METRICS).read_bytes()
+    (path / METRICS).write_bytes(data[:-9] + b"#" + data[-8:])
+    assert saved_numbers.read_saved(tmp_path / "cache", path) is None
+    (next((tmp_path / "cache").iterdir())).write_bytes(b"torn")
+    assert saved_numbers.read_saved(tmp_path / "cache", path) is None
+
+
+def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
+    first, second = sorted(RunList(runs, lambda path: False).lines(), key=lambda one: one.name)
+    assert (first.name, first.life, first.step, first.steps) == ("first", "finished", 30, 30)
+    assert (second.name, second.life) == ("second", "died") and "killed" in second.words
+    assert first.held_out is not None and first.reward is not None
+    assert RunList(tmp_path, lambda path: False).lines() == []
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / METRICS).write_bytes(b'{"fact":"RunSta')
+    assert [(one.name, one.life, one.steps) for one in RunList(tmp_path, lambda path: True).lines()] == [
+        ("torn", "starting", 0)
+    ]
+
+
+def test_the_list_knows_a_long_run_by_the_ends_of_its_file(runs: Path, tmp_path: Path):
+    data = (runs / "first" / METRICS).read_bytes().splitlines(keepends=True)
+    path = tmp_path / "long"
+    path.mkdir()
+    filler = b'{"fact":"Waited","t":3.0,"owner":"a","what":"b","seconds":1.0}\n' * 20_000
+    (path / METRICS).write_bytes(b"".join(data[:40]) + filler + b"".join(data[40:]))
+    (line,) = RunList(tmp_path, lambda path: False).lines()
+    assert (line.life, line.step, line.steps) == ("finished", 30, 30)
+
+
+def test_changes_are_sent_when_files_change(tmp_path: Path):
+    async def go() -> None:
+        board = board_of(tmp_path)
+        changes = _changes(board, ["late"])
+        assert (await anext(changes))["runs"] == []
+        write_run(tmp_path / "late", end=False)
+        said = await anext(changes)
+        assert [one["name"] for one in said["runs"]] == ["late"] and said["opened"]["late"]["read"] == 1.0
+        board.closed = True
+        assert [one async for one in changes] == []
+
+    asyncio.run(go())
+
+
+# -- over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_no_file_from_elsewhere(client: TestClient):
+    page = client.get("/")
+    named = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert all(one.startswith(("/static/", "data:")) for one in named)
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for name in FILES:
+        answer = client.get(f"/static/{name}")
+        assert answer.status_code == 200 and answer.content
+        assert "//cdn" not in answer.text and "https://" not in answer.text.replace(
+            "https://github.com/leeoniya/uPlot", ""
+        )
+    assert all(one.removeprefix("/static/") in FILES for one in named if one.startswith("/static/"))
+    imported = set(re.findall(r'from "/static/([^"]+)"', client.get("/static/board.js").text))
+    assert imported and imported <= set(FILES)
+
+
+def test_curves_and_table_have_the_numbers_of_the_run(client: TestClient, runs: Path):
+    rewards = [
+        json.loads(line)["reward_drawn"]
+        for line in (runs / "first" / METRICS).open()
+        if '"fact":"StepTrained"' in line[:30]
+    ]
+    asked = {"run": ["first", "second"], "metric": "reward/drawn", "points": 100}
+    answer = client.get("/api/curves", params=asked).json()
+    assert answer["curves"]["reward/drawn"]["first"] == {"x": [float(one) for one in range(1, 31)], "y": rewards}
+    assert set(answer["curves"]["reward/drawn"]) == {"first", "second"}
+    few = client.get("/api/curves", params=asked | {"points": 10, "from": 4, "to": 23}).json()["curves"][
+        "reward/drawn"
+    ]["first"]
+    assert few["x"] == [4.5 + 2 * place for place in range(10)]
+    assert few["high"][0] == max(rewards[3:5]) and few["low"][0] == min(rewards[3:5])
+    table = client.get("/api/csv", params={"run": "first", "metric": "reward/drawn"}).text.splitlines()
+    assert table[0] == "run,step,minutes,tokens,reward/drawn" and len(table) == 31
+    assert [float(line.split(",")[-1]) for line in table[1:]] == rewards
+    assert client.get("/api/metrics", params={"run": "first"}).json()["reward/drawn"] == {"first": rewards[-1]}
+
+
+def test_only_settings_that_differ_are_compared(client: TestClient):
+    html = client.get("/api/differences", params={"run": ["first", "second"]}).text
+    assert cells(html, "setting") == ["seed", "train.lr"] and cells(html, "second") == ["1", "3e-05"]
+
+
+def test_parts_are_those_of_the_report(client: TestClient, runs: Path):
+    from headrace.observe.report.data import load
+    from headrace.observe.report.page import accounting, pools
+
+    data = load(runs / "first")
+    assert client.get("/api/part", params={"run": "first", "part": "accounting"}).text == accounting(data)
+    assert client.get("/api/part", params={"run": "first", "part": "pools"}).text == pools(data)
+    for part, words in (
+        ("overview", "Policy identity"),
+        ("drawn", "Lag of the trained tokens"),
+        ("warnings", "killed by signal 9"),
+        ("setup", "lr = 1e-5"),
+    ):
+        assert words in client.get("/api/part", params={"run": "first", "part": part}).text
+
+
+def test_rollouts_are_filtered_by_numbers_and_words_and_paged(client: TestClient):
+    everything = rollouts(client)
+    assert everything["candidates"] == 120 and everything["shown"] == 12 and everything["following"] == 3
+    wrong = rollouts(client, most=0.5)
+    assert set(cells(wrong["html"], "reward")) == {"0"}
+    old = rollouts(client, lag=1)
+    assert set(cells(old["html"], "lag")) == {"1"}
+    early = rollouts(client, to=2, order="oldest")
+    assert set(cells(early["html"], "step")) <= {"1", "2"} and early["candidates"] == 8
+    cut = rollouts(client, cut=1)
+    assert "length" in str(cut["html"]) and "<small>stop</small>" not in str(cut["html"])
+    one = rollouts(client, ticket=119)
+    assert one["candidates"] == 1 and set(tickets(one["html"])) == {"119"}
+    found = rollouts(client, words="THE ANSWER is <b>")
+    assert "The answer is &lt;b&gt;" in str(found["html"]) and "<b>" not in str(found["html"])
+    failed = rollouts(client, failed=1)
+    assert "ZeroDivisionError: division by zero" in str(failed["html"])
+    gone = rollouts(client, gone=1)
+    assert set(cells(gone["html"], "outcome")) == {"dropped", "failed"}
+    nothing = rollouts(client, words="no such words")
+    assert nothing["shown"] == 0 and "No rollout fulfils" in str(nothing["html"])
+
+
+def test_pages_of_rollouts_have_every_rollout_once(client: TestClient):
+    seen, start = [], 0
+    while start is not None:
+        answer = rollouts(client, start=start, least=0.5)
+        seen += list(zip(cells(answer["html"], "step"), tickets(answer["html"]), strict=True))
+        start = answer["following"]  # type: ignore[assignment]
+    table = FollowedRun(Path(str(client.app.state.board.directory)) / "first")  # type: ignore[attr-defined]
+    table.catch_up(60)
+    assert len({ticket for _, ticket in seen}) == len(table.numbers.groups.find(Wanted(rewards=(0.5, np.inf))))
+
+
+def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "first", tmp_path / "first")
+    journal = tmp_path / "first" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    damaged, whole, *_ = dict.fromkeys(tickets(rollouts(client)["html"]))
+    place = next(i for i, line in enumerate(lines) if f'"group":{{"ticket":{damaged},'.encode() in line[:160])
+    lines[place] = lines[place].replace(b'"stop":"', b'"stop":"#', 1)
+    journal.write_bytes(b"".join(lines)[:-20])
+    other = TestClient(make_board_app(board_of(tmp_path)), base_url="http://localhost")
+    assert "1 group cannot be found in journal.jsonl" in str(rollouts(other, ticket=damaged)["html"])
+    assert rollouts(other, ticket=whole)["shown"]
+    journal.unlink()
+    assert "cannot be found" in str(
+        rollouts(TestClient(make_board_app(board_of(tmp_path)), base_url="http://localhost"))["html"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/part?run=../first&part=setup", 404, "there is no run ../first"),
+        ("/api/part?run=/etc&part=setup", 404, "there is no run /etc"),
+        ("/api/part?run=first&part=passwords", 404, "part must be one of overview"),
+        ("/api/part?part=setup", 400, "give 1 to 1 of run"),
+        ("/static/../board_routes.py", 404, ""),
+        ("/static/..%2fboard_routes.py", 404, ""),
+        ("/static/index.htm", 404, "no such file"),
+        ("/api/curves?run=first", 400, "give 1 to 64 of metric"),
+        ("/api/curves?run=first&metric=a&from=x", 400, "from is not a number: x"),
+        ("/api/curves?run=first&metric=a&to=nan", 400, "to is not a number"),
+        ("/api/curves?run=first&metric=a&points=1", 400, "points must be 2 to"),
+        ("/api/rollouts?run=first&order=random", 400, "order must be one of newest"),
+        ("/api/rollouts?run=first&lag=1e999", 400, "lag is not a number"),
+        ("/api/nothing", 404, ""),
+    ],
+)
+def test_bad_questions_are_refused_with_a_sentence(client: TestClient, path: str, status: int, words: str):
+    answer = client.get(path)
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
+
+
+def test_without_a_token_only_this_machine_is_answered(runs: Path):
+    app = make_board_app(board_of(runs))
+    assert TestClient(app, base_url="http://localhost:8420").get("/").status_code == 200
+    assert TestClient(app, base_url="http://elsewhere.example").get("/").status_code == 403
+
+
+def test_a_token_is_given_once_in_the_address_and_kept_in_a_cookie_that_does_not_hold_it(runs: Path):
+    app = make_board_app(board_of(runs), TOKEN)
+    client = TestClient(app, base_url="http://elsewhere.example")
+    assert client.get("/api/metrics?run=first").status_code == 401
+    assert client.get("/static/board.js").status_code == 401
+    asked = client.get("/")
+    assert asked.status_code == 401 and "<form" in asked.text
+    assert client.get("/?token=wrong", follow_redirects=False).status_code == 401
+    entered = client.get(f"/?token={TOKEN}", follow_redirects=False)
+    assert entered.status_code == 303 and entered.headers["location"] == "/"
+    cookie = entered.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and TOKEN not in cookie
+    assert client.get("/").status_code == client.get("/api/metrics?run=first").status_code == 200
+    client.cookies.clear()
+    assert client.get("/api/metrics?run=first", headers={"Cookie": "headrace_board=wrong"}).status_code == 401
+    assert client.get("/api/metrics?run=first", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["board", *arguments]) == cli.BAD_INPUT
+    return capsys.readouterr().err
+
+
+def test_what_the_command_refuses(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert "no directory: name the one that holds your runs" in refused(capsys, str(tmp_path / "none"))
+    assert "can read the prompts and completions of all runs; give it --token-file" in refused(
+        capsys, str(runs), "--host", "0.0.0.0"
+    )
+    (tmp_path / "short").write_text("short")
+    (tmp_path / "short").chmod(0o600)
+    assert "use at least 16" in refused(capsys, str(runs), "--token-file", str(tmp_path / "short"))
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert "choose another port" in refused(capsys, str(runs), "--port", port)
+
+
+def test_the_board_of_a_run_lives_as_long_as_the_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with beside(runs, True):
+        said = capsys.readouterr().out
+        place = re.search(r"http://([\d.]+):(\d+)", said)
+        assert place and "2 runs of" in said
+        assert b"headrace board" in urllib.request.urlopen(place[0], timeout=60).read()
+    with pytest.raises(OSError), socket.create_connection((place[1], int(place[2])), timeout=5):
+        pass
+    with beside(tmp_path / "new" / "runs", True):
+        assert "no run yet of" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()

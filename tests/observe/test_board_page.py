@@ -1,0 +1,220 @@
+"""The board's page in a real browser: what a person clicks and presses, and what is then seen."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from headless import MISSING, Headless
+from test_board import board_of, write_run
+
+from headrace.observe.board.board_routes import make_board_app
+from headrace.web.server import address_of, bind, make_server
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+CHARTS = "[...document.querySelectorAll('.live-chart')].filter((one) => one.querySelector('canvas')).map((one) => one.dataset.metric)"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "first", config="[train]\nlr = 1e-5\n")
+    write_run(root / "second", seed=1, end=False, config="[train]\nlr = 3e-5\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def place(runs: Path) -> Iterator[str]:
+    board, sock = board_of(runs), bind("127.0.0.1", 0)
+    server = make_server(make_board_app(board))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    thread.start()
+    yield address_of(sock)
+    board.closed = server.should_exit = True
+    thread.join()
+    sock.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Headless]:
+    browser = Headless()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(shared: Headless) -> Iterator[Headless]:
+    """It complains about nothing."""
+    shared.size(1200, 900)
+    shared.prefers("light")
+    shared.open("about:blank")
+    shared.errors.clear()
+    yield shared
+    assert shared.errors == []
+
+
+def opened(browser: Headless, place: str, view: str) -> None:
+    browser.open("about:blank")
+    browser.open(f"{place}/#{view}")
+    browser.wait("document.querySelector('.run.here') && document.querySelector('#view > div > *')")
+
+
+def test_a_run_is_drawn_without_a_question_and_two_are_compared(browser: Headless, place: str):
+    browser.open(place)
+    browser.wait(f"{CHARTS}.includes('reward/drawn')")
+    names = "[...document.querySelectorAll('.run')].map((one) => one.dataset.name)"
+    assert sorted(browser.evaluate(names)) == ["first", "second"]
+    assert browser.evaluate("document.querySelectorAll('.run .swatch[aria-pressed=true]').length") == 1
+    browser.evaluate("document.querySelector('.swatch[aria-pressed=false]').click()")
+    browser.wait("document.querySelector('.differences')")
+    assert "train.lr" in browser.evaluate("document.querySelector('.differences').innerText")
+    browser.wait("document.querySelector('[data-metric=\"reward/drawn\"] .legend').innerText.includes('second')")
+    assert browser.evaluate("new URLSearchParams(location.hash.slice(1)).getAll('runs').length") == 2
+
+
+def test_a_link_opens_at_the_same_view(browser: Headless, place: str):
+    opened(
+        browser, place, "run=first&runs=first&runs=second&over=minutes&window=5&metrics=train%2Fkl&metrics=lag%2Fmean"
+    )
+    browser.wait(f"{CHARTS}.length == 2")
+    assert browser.evaluate(CHARTS) == ["train/kl", "lag/mean"]
+    assert browser.evaluate("[document.getElementById('over').value, document.getElementById('window').value]") == [
+        "minutes",
+        "5",
+    ]
+    opened(browser, place, "run=first&runs=first&over=lag%2Fmean&metrics=train%2Fkl")
+    browser.wait(f"{CHARTS}.length == 1")
+    assert browser.evaluate("document.getElementById('over').value") == "lag/mean"
+
+
+def test_dragging_over_a_curve_zooms_all_of_them(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&metrics=train%2Fkl&metrics=lag%2Fmean")
+    browser.wait(f"{CHARTS}.length == 2")
+    left, top, width = browser.evaluate(
+        "(({left, top, width}) => [left, top, width])(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    browser.drag((left + 0.25 * width, top + 60), (left + 0.5 * width, top + 60))
+    browser.wait("location.hash.includes('from=')")
+    low, high = browser.evaluate(
+        "['from', 'to'].map((one) => Number(new URLSearchParams(location.hash.slice(1)).get(one)))"
+    )
+    assert 7 < low < 9.5 and 14 < high < 17  # of steps 1 to 30
+    browser.press("z")
+    browser.wait("!location.hash.includes('from=')")
+
+
+def test_a_chart_is_saved_as_a_picture(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&metrics=train%2Fkl")
+    browser.wait(f"{CHARTS}.length == 1")
+    browser.evaluate(
+        "HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; };"
+        "document.querySelector('.live-chart .buttons button').click()"
+    )
+    name, data = browser.evaluate("window.saved")
+    png = base64.b64decode(data.partition(",")[2])
+    width, height = struct.unpack(">II", png[16:24])
+    assert name == "train-kl.png" and png[:8] == b"\x89PNG\r\n\x1a\n" and width > 300 and height > 200
+    assert len(png) > 2000, "an empty picture"
+
+
+def test_rollouts_are_searched_and_their_tokens_coloured(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&tab=samples")
+    browser.wait("document.querySelector('.rollouts')")
+    browser.evaluate(
+        "(() => { const field = document.querySelector('.sieve [name=most]'); field.value = '0.5';"
+        "field.dispatchEvent(new Event('change', { bubbles: true })); })()"
+    )
+    rewards = "[...document.querySelectorAll('.rollouts td[data-head=reward]')].map((one) => one.firstChild.data)"
+    browser.wait(f"{rewards}.length && {rewards}.every((one) => one == '0')")
+    assert "most%3D0.5" in browser.evaluate("location.hash")
+    before = browser.evaluate("document.querySelectorAll('.rollouts tbody tr').length")
+    browser.evaluate("document.querySelector('.more-line button').click()")
+    browser.wait(f"document.querySelectorAll('.rollouts tbody tr').length > {before}")
+
+
+def test_tokens_take_the_colour_that_is_chosen(browser: Headless, place: str):
+    """The synthetic run has no tokenizer, so the rows of the report are made here with one."""
+    opened(browser, place, "run=first&runs=first&tab=setup")
+    colours = browser.evaluate(
+        "(() => { const part = document.createElement('div');"
+        "part.innerHTML = '<select class=colour-by><option>lag<option>surprise<option>advantage</select><div class=\"text tokens\">'"
+        "+ '<i class=lag0 data-p=-4.0 data-a=-1>a</i><i class=lag0 data-p=0.0 data-a=0.5>b</i><i class=between>c</i></div>';"
+        "document.body.append(part); setUp(part); const choice = part.querySelector('select'), found = [];"
+        "for (const how of ['surprise', 'advantage', 'lag']) { choice.value = how; choice.onchange();"
+        "found.push([...part.querySelectorAll('i')].map((one) => one.style.background)); } return found; })()"
+    )
+    assert "var(--c2) 100%" in colours[0][0] and "var(--c2) 0%" in colours[0][1]
+    assert "var(--bad) 100%" in colours[1][0] and "var(--good) 50%" in colours[1][1]
+    assert colours[2] == ["", "", ""] and [one[2] for one in colours] == ["", "", ""]
+
+
+def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):
+    browser.open(place)
+    browser.wait(f"{CHARTS}.length")
+    names = browser.evaluate("[...document.querySelectorAll('.run')].map((one) => one.dataset.name)")
+    here = "document.querySelector('.run.here').dataset.name"
+    assert browser.evaluate(here) == names[0]
+    browser.press("j")
+    browser.wait(f"{here} == '{names[1]}'")
+    browser.press("s")
+    browser.wait("location.hash.includes('window=5')")
+    browser.press("4")
+    browser.wait("document.querySelector('.gantt')")
+    browser.evaluate("document.querySelector('.gantt [data-do=all]').click()")
+    whole = browser.evaluate("document.querySelector('.gantt-svg').viewBox.baseVal.width")
+    browser.evaluate("document.querySelector('.gantt [data-do=in]').click()")
+    assert browser.evaluate("document.querySelector('.gantt-svg').viewBox.baseVal.width") == pytest.approx(whole / 2)
+    browser.press("t")
+    assert browser.evaluate("document.documentElement.dataset.theme") == "dark"
+    browser.press("?")
+    assert browser.evaluate("document.getElementById('help').open") is True
+
+
+@pytest.mark.parametrize("tab", ["curves", "overview", "samples", "pools", "drawn", "accounting", "warnings", "setup"])
+def test_nothing_is_wider_than_a_phone(browser: Headless, place: str, tab: str):
+    browser.size(390, 800, phone=True)
+    opened(browser, place, f"run=first&runs=first&runs=second&tab={tab}")
+    browser.wait(
+        "!document.querySelector('#view .empty') || document.querySelector('#view .empty').innerText != 'Reading …'"
+    )
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_what_a_model_writes_runs_no_script(browser: Headless, place: str, runs: Path):
+    evil = write_run(
+        runs / "<img src=x onerror=window.evil=1>", seed=2, config="note = '<script>window.evil = 1</script>'\n"
+    )
+    try:
+        opened(browser, place, "tab=setup")
+        browser.wait("document.querySelectorAll('.run').length == 3")
+        browser.evaluate(
+            "[...document.querySelectorAll('.run')].find((one) => one.dataset.name.startsWith('<')).click()"
+        )
+        browser.wait("document.querySelector('#view pre')")
+        assert browser.evaluate("window.evil") is None
+    finally:
+        for path in evil.iterdir():
+            path.unlink()
+        evil.rmdir()
+
+
+def test_a_run_that_appears_grows_and_ends_is_seen_without_a_reload(browser: Headless, place: str, runs: Path):
+    opened(browser, place, "run=first&runs=first&tab=overview")
+    late = write_run(runs / "late", seed=3)
+    data = (late / "metrics.jsonl").read_bytes()
+    (late / "metrics.jsonl").write_bytes(data[: len(data) // 2])
+    row = "[...document.querySelectorAll('.run')].find((one) => one.dataset.name == 'late')"
+    browser.wait(row)
+    browser.evaluate(f"{row}.click()")
+    browser.wait("document.querySelector('#view .meta')?.innerText.includes('of 30')")
+    with io.FileIO(late / "metrics.jsonl", "ab") as file:
+        file.write(data[len(data) // 2 :])
+    browser.wait("document.querySelector('#view .meta')?.innerText.includes('step 30 of 30')")
+    browser.wait("[...document.querySelectorAll('.toast')].some((one) => one.innerText.includes('late'))")

@@ -1,0 +1,63 @@
+"""Runs whose vLLM 0.32, the real one on the CPU, fetches weights over HTTP by headrace's transfer engine, at vLLM's public extension point."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from real_vllm import MARKS, PYTHON, config_for, save_llama
+from tiny_run import Config, of
+
+import headrace
+from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive
+
+pytestmark = MARKS
+
+ENTRY = "[vllm.general_plugins]\nheadrace = headrace.weight_sync.in_vllm.register:register\n"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+
+
+def with_headrace(directory: Path) -> Path:
+    """vLLM's interpreter as if headrace were installed beside it: with its entry point and the packages that it needs there."""
+    site = directory / "site"
+    metadata = site / "headrace-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY)
+    for package in ("xxhash", "zstandard"):
+        found = importlib.util.find_spec(package)
+        assert found and found.origin
+        (site / package).symlink_to(Path(found.origin).parent)
+    python = directory / "python"
+    repository = Path(headrace.__file__).parent.parent
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site}:{repository} exec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def run(directory: Path, config: Config) -> list[WeightsLive]:
+    config["engine"] |= {"python": str(with_headrace(directory)), "dtype": "bfloat16"}
+    config["train"] |= {"steps": 4}
+    assert headrace.train(config).reason == "finished"
+    (ended,) = of(directory / "runs" / "tiny", RunEnded)
+    probes = of(directory / "runs" / "tiny", IdentityChecked)
+    assert ended.accounting.balance() == 0 and all(one.ok for one in probes)
+    assert {one.version for one in probes} == set(range(5)), "every version is probed"
+    return of(directory / "runs" / "tiny", WeightsLive)
+
+
+def test_full_copies_and_differences(llama: Path, tmp_path: Path) -> None:
+    ways = {"kind": "http", "encoding": "delta", "anchor_every": 2}
+    live = run(tmp_path, config_for(tmp_path, llama, weight_sync=ways, train={"learning_rate": 1e-5}))
+    assert ["base" in one.update.where for one in live] == [False, True, True, False, True]
+
+
+def test_an_adapter(llama: Path, tmp_path: Path) -> None:
+    tables = {"weight_sync": {"kind": "http"}, "lora": {"rank": 4}, "train": {"learning_rate": 1e-2}}
+    live = run(tmp_path, config_for(tmp_path, llama, **tables))
+    assert [one.update.kind for one in live] == ["full", *["adapter"] * 5]
