@@ -109,9 +109,8 @@ class Care:
 
     async def _may_enter(self) -> bool:
         """Waits until the member is held as the fleet is, and answers. Returns whether it computes what the trainer does."""
-        await (
-            self._member.engine.resume()
-        )  # one that is held answers no probe, and nobody else may be there to end the drain
+        # One that is held answers no probe, and nobody else may be there to end the drain.
+        await self._member.engine.resume()
         self._member.held = ""
         like = await self._is_like_the_trainer()
         await self._hold()
