@@ -23,6 +23,7 @@ from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
+from headrace.commands.running import worker_command as working
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
@@ -269,6 +270,8 @@ def _parser() -> argparse.ArgumentParser:
     pooling.add_arguments(_command(commands, "pool", pooling.pool, pooled))
     handed = "where a run hands out rollouts to agents, and a command that plays them"
     handing.add_arguments(_command(commands, "gateway", handing.gateway, handed))
+    offered = "offer this machine's process to a run, wherever it runs"
+    working.add_arguments(_command(commands, "worker", working.worker, offered))
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(

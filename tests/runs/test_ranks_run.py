@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from tiny_run import Config, of, ranks_of, tiny_config, when_step
@@ -59,6 +62,35 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
     assert (undisturbed / "logs" / "trainer-rank-0.log").exists() and (
         undisturbed / "logs" / "trainer-rank-1.log"
     ).exists()
+
+
+@pytest.fixture(scope="module")
+def tiny_mixture(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-mixture")
+    vocabulary = json.loads((tiny_tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+    tiny_models.make("qwen3_moe", vocab_size=len(vocabulary)).save_pretrained(directory)
+    shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
+    return directory
+
+
+@pytest.mark.slow
+def test_a_mixture_whose_experts_lie_whole_on_two_ranks_learns_what_one_rank_does(
+    tiny_mixture: Path, tmp_path: Path
+) -> None:
+    """Routes that the engine recorded travel with tokens to the ranks of their experts."""
+    directories = []
+    for name, ranks in (("whole", {"shard": 2, "expert": 2}), ("one", {})):
+        config = config_of(tmp_path, tiny_mixture, name, parallel=ranks)
+        config["rollout"]["keep_routing"] = True
+        assert headrace.train(config).reason == "finished"
+        directories.append(Path(config["out"]) / name)
+    two, one = directories
+    for step, other in zip(of(two, StepTrained), of(one, StepTrained), strict=True):
+        assert step.report.loss_tokens == other.report.loss_tokens and step.report.missing_routes == 0
+        assert step.report.grad_norm == pytest.approx(other.report.grad_norm, rel=1e-3)
+    expected = final(one)
+    for name, tensor in final(two).items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
 
 
 def test_a_replay_on_the_same_ranks_is_bit_for_bit(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
