@@ -23,6 +23,7 @@ from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
+from headrace.commands.running import worker_command as working
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def _fitted(line: str) -> list[str]:
         return [line]
     width = shutil.get_terminal_size().columns
     indent = " " * len("headrace: ")
-    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
-        line
-    ]
+    lines = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines or [line]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -222,9 +222,8 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
-        if not (
-            run.reward.given or run.teachers or run.environment.rewards
-        ):  # a command takes no function, unlike `headrace.train`
+        # A command takes no function, unlike `headrace.train`.
+        if not (run.reward.given or run.teachers or run.environment.rewards):
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
                 "passed from Python are not in the config"
@@ -262,13 +261,14 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
     _add_plan(commands)
-    serving.add_arguments(
-        _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
-    )
+    served = "the native engine behind HTTP, and new weights into it"
+    serving.add_arguments(_command(commands, "serve", serving.serve, served))
     pooled = "the engines of a running run: show them, add one, remove one"
     pooling.add_arguments(_command(commands, "pool", pooling.pool, pooled))
     handed = "where a run hands out rollouts to agents, and a command that plays them"
     handing.add_arguments(_command(commands, "gateway", handing.gateway, handed))
+    offered = "offer this machine's process to a run, wherever it runs"
+    working.add_arguments(_command(commands, "worker", working.worker, offered))
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(
@@ -289,14 +289,13 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
     one.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
-    one.add_argument(
+    how = one.add_mutually_exclusive_group()
+    how.add_argument(
         "--dry-run",
         action="store_true",
         help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
     )
-    one.add_argument(
-        "--board", action="store_true", help="show the run in the browser while it trains (headrace board)"
-    )
+    how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
 
 
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,6 @@ Settings come from a TOML file and `--set section.setting=value`. Nothing here i
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from headrace.environments.config import EnvironmentConfig, chat_problems, turn_
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
+from headrace.native.cores import available_cores, core_problems
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.rollouts.branching import fork_problems
 from headrace.rollouts.partial import PartialConfig, partial_problems
@@ -35,12 +35,19 @@ from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_prob
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
-from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
+from headrace.settings.process_config import (
+    CheckpointConfig,
+    ChosenConfig,
+    EvalConfig,
+    OrchestrationConfig,
+    WatchConfig,
+    joining_problems,
+)
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
 from headrace.trainer.parallel import parallel_problems
-from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
+from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -70,6 +77,7 @@ class RunConfig:
     """Several adapters trained at once on one base. Each has settings of its own, on top of the run's."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    orchestration: OrchestrationConfig = Field(default_factory=OrchestrationConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     partial: PartialConfig = Field(default_factory=PartialConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -96,7 +104,8 @@ class RunConfig:
     def ends(self) -> WeightEnds:
         """The ends of the way of weights."""
         server = self.engine.kind if self.engine.is_server else ""
-        return WeightEnds(server, bool(self.adapters or self.lora.served_name))
+        joined = self.orchestration.host if self.orchestration.joins else ""
+        return WeightEnds(server, bool(self.adapters or self.lora.served_name), joined)
 
     @property
     def longest_rollout(self) -> int:
@@ -157,9 +166,15 @@ def check(config: RunConfig) -> list[str]:
             config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
         ),
         *_length_problems(config),
-        *_core_problems(config),
+        *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
+        *joining_problems(
+            config.orchestration,
+            server=config.ends.server,
+            cores=config.engine.cores,
+            reached_at=reached_at(config.weight_sync, config.ends),
+        ),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -267,24 +282,6 @@ def _fork_problems(config: RunConfig) -> Iterator[str]:
     )
 
 
-def _core_problems(config: RunConfig) -> list[str]:
-    engine, train = set(config.engine.cores), set(config.train.cores)
-    problems = []
-    shared = sorted(engine & train)
-    if shared:
-        problems.append(
-            f"engine.cores and train.cores both claim {shared}, where each would slow the other down; give each cores of "
-            "its own, or leave both empty to share all of them"
-        )
-    present = available_cores()
-    for name, cores in (("engine", engine), ("train", train)):
-        if cores - present:
-            problems.append(
-                f"{name}.cores names {sorted(cores - present)}, which this process may not use; it may use {sorted(present)}"
-            )
-    return problems
-
-
 def _teacher_problems(config: RunConfig) -> Iterator[str]:
     algo, rollout = config.algo, config.rollout
     yield from teacher_problems(
@@ -373,13 +370,6 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
                     yield f"the adapter {run.name} sets {section}.{name}, which is one for all adapters; set it for the run"
         held_up = partial_problems(run.partial, adapter=False, several=True)
         yield from (f"the adapter {run.name}: {problem}" for problem in [*check(run), *held_up])
-
-
-def available_cores() -> set[int]:
-    """Returns the CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 # --- sources -----------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import algorithm_of
-from headrace.config import RunConfig, available_cores, config_of_run, read_config
+from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
+from headrace.native.cores import available_cores
 from headrace.orchestration.build import plan_of
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.pools import trainer_start

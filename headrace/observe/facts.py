@@ -262,6 +262,18 @@ class WorkerLost(Fact, frozen=True):
     requests_reissued: int = 0
 
 
+class WorkerJoined(Fact, frozen=True):
+    """A worker that was started elsewhere took a seat of the run."""
+
+    who: str
+    """The seat: `engine`, `engine 2`."""
+    host: str
+    """Name of its machine."""
+    pid: int
+    address: str
+    """The address from which it connected."""
+
+
 class Waited(Fact, frozen=True):
     """A named wait is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
 
@@ -353,6 +365,7 @@ AnyFact = (
     | Evaluated
     | CheckpointSaved
     | WorkerLost
+    | WorkerJoined
     | Waited
     | Warned
     | Planned

@@ -33,6 +33,7 @@ from headrace.observe.facts import (
     Waited,
     Warned,
     WeightsLive,
+    WorkerJoined,
     WorkerLost,
 )
 from headrace.reports import TrainReport
@@ -102,6 +103,7 @@ MetricsFact = (
     | Evaluated
     | CheckpointSaved
     | WorkerLost
+    | WorkerJoined
     | Waited
     | Warned
     | Planned

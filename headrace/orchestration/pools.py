@@ -16,6 +16,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.needs import check_needs, check_parity
+from headrace.orchestration.seats import open_seats
 from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
@@ -40,6 +41,8 @@ class Pools:
     """Whether the processes are shared by several pipelines. `close` then leaves them running; their owner closes them."""
     turns: Turns = field(default_factory=Turns)
     """The trainer's time, which all pipelines that share it take in turns."""
+    ending: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """The last that is closed, after the workers."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
@@ -71,6 +74,7 @@ class Pools:
         await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
         for transport in self.transports:
             transport.close()
+        await self.ending.aclose()
 
 
 async def open_pools(
@@ -85,8 +89,10 @@ async def open_pools(
             transports.append(open_transport())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
+        ending = await undo.enter_async_context(AsyncExitStack())
+        engines = await ending.enter_async_context(open_seats(config, model_dir, launcher, telemetry))
         starting = start_engine(
-            config, model_dir=model_dir, launcher=launcher, transport=transports[0], logs=logs, telemetry=telemetry
+            config, model_dir=model_dir, launcher=engines, transport=transports[0], logs=logs, telemetry=telemetry
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)
@@ -99,6 +105,7 @@ async def open_pools(
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
         check_parity(engine.capabilities, ready.arithmetic, config)
+        ending = ending.pop_all()
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
     return Pools(
@@ -108,6 +115,7 @@ async def open_pools(
         transports=transports,
         trainer_dtype=ready.dtype,
         shadow=shadow,
+        ending=ending,
     )
 
 

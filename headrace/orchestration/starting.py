@@ -28,11 +28,11 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
-from headrace.orchestration.workers.build import open_files, open_http, open_transport
+from headrace.orchestration.workers.build import open_files, open_http, open_tcp, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
-from headrace.weight_sync.config import way_of
+from headrace.weight_sync.config import reached_at, way_of
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weights import Manifest
 
@@ -55,6 +55,8 @@ def transport_of(config: RunConfig, logs: Path) -> Transport:
     way = way_of(config.weight_sync, config.ends)
     if way.kind == "http":
         return open_http(config.weight_sync.form, config.weight_sync.host)
+    if config.ends.joined:
+        return open_tcp(config.weight_sync.form, reached_at(config.weight_sync, config.ends))
     if way.kind != "files":
         return open_transport(way.kind, config.weight_sync.form)
     shared = config.engine.shared_dir
@@ -75,6 +77,9 @@ def start_engine(
     """`logs`: the directory for what processes print."""
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
+        if config.orchestration.joins:  # its machine has cores of its own
+            threads = 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
+            one = dataclasses.replace(one, threads=threads)
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
             return _server(

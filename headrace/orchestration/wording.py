@@ -54,6 +54,9 @@ def _engine(config: RunConfig, path: str) -> str:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
+    if config.orchestration.joins:
+        count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
+        return f"{count} of other machines, joining at {config.orchestration.listen}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"

@@ -27,6 +27,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(engine := tree.get("engine"), dict):
         named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
         changed["engine"] = {**engine, **named, **_python_path(engine, base)}
+    if isinstance(place := tree.get("orchestration"), dict):
+        files = {k: _absolute(place[k], base) for k in ("token_file", "cert", "key") if _names_file(place.get(k))}
+        changed["orchestration"] = {**place, **files}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):

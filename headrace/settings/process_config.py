@@ -1,6 +1,9 @@
-"""Settings of the run as a whole: checkpoints, evaluation, deadlines of waits."""
+"""Settings of the run as a whole: checkpoints, evaluation, deadlines of waits, and who starts its workers."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -74,3 +77,84 @@ class WatchConfig:
                 "without a warning; lower the first or raise the second"
             )
         return self
+
+
+WILDCARDS = ("0.0.0.0", "::", "")
+"""Hosts that stand for every address of a machine. Nobody can connect to them."""
+
+
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""Hosts that only this machine reaches."""
+
+
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
+class OrchestrationConfig:
+    """The place from which the run's engines come, and how they reach it (docs/cluster.md)."""
+
+    kind: Literal["local", "join"] = "local"
+    """local: the run starts its workers as child processes. join: its engines are started elsewhere, on any machine, with `headrace worker`,
+    and connect to the run; the trainer stays a child process."""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT at which the run listens for workers, with kind = "join". Only this machine reaches the default; port 0 is any free one."""
+    token_file: str = ""
+    """File that holds the token which workers must know. Only its owner may read it."""
+    cert: str = ""
+    """File with the certificate of the run's side (PEM), which switches TLS on. Workers check it with `--ca`."""
+    key: str = ""
+    """File with the private key of `cert` (PEM)."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> OrchestrationConfig:
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f'orchestration.listen = "{self.listen}" is not HOST:PORT, such as 10.0.0.5:7400')
+        if self.kind == "local":
+            for name in ("listen", "token_file", "cert", "key"):
+                if getattr(self, name) != getattr(OrchestrationConfig, name):
+                    raise ValueError(
+                        f'orchestration.{name} is about workers that join; set orchestration.kind = "join", or remove it'
+                    )
+        elif not self.token_file:
+            raise ValueError(
+                'orchestration.kind = "join" needs orchestration.token_file: a file with a secret that workers know too '
+                "(umask 077; openssl rand -hex 32 > FILE)"
+            )
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("orchestration.cert and orchestration.key belong together; set both, or none")
+        return self
+
+    @property
+    def joins(self) -> bool:
+        return self.kind == "join"
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.listen.rpartition(":")[2])
+
+
+def joining_problems(
+    config: OrchestrationConfig, *, server: str, cores: Collection[int], reached_at: str
+) -> Iterator[str]:
+    """Yields a sentence for each setting that does not go with engines that join. `server`: `engine.kind` if that is a server.
+    `reached_at`: the address at which engines fetch weights."""
+    if not config.joins:
+        return
+    if server:
+        yield (
+            f'orchestration.kind = "join" is for headrace\'s own engine, and engine.kind = "{server}" is a server, which runs reach by '
+            "engine.urls; remove one of them"
+        )
+    if cores:
+        yield (
+            "engine.cores are cores of this machine, and the engines that join have their own; remove it, and start headrace worker under "
+            "taskset"
+        )
+    if not server and reached_at in WILDCARDS:
+        yield (
+            f'orchestration.listen = "{config.listen}" stands for every address of this machine; set weight_sync.host to the one at which '
+            "engines fetch weights"
+        )

@@ -2,4 +2,5 @@
 
 Read `limits.py`, `errors.py` (refusals and their status), `bodies.py` (bodies of requests), `unserved.py` (fields that are refused),
 `sending.py` (answers and streams; a client that leaves), `guard.py` (who may send requests), `server.py` (a port and its server).
+`tls.py` is TLS for connections that are not HTTP.
 """

@@ -38,8 +38,8 @@ class WeightSyncConfig:
     anchor_every: int = Field(default=50, gt=0)
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which servers on other machines (`engine.urls`) fetch weights over http. Whoever fetches knows a token,
-    but nothing is encrypted: use a private network."""
+    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines that join over
+    tcp (default: the host of `orchestration.listen`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
 
     @property
     def form(self) -> Encoding:
@@ -53,6 +53,8 @@ class WeightEnds(NamedTuple):
     """`engine.kind` of engines behind HTTP; empty for processes of the run."""
     adapters: bool = False
     """Whether adapters are published beside a base that never changes."""
+    joined: str = ""
+    """The host at which the run listens for engines that join; empty for engines that it starts."""
 
 
 class Way(NamedTuple):
@@ -61,12 +63,19 @@ class Way(NamedTuple):
     """The reason, for people."""
 
 
+def reached_at(settings: WeightSyncConfig, ends: WeightEnds) -> str:
+    """Returns the address at which engines fetch weights from the trainer's process."""
+    return settings.host if settings.host != LOOPBACK or not ends.joined else ends.joined
+
+
 def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     """Chooses the transport."""
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
     if ends.server in FETCH and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
+    if ends.joined:
+        return Way("tcp", 'engines that join share no memory with the trainer (orchestration.kind = "join")')
     if ends.server:
         return Way("files", "an engine behind HTTP reads what the trainer writes")
     return Way("shared_memory", "trainer and engine are processes of this machine")
@@ -77,12 +86,17 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
     way = way_of(settings, ends)
     fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
     fit = fit if ends.server else ("shared_memory", "tcp", "http", "files")
+    if ends.joined and not ends.server and way.kind != "tcp":
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach engines that join (orchestration.kind = "join"); use weight_sync.kind = "tcp", '
+            "or leave it out"
+        )
     if way.kind not in fit:
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
             f'"{fit[-1]}", or leave it out'
         )
-    if settings.host != LOOPBACK and (way.kind != "http" or not ends.server):
+    if settings.host != LOOPBACK and (way.kind != "http" or not ends.server) and not ends.joined:
         yield (
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
             '= "http"), and this run has none; remove it'

@@ -225,7 +225,7 @@ def test_tokens_are_coloured_by_lag_and_say_what_is_known_of_them(tmp_path: Path
     facts = list(FactStream(steps=8).facts())
     html = report(tmp_path, facts, pieces=pieces)
     one = load(tmp_path, pieces).samples[-1]
-    cells = re.findall(r'<i class="lag(\d)[^"]*" data-tip="([^"]*)">([^<]*)</i>', html)
+    cells = re.findall(r'<i class="lag(\d)[^"]*"[^>]* data-tip="([^"]*)">([^<]*)</i>', html)
     last = cells[-len(one.tokens) :]
     assert [int(lag) for lag, _, _ in last] == list(one.lags) and last[0][2] == "&lt;b&gt;"
     assert all(f"token {i}, id {one.tokens[i]}\n" in tip for i, (_, tip, _) in enumerate(last))

@@ -50,8 +50,11 @@ from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
+from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.playing import EnvironmentKind
+from headrace.protocols import Job
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -471,6 +474,12 @@ async def of_service(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await scorer.score(Prompt("p", "", (1,)), [Episode((Turn((1,), done),))])
 
 
+async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+    telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    launcher = JoinLauncher(FakeArrivals(), telemetry)
+    await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
+
+
 HANDED_OUT = dataclasses.replace(SINGLE_TURN, players="agents that take them")
 
 STALLS: dict[tuple[str, str], Scenario] = {
@@ -496,6 +505,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
+    ("start", "an engine to join at * as *"): of_joining,
     ("start", "the first weights to be live"): of_start,
     ("start", "the *"): of_teacher_s_start,
     ("trainer", "the swap in the teacher (of the version before)"): of_self_teaching,

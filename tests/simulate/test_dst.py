@@ -99,6 +99,26 @@ PINNED = {
             Fault("full", 2, 5),
         ),
     ),
+    # a member of a fleet that came back while the fleet drained was held, and asked for a probe
+    "held": Case(
+        1630,
+        mode="drain",
+        overdue="drop",
+        groups=1,
+        group_size=3,
+        steps=6,
+        checkpoint_every=3,
+        evaluate_every=2,
+        stored=2,
+        members=2,
+        faults=(
+            Fault("power", 0, 0, 0.55),
+            Fault("kill", 1, 125, 0.07),
+            Fault("engine_slow", 1, 0, 0.5),
+            Fault("lose", 1, 20, 0.69),
+            Fault("engine_lost", 2, 383),
+        ),
+    ),
 }
 """By their names in `docs/simulation.md`."""
 

@@ -109,9 +109,13 @@ class Care:
 
     async def _may_enter(self) -> bool:
         """Waits until the member is held as the fleet is, and answers. Returns whether it computes what the trainer does."""
+        # One that is held answers no probe, and nobody else may be there to end the drain.
+        await self._member.engine.resume()
+        self._member.held = ""
+        like = await self._is_like_the_trainer()
         await self._hold()
         self._member.stats = await self._member.engine.stats()  # it has read everything that was sent before
-        return await self._is_like_the_trainer()
+        return like
 
     async def _hold(self) -> None:
         """Brings the member's admission to the state of the fleet's."""

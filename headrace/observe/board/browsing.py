@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -57,6 +57,7 @@ class Browser:
 
     def __init__(self, run_dir: Path, make_pieces: Callable[[Path], Pieces | None]) -> None:
         self._run_dir, self._make_pieces = run_dir, make_pieces
+        self._settings = settings_of(run_dir)
         self._index, self._lock = JournalIndex(run_dir), threading.Lock()
         self._pieces: Pieces | None = None
         self._tried = False
@@ -101,10 +102,6 @@ class Browser:
             fits = least <= one.reward <= most and (not question.wanted.cut or done.stop == "length")
             if fits and (in_prompt or words in _words(one)) and _oldest_lag(one, step) >= question.lag:
                 yield view_rollout(journaled, group, rollout, pieces=self._pieces, oldest=oldest)
-
-    @property
-    def _settings(self) -> Mapping[str, object]:
-        return settings_of(self._run_dir)
 
     def _note(self, missing: int, more: bool, found: bool, unfinished: bool) -> str:
         said = []

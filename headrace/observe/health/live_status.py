@@ -206,6 +206,7 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "accounting": {**msgspec.to_builtins(state.accounting), "balance": state.accounting.balance()},
         "checkpoint": _checkpoint(state),
         "waits": msgspec.to_builtins(live.waits if live else ()),
+        "joined": {who: [one.host, one.pid, one.address] for who, one in state.joined.items()},
         "members": msgspec.to_builtins(state.members),
         "deaths": [[one.t, one.who, one.how] for one in state.deaths],
         "warnings": [[one.t, one.message] for one in state.warnings],

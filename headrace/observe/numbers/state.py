@@ -28,6 +28,7 @@ from headrace.observe.facts import (
     Waited,
     Warned,
     WeightsLive,
+    WorkerJoined,
     WorkerLost,
 )
 from headrace.observe.numbers.choices import Choices
@@ -82,6 +83,8 @@ class RunState:
         self.swaps: list[WeightsLive] = []
         self.checkpoints: list[CheckpointSaved] = []
         self.deaths: list[WorkerLost] = []
+        self.joined: dict[str, WorkerJoined] = {}
+        """The newest worker of each seat that workers take from elsewhere; one that was lost is not in it."""
         self.members: Sequence[MemberSample] = ()
         """The engines of a fleet; empty where there is one engine."""
         self.moves: list[MemberMoved] = []
@@ -132,6 +135,9 @@ class RunState:
                 self.checkpoints.append(fact)
             case WorkerLost():
                 self.deaths.append(fact)
+                self.joined.pop(fact.who, None)
+            case WorkerJoined():
+                self.joined[fact.who] = fact
             case Warned():
                 self.warnings.append(fact)
             case Planned():

@@ -61,6 +61,10 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
     lines: list[Line] = [("run", _title(name, state)), ("state", [_state(status)])]
     if status.live:
         lines.append(("processes", _processes(status, status.live)))
+    if state.joined:
+        lines.append(
+            ("joined", [Text(f"{who} on {one.host} (process {one.pid})") for who, one in sorted(state.joined.items())])
+        )
     if state.started:
         lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
         lines += [

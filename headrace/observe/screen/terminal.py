@@ -23,6 +23,7 @@ from headrace.observe.facts import (
     RunEnded,
     RunStarted,
     Warned,
+    WorkerJoined,
     WorkerLost,
 )
 from headrace.observe.numbers import measures
@@ -190,6 +191,8 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             return f"checkpoint of step {fact.step}: {fact.error or f'saved in {short_time(fact.seconds)}'}"
         case WorkerLost():
             return f"WARNING the {fact.who} process {fact.how} (death {fact.deaths}, {fact.requests_reissued} requests re-issued)"
+        case WorkerJoined():
+            return f"the {fact.who} joined: process {fact.pid} on {fact.host}, from {fact.address}"
         case Warned():
             return f"WARNING {clip(fact.message, 1000)}"
         case RunEnded():

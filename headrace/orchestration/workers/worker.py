@@ -1,4 +1,5 @@
-"""The program of a worker process: `python -m headrace.orchestration.workers.worker KIND (--socket FD | --connect HOST:PORT)`.
+"""The program of a worker process: `python -m headrace.orchestration.workers.worker KIND (--socket FD | --connect HOST:PORT)`, or
+`--join HOST:PORT` for a worker that nobody waits for yet.
 
 It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
 controller leaves no orphan, not even a stopped one (`orphans.py`).
@@ -6,6 +7,7 @@ controller leaves no orphan, not even a stopped one (`orphans.py`).
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import queue
@@ -24,8 +26,10 @@ from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun, fail
-from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
+from headrace.orchestration.workers.joining.dial import dial
+from headrace.orchestration.workers.joining.greeting import LEAVE, SEAT, TOKEN
+from headrace.orchestration.workers.joining.offering import left_alone, offer, released
 from headrace.orchestration.workers.launch.child import CORES
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
@@ -48,13 +52,15 @@ def main() -> None:
     answer_signals()
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
-    end = _reach_controller(kind, how, where)
+    joined = how == "--join"
+    end = offer(where, kind) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
+    leave = left_alone if joined else functools.partial(os._exit, 0)
     inbox: queue.Queue[Frame] = queue.Queue()
-    threading.Thread(target=_read, args=(end, inbox), daemon=True).start()
+    threading.Thread(target=_read, args=(end, inbox, leave), daemon=True).start()
     try:
         {"engine": serve_engine, "trainer": serve_trainer, "shared trainer": serve_clients}[kind](end, inbox)
     except (ConnectionError, TimeoutError):
-        os._exit(0)  # the controller is gone
+        leave()
 
 
 def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
@@ -66,14 +72,16 @@ def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
         sys.exit(f"headrace: {error}")
 
 
-def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
+def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]) -> None:
     """Reads frames into the inbox. When this thread ends, the process ends: without messages it would wait for ever."""
     try:
         while (frame := end.receive()) is not None:
+            if frame.method == LEAVE:
+                released()
             inbox.put(frame)
     except BaseException:
         traceback.print_exc()
-    os._exit(0)
+    leave()
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------------

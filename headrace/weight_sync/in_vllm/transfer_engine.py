@@ -8,6 +8,8 @@ fuses and quantises them. So an update that is refused leaves the weights as the
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ class HeadraceTransferEngine(WeightTransferEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver = UnpreparedReceiver()
+        self._directories: set[Path] = set()
+        """The directories of the adapters that were written."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Does nothing. That it can be called shows the run that it is here."""
@@ -58,7 +62,9 @@ class HeadraceTransferEngine(WeightTransferEngine):
         tensors = self._receiver.receive(update)
         if update.adapter:
             manifest = self._receiver.manifest(update.adapter.name)
-            write_adapter(Path(update.where["files"]), update, manifest, tensors)
+            target = Path(update.where["files"])
+            self._directories.add(target.parent)
+            write_adapter(target, update, manifest, tensors)
             return
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors.items())
@@ -68,4 +74,8 @@ class HeadraceTransferEngine(WeightTransferEngine):
         """Does nothing: `receive_weights` has done all."""
 
     def shutdown(self) -> None:
-        """Does nothing: every connection is closed when its bytes have arrived."""
+        """Deletes the files of the adapters. Every connection was closed when its bytes had arrived."""
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+            with suppress(OSError):  # that of the run has other adapters
+                directory.parent.rmdir()

@@ -21,7 +21,10 @@ from headrace.config import load_config
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.pools import trainer_start
-from headrace.orchestration.workers.dial_in import DialInLauncher, DialInWorker, Hello, Listener, Stream, dial
+from headrace.orchestration.workers.joining.dial import dial
+from headrace.orchestration.workers.joining.dial_in import DialInLauncher, DialInWorker
+from headrace.orchestration.workers.joining.greeting import Hello
+from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.wire import (
     MAX_FRAME,
     Channel,
@@ -150,8 +153,8 @@ async def channel_to(
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     channel = Channel("engine", lambda method, payload: None, lost.set_result, silence)
     threading.Thread(target=lambda: serve(dial(listener.address, "engine", TOKEN)), daemon=True).start()
-    stream: Stream = await arrival
-    channel.open(*stream)
+    arrived = await arrival
+    channel.open(arrived.reader, arrived.writer)
     return channel, lost
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,10 @@ def test_full_copies_and_differences(llama: Path, tmp_path: Path) -> None:
     assert ["base" in one.update.where for one in live] == [False, True, True, False, True]
 
 
-def test_an_adapter(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_whose_files_are_deleted_when_the_server_ends(llama: Path, tmp_path: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
     tables = {"weight_sync": {"kind": "http"}, "lora": {"rank": 4}, "train": {"learning_rate": 1e-2}}
     live = run(tmp_path, config_for(tmp_path, llama, **tables))
     assert [one.update.kind for one in live] == ["full", *["adapter"] * 5]
+    new = set(Path(tempfile.gettempdir()).iterdir()) - before
+    assert not [one for one in new if list(one.rglob("adapter_model.safetensors"))]

@@ -1,0 +1,57 @@
+"""`headrace worker --connect HOST:PORT --token-file FILE --offers engine`: offers this machine to a run (docs/cluster.md)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.settings.secrets import read_token
+
+OFFERS = ("engine", "trainer", "scorer", "environment")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--connect", required=True, metavar="HOST:PORT", help="where the run listens (orchestration.listen)"
+    )
+    parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="holds the run's token")
+    parser.add_argument("--offers", required=True, choices=OFFERS, help="what this process would be; only engines join")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="the run's model on this machine; weights need not be there"
+    )
+    parser.add_argument(
+        "--ca", default="", metavar="FILE", help="the certificate that the run's is checked with: use TLS"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to try to reach the run (default: %(default)g)",
+    )
+
+
+def worker(arguments: argparse.Namespace) -> int:
+    """Becomes the worker: the process keeps its id. Raises ConfigError."""
+    from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN
+    from headrace.orchestration.workers.launch.child import PROGRAM, environment
+
+    if arguments.offers != "engine":
+        raise ConfigError(
+            f"--offers {arguments.offers}: only engines join a run. The trainer is a child of the run (train.parallel gives it more devices), "
+            "scorers are reached as services (reward.services), and environments as agents (headrace gateway)"
+        )
+    if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", arguments.connect):
+        raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
+    given = {
+        TOKEN: read_token(arguments.token_file, "--token-file"),
+        CA: arguments.ca,
+        MODEL: arguments.model,
+        PATIENCE: str(arguments.patience),
+    }
+    words = [sys.executable, "-m", PROGRAM, "engine", "--join", arguments.connect]
+    os.execve(sys.executable, words, environment(()) | given)

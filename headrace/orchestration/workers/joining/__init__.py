@@ -1,0 +1,26 @@
+"""Workers that connect to the controller over TCP: both ends.
+
+    controller                               worker
+    Listener.open     listens                dial       connects to HOST:PORT
+                      ◀── Hello ────────────            version of headrace, token, what it is and for which seat
+                      ─── Welcome ─────────▶            empty, or why it is turned away
+    Channel           ◀═══ frames, beats ══▶ WorkerEnd
+
+A worker that nobody has started for a seat offers itself. It is first shown the `Terms` of the run, and then waits until a seat is free:
+
+                      ─── Welcome(terms) ──▶            the run's model
+                      ◀── Agreed ───────────            the directory in which the worker has it, or why it cannot take part
+                      ─── Welcome(waiting) ▶            every few seconds, as long as all seats are taken
+                      ─── Welcome ─────────▶
+
+A connection is not trusted until its first frame was read. That frame must be small and arrive soon, and its token is compared in
+constant time. Connections that fail are refused and counted by reason.
+
+A worker that is silent for `SILENCE` seconds counts as lost, whatever the state of its TCP connection: a machine without power closes no
+connection. Both ends send beats. A worker that has not answered its first call yet (it loads a model) has `wire.WHILE_STARTING` times as
+long.
+
+Read `greeting.py` (the messages and their limits), `listener.py` (the controller's socket), `dial.py` (the worker's end), `same_model.py`
+(whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `joined.py` (the launcher of workers that were started elsewhere), `fake_arrivals.py`
+(its fake) and `dial_in.py` (workers that the run starts itself).
+"""

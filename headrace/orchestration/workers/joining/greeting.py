@@ -1,0 +1,104 @@
+"""The messages of a worker that connects, and the limits on them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.types import Struct
+
+SILENCE = 5.0
+"""Seconds of silence after which a worker counts as lost."""
+
+DESERTED = 60.0
+"""Seconds of silence after which a worker ends itself, because the controller's machine must be gone."""
+
+HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
+"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
+
+ARRIVAL = 300.0
+"""Seconds in which a started process must connect."""
+
+AGREEING = 1800.0
+"""Seconds in which a worker that offers itself must have found the model: it may fetch it."""
+
+SPARES = 64
+"""Workers that may wait for a seat."""
+
+TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
+"""Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
+
+CA, MODEL, PATIENCE = "HEADRACE_CA", "HEADRACE_MODEL", "HEADRACE_PATIENCE"
+"""Environment variables of a worker that offers itself: the options of `headrace worker`."""
+
+LEAVE = "leave"
+"""The method of the last push to a worker that offered itself: the run needs it no more."""
+
+Kind = Literal["engine", "trainer"]
+
+
+class Hello(Struct, frozen=True, tag="headrace"):
+    version: str
+    token: str
+    kind: Kind
+    seat: str = ""
+    """The place of the worker. Empty for one that offers itself: it takes any free place."""
+    host: str = ""
+    """The name of its machine."""
+    pid: int = 0
+
+
+class Terms(Struct, frozen=True):
+    """The model of a run, which a worker elsewhere must have too."""
+
+    model: str
+    """`model.path` of the run."""
+    files: dict[str, str]
+    """The digest of every file that both must have, by name (`joining/same_model.py`)."""
+
+
+class Welcome(Struct, frozen=True):
+    refused: str = ""
+    over: bool = False
+    """Whether it is refused because the run has ended."""
+    terms: Terms | None = None
+    waiting: bool = False
+
+
+class Agreed(Struct, frozen=True):
+    """A worker's answer to `Terms`."""
+
+    model_dir: str = ""
+    unable: str = ""
+
+
+class Arrived(NamedTuple):
+    """A worker that has taken its place."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    hello: Hello
+    address: str
+    """The address from which it connected."""
+    model_dir: str
+    """The model's directory on its machine, if it has agreed to terms."""
+
+
+Arrival = asyncio.Future[Arrived]
+
+
+class TurnedAway(HeadraceError):
+    """`reason` is counted. The message is sent to the worker; it is empty for a connection that is not one."""
+
+    def __init__(self, reason: str, message: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def packed(what: Struct) -> bytes:
+    body = msgspec.msgpack.encode(what)
+    return struct.pack("<I", len(body)) + body

@@ -1,0 +1,101 @@
+"""Workers that were started elsewhere, and offered themselves to the run."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from headrace.errors import ConfigError, WorkerDied
+from headrace.observe.facts import WorkerJoined
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.workers.connected import ConnectedWorker
+from headrace.orchestration.workers.joining.greeting import LEAVE, SILENCE, Arrival, Arrived
+from headrace.protocols import Heard, Job
+
+T = TypeVar("T")
+
+
+class Arrivals(Protocol):
+    """The place where workers offer themselves: a `Listener`, or its fake.
+
+    >>> from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+    >>> FakeArrivals().address
+    '127.0.0.1:0'
+    """
+
+    address: str
+
+    def expect(self, kind: str, seat: str = "") -> Arrival:
+        """A future of the next worker of that kind."""
+
+
+class JoinLauncher:
+    """Protocol `Launcher`. A worker begins when one that was started elsewhere takes its seat."""
+
+    def __init__(self, arrivals: Arrivals, telemetry: Telemetry, silence: float = SILENCE) -> None:
+        self._arrivals, self._telemetry, self._silence = arrivals, telemetry, silence
+        self._taken: set[str] = set()
+        """The seats that had a worker before."""
+
+    def worker(self, job: Job, heard: Heard) -> JoinedWorker:
+        if job.kind != "engine" or job.inherited:
+            raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with the trainer's process")
+        again = job.who in self._taken
+        self._taken.add(job.who)
+        return JoinedWorker(job, heard, self._arrivals, self._telemetry, silence=self._silence, again=again)
+
+
+class JoinedWorker(ConnectedWorker):
+    """Protocol `Worker`."""
+
+    def __init__(
+        self, job: Job, heard: Heard, arrivals: Arrivals, telemetry: Telemetry, *, silence: float, again: bool
+    ) -> None:
+        """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
+        super().__init__(job.who, heard, silence)
+        self._job, self._arrivals, self._telemetry, self._again = job, arrivals, telemetry, again
+        self._arrived: Arrived | None = None
+
+    async def start(self) -> None:
+        """Returns when a worker has taken the seat. Raises StalledError."""
+        self._begin()
+        arrival = self._arrivals.expect(self._job.kind)
+        try:
+            async with self._telemetry.waits.named(
+                "start", f"an engine to join at {self._arrivals.address} as {self.who}", endless=self._again
+            ):
+                self._arrived = arrived = await arrival
+        finally:
+            arrival.cancel()
+        self.channel.open(arrived.reader, arrived.writer)
+        hello, clock = arrived.hello, self._telemetry.clock
+        self._telemetry.record(WorkerJoined(clock(), self.who, hello.host, hello.pid, arrived.address))
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        if method != "start":
+            return await super().call(method, payload, returns)
+        assert self._arrived
+        try:
+            own = msgspec.structs.replace(payload, model_dir=self._arrived.model_dir)
+            return await super().call(method, own, returns)
+        except ConfigError as error:  # another machine may be able to
+            self._lost(f"it cannot serve this run: {error}")
+            raise WorkerDied(self.who, await self.watch()) from error
+
+    async def end(self) -> None:
+        """The worker ends by itself when it reads this."""
+        with contextlib.suppress(WorkerDied):
+            self.push(LEAVE, None)
+        await self.channel.close()
+
+    def kill(self) -> None:
+        """Closes the connection, at which the worker ends itself."""
+        if self._arrived:
+            self._arrived.writer.close()
+
+    async def _how_it_ended(self, wrong: str) -> str:
+        assert self._arrived
+        hello = self._arrived.hello
+        return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}"

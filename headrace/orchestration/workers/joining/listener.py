@@ -1,0 +1,241 @@
+"""The controller's socket, to which workers connect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ssl
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.orchestration.workers.joining.greeting import (
+    AGREEING,
+    HELLO_BYTES,
+    HELLO_SECONDS,
+    SILENCE,
+    SPARES,
+    STRANGERS,
+    Agreed,
+    Arrival,
+    Arrived,
+    Hello,
+    Terms,
+    TurnedAway,
+    Welcome,
+    packed,
+)
+from headrace.orchestration.workers.wire import HEAD, length_of
+from headrace.types import Struct
+from headrace.version import __version__
+
+M = TypeVar("M", bound=Struct)
+
+
+class Listener:
+    """The controller's socket, to which workers connect."""
+
+    def __init__(
+        self,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        terms: Terms | None = None,
+        tls: ssl.SSLContext | None = None,
+        say: Callable[[str], None] = lambda said: None,
+    ) -> None:
+        """`terms`: those of workers that offer themselves; None if all workers have a seat. `say`: is told of the first connection of each
+        kind that is turned away. Raises ConfigError for a token that could be guessed."""
+        if len(token) < 16:
+            raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
+        self.token, self._host, self._port = token, host, port
+        self.address = ""
+        """HOST:PORT; empty until `open`."""
+        self.turned_away: Counter[str] = Counter()
+        self._terms, self._tls, self._say = terms, tls, say
+        self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
+        self._spares: deque[asyncio.Future[Arrival]] = deque()
+        """The workers without a seat, in the order in which they came."""
+        self._greetings: set[asyncio.Task[Any]] = set()
+        self._strangers = 0
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Raises OSError if it cannot listen on that address."""
+        patience: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
+        self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24, **patience)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+
+    def expect(self, kind: str, seat: str = "") -> Arrival:
+        """A future of that worker. Without a seat it is the worker that has waited longest, or the next one to offer itself."""
+        arrival: Arrival = asyncio.get_running_loop().create_future()
+        self._enter(kind, seat, arrival)
+        return arrival
+
+    def _enter(self, kind: str, seat: str, arrival: Arrival, first: bool = False) -> None:
+        while self._spares and not seat and self._terms:
+            spare = self._spares.popleft()
+            if not spare.done():
+                spare.set_result(arrival)
+                return
+        queue = self._expected[kind, seat]
+        queue.appendleft(arrival) if first else queue.append(arrival)
+
+    async def close(self) -> None:
+        """Workers that wait for a seat are told that the run is over."""
+        if self._server:
+            self._server.close()
+        for spare in self._spares:
+            spare.cancel()
+        if self._greetings:
+            await asyncio.wait(self._greetings, timeout=1.0)
+        for task in self._greetings:
+            task.cancel()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._greetings.add(task)
+        try:
+            await self._seat(reader, writer)
+        except (TurnedAway, TimeoutError, OSError, EOFError, HeadraceError, msgspec.MsgspecError) as error:
+            await self._turn_away(writer, error)
+        finally:
+            self._greetings.discard(task)
+
+    async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await self._introduced(reader)
+        offers = self._terms is not None and not hello.seat
+        model_dir = await self._agreed(reader, writer) if offers else ""
+        arrival = self._free(hello)
+        if arrival is None and offers:
+            arrival = await self._spare(reader, writer)
+        if arrival is None:
+            raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                await _say(writer, Welcome())
+        except BaseException:
+            if not arrival.done():
+                self._enter(hello.kind, hello.seat, arrival, first=True)
+            raise
+        if arrival.done():
+            raise TurnedAway("seat")
+        address = str(writer.get_extra_info("peername")[0])
+        arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+
+    async def _introduced(self, reader: asyncio.StreamReader) -> Hello:
+        self._strangers += 1
+        try:
+            if self._strangers > STRANGERS:
+                raise TurnedAway("crowd")
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = await _first(reader, Hello)
+        finally:
+            self._strangers -= 1
+        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+            raise TurnedAway("token", "its token is not the controller's")
+        if hello.version != __version__:
+            raise TurnedAway(
+                "version",
+                f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
+            )
+        if self._terms and not hello.seat and hello.kind != "engine":
+            raise TurnedAway("seat", f"only engines join runs, and it is a {hello.kind}")
+        return hello
+
+    async def _agreed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Returns the directory of the model on the worker's machine."""
+        await _say(writer, Welcome(terms=self._terms))
+        async with asyncio.timeout(AGREEING):
+            answer = await _first(reader, Agreed)
+        if answer.unable:
+            raise TurnedAway("model")
+        return answer.model_dir
+
+    def _free(self, hello: Hello) -> Arrival | None:
+        queue = self._expected[hello.kind, hello.seat]
+        while queue:
+            if not (arrival := queue.popleft()).done():
+                return arrival
+        del self._expected[hello.kind, hello.seat]
+        return None
+
+    async def _spare(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Arrival:
+        """Waits until there is a seat for this worker."""
+        if len(self._spares) >= SPARES:
+            raise TurnedAway("crowd", f"{SPARES} workers wait for a seat already")
+        place: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        self._spares.append(place)
+        gone = asyncio.ensure_future(reader.read(1))  # a worker that waits says nothing
+        either: list[asyncio.Future[Any]] = [place, gone]
+        try:
+            while not place.done() and not gone.done():
+                async with asyncio.timeout(HELLO_SECONDS):
+                    await _say(writer, Welcome(waiting=True))
+                await asyncio.wait(either, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self._give_back(place)
+            raise
+        finally:
+            gone.cancel()
+            await asyncio.wait([gone])
+        if place.cancelled():
+            raise TurnedAway("over", "the run is over")
+        if not gone.cancelled():
+            self._give_back(place)
+            raise TurnedAway("left")
+        return place.result()
+
+    def _give_back(self, place: asyncio.Future[Arrival]) -> None:
+        """Frees the seat that a worker was given while it left."""
+        if place.done() and not place.cancelled():
+            self._enter("engine", "", place.result(), first=True)
+        elif place in self._spares:
+            self._spares.remove(place)
+
+    async def _turn_away(self, writer: asyncio.StreamWriter, error: Exception) -> None:
+        reason = error.reason if isinstance(error, TurnedAway) else "garbage"
+        if isinstance(error, (TimeoutError, EOFError, OSError)):
+            reason = "silent"
+        if reason not in ("over", "left"):
+            self._count(reason, writer)
+        with contextlib.suppress(OSError, TimeoutError):
+            if str(error) and isinstance(error, TurnedAway):
+                async with asyncio.timeout(HELLO_SECONDS):
+                    await _say(writer, Welcome(str(error), over=reason == "over"))
+        writer.close()
+
+    def _count(self, reason: str, writer: asyncio.StreamWriter) -> None:
+        self.turned_away[reason] += 1
+        if self.turned_away[reason] == 1:
+            peer = (writer.get_extra_info("peername") or ["an unknown address"])[0]
+            self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
+
+
+REASONS = {
+    "crowd": "there are too many connections",
+    "garbage": "it sent something else than a headrace worker would",
+    "model": "its worker does not have the run's model (it says why)",
+    "seat": "no seat of that kind is free",
+    "silent": "it introduced itself too late, or not at all",
+    "token": "its token is not the run's",
+    "version": "it is another version of headrace",
+}
+"""The reasons for which connections are turned away."""
+
+
+async def _first(reader: asyncio.StreamReader, kind: type[M]) -> M:
+    length = length_of(await reader.readexactly(HEAD), HELLO_BYTES)
+    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+
+
+async def _say(writer: asyncio.StreamWriter, what: Struct) -> None:
+    writer.write(packed(what))
+    await writer.drain()

@@ -1,0 +1,52 @@
+"""A worker that offers itself to a run: it finds the controller, and ends with a sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from headrace.errors import ConfigError
+from headrace.orchestration.workers.joining.dial import RunOver, dial
+from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN, Kind
+from headrace.orchestration.workers.joining.same_model import agree
+from headrace.orchestration.workers.wire import WorkerEnd
+
+LOST, REFUSED = 1, 2
+"""Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is."""
+
+AGAIN = 1.0
+"""Seconds between two attempts to reach the controller."""
+
+
+def offer(address: str, kind: Kind) -> WorkerEnd:
+    """Returns when this worker has a seat. It tries for some time to reach the controller, which may not have started yet."""
+    token, ca, model = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL))
+    deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
+    while True:
+        try:
+            end = dial(address, kind, token, ca=ca, agree=lambda terms: agree(terms, model))
+            print(f"headrace: {kind} of the run at {address}", file=sys.stderr, flush=True)
+            return end
+        except RunOver as over:
+            _end(0, str(over))
+        except ConfigError as error:
+            _end(REFUSED, str(error))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                _end(LOST, f"the controller at {address} cannot be reached: {error}")
+            time.sleep(AGAIN)
+
+
+def released() -> None:
+    _end(0, "the run needs this worker no more")
+
+
+def left_alone() -> None:
+    _end(LOST, "the connection to the controller has ended")
+
+
+def _end(code: int, why: str) -> None:
+    """Ends the process from any of its threads."""
+    print(f"headrace: {why}", file=sys.stderr, flush=True)
+    os._exit(code)

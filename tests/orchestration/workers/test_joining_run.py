@@ -1,0 +1,183 @@
+"""A run whose engine joins from another process, for real, over 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import of, tiny_config, when_step
+
+import headrace
+from headrace.observe.facts import RunEnded, Warned, WorkerJoined, WorkerLost
+
+PATIENCE = 600.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def token_file(directory: Path, token: str = "0123456789abcdef0123456789abcdef", name: str = "token") -> Path:
+    path = directory / name
+    path.write_text(token)
+    path.chmod(0o600)
+    return path
+
+
+@contextmanager
+def offering(directory: Path, port: int, *more: str, count: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Workers, as a person would start them."""
+    words = ["--connect", f"127.0.0.1:{port}", "--token-file", str(directory / "token"), "--offers", "engine", *more]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "headrace", "worker", *words, "--patience", str(PATIENCE)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for _ in range(count)
+    ]
+    try:
+        yield workers
+    finally:
+        for one in workers:
+            if one.poll() is None:
+                one.kill()
+            one.communicate()
+
+
+def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str, Any]:
+    place = {"kind": "join", "listen": f"127.0.0.1:{port}", "token_file": str(token_file(directory))}
+    return tiny_config(directory, model, orchestration={**place, **tables.pop("orchestration", {})}, **tables)
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    (last,) = sorted((run / "checkpoints").iterdir())[-1:]
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(last.rglob("*.safetensors")):
+        found |= load_file(path)
+    assert found
+    return found
+
+
+SYNCHRONOUS: dict[str, Any] = {
+    "engine": {"exact": True, "threads": 1, "path": "hf"},
+    "staleness": {"max_lag": 0, "groups_per_step": 2},
+    "train": {"steps": 3, "threads": 1, "path": "torch"},
+}
+
+
+def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The joined engine has no weights of its own: its copy of the model holds none."""
+    (there := tmp_path / "there").mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (tiny_llama / name).exists():
+            shutil.copy(tiny_llama / name, there)
+    headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
+    port = free_port()
+    config = joining(tmp_path, tiny_llama, port, **SYNCHRONOUS, name="joined")
+    with offering(tmp_path, port, "--model", str(there)) as (worker,):
+        result = headrace.train(config)
+        assert worker.wait(PATIENCE) == 0
+        assert worker.stderr and "the run needs this worker no more" in worker.stderr.read()
+    assert result.step == 3
+    local, joined = weights_of(tmp_path / "runs" / "local"), weights_of(tmp_path / "runs" / "joined")
+    assert local.keys() == joined.keys() and all(torch.equal(local[name], joined[name]) for name in local)
+    (seat,) = of(tmp_path / "runs" / "joined", WorkerJoined)
+    assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
+
+
+def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(tiny_llama: Path, tmp_path: Path) -> None:
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 6})
+    with offering(tmp_path, port, count=2) as workers:
+        seated: list[int] = []
+
+        def kill() -> None:
+            seated.append(of(run, WorkerJoined)[0].pid)
+            os.kill(seated[0], signal.SIGKILL)
+
+        thread = when_step(run, 2, kill)
+        result = headrace.train(config)
+        thread.join()
+        (other,) = [one for one in workers if one.pid != seated[0]]
+        assert other.wait(PATIENCE) == 0
+    assert result.step == 6
+    assert [one.pid for one in of(run, WorkerJoined)] == [seated[0], other.pid]
+    (lost,) = of(run, WorkerLost)
+    assert lost.how.endswith(f"(process {seated[0]}) is lost: its connection has ended")
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+
+
+def refused(directory: Path, port: int, *more: str) -> tuple[int, str]:
+    with offering(directory, port, *more) as (worker,):
+        said = worker.communicate(timeout=PATIENCE)[1]
+        return worker.returncode, said
+
+
+@pytest.mark.slow
+def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path, tmp_path: Path) -> None:
+    """A wrong token, another model, plain bytes and a port scan; then the right one. All of it over TLS."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=headrace"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(made, check=True, capture_output=True)
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    config = joining(
+        tmp_path,
+        tiny_llama,
+        port,
+        orchestration={"cert": str(cert), "key": str(key)},
+        train={"steps": 2},
+        weight_sync={"encoding": "delta"},
+    )
+    token_file(tmp_path, "another-token-of-many-letters", "wrong")
+    (other := tmp_path / "other").mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    told: list[tuple[int, str]] = []
+
+    def come() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()  # a port scan
+                break
+            except OSError:
+                time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            plain.recv(100)
+        told.append(refused(tmp_path, port, "--ca", str(cert), "--token-file", str(tmp_path / "wrong")))
+        told.append(refused(tmp_path, port, "--ca", str(cert), "--model", str(other)))
+        with offering(tmp_path, port, "--ca", str(cert)) as (worker,):
+            told.append((worker.wait(PATIENCE), ""))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    result = headrace.train(config)
+    thread.join()
+    assert result.step == 2
+    (wrong, why), (differs, which), (right, _) = told
+    assert wrong == 2 and "its token is not the controller's" in why
+    assert differs == 2 and "is not the run's model" in which and "config.json" in which
+    assert right == 0
+    said = " ".join(one.message for one in of(run, Warned))
+    assert "connections that were turned away" in said and "model 1, token 1" in said
