@@ -149,7 +149,7 @@ def test_c4_a_swap_between_two_forward_passes_shows_in_the_versions():
 
 def test_c5_what_was_sampled_is_what_is_trained_whatever_its_text_says():
     sampled = [completion([7, 8, 9], version=3), completion([7, 4])]
-    algorithm = algorithm_of(AlgoConfig(name="dr_grpo"), max_tokens=8)
+    algorithm = algorithm_of(AlgoConfig(name="dr_grpo"), 8)
     rows = algorithm.rows(prompt(0, [1, 2]), [scored(sampled[0], reward=1.0), scored(sampled[1], reward=0.0)])
     assert [one.prompt for one in rows] == [(1, 2), (1, 2)]
     assert [one.tokens for one in rows] == [(7, 8, 9), (7, 4)]

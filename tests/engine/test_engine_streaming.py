@@ -167,6 +167,8 @@ class Reported:
 class Published:
     """A `WeightReceiver` of the fake model's weights."""
 
+    received = 0
+
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         values = {"version": update.version, "poisoned": 0, "part": 0}
         return {name: torch.tensor(float(value)) for name, value in values.items()}
@@ -197,6 +199,7 @@ class Process:
     def load(self, version: int, parts: int) -> LoadReport:
         self.begin_load(version, parts)
         self.until(lambda: self.end.of(f"reply {version}") or self.end.of(f"failed {version}"))
+        assert not self.end.of(f"failed {version}"), self.end.of(f"failed {version}")
         return self.end.of(f"reply {version}")[0]
 
     def outputs(self) -> list[StepOutput]:
