@@ -42,7 +42,8 @@ async def follow(serving: Serving, requests: Sequence[Request], whole: bool = Fa
     finally:
         for follower in followers:
             follower.cancel()
-        await asyncio.gather(*followers, *(serving.release(stream) for stream in streams), return_exceptions=True)
+        ending = [serving.release(stream) for stream in streams]
+        await asyncio.gather(*followers, *ending, return_exceptions=True)
 
 
 async def to_their_ends(serving: Serving, requests: Sequence[Request]) -> list[Piece]:

@@ -135,14 +135,15 @@ class Serving:
         self.counters.prompt_tokens += len(request.prompt)
         return stream
 
-    async def release(self, stream: Stream) -> None:
-        """Ends it where it has not ended: its KV is free."""
+    def release(self, stream: Stream) -> asyncio.Task[Completion]:
+        """Ends it where it has not ended: its KV is free when the returned task is done. Not a coroutine: one that is cancelled before
+        its first step would release nothing."""
         assert stream.task is not None
         self._streams.pop(stream.request.id, None)
         if not stream.task.done():
             self.counters.cancelled += 1
             stream.task.cancel()
-        await asyncio.gather(stream.task, return_exceptions=True)
+        return stream.task
 
     def abort(self, ids: list[str] | None) -> list[str]:
         """Ends completions with their present tokens. Returns those that were in progress. `ids`: the names that clients gave

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from served import Client, faked
 
 from headrace.chat.streamed_text import StreamedText
 from headrace.engine.fake import FakeEngine
+from headrace.serve.following import follow
 from headrace.serve.serving import Serving
+from headrace.simulate.makers import request
 from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 
@@ -39,6 +42,23 @@ def lasting(tokens: int = 10_000) -> FakeEngine:
 async def until(true: Callable[[], bool]) -> None:
     while not true():
         await asyncio.sleep(0.005)
+
+
+def test_a_client_that_leaves_when_its_answer_is_complete_leaves_nothing(tiny_tokenizer: Path) -> None:
+    """The task that follows it is cancelled while it releases the request."""
+
+    async def case(client: Client, serving: Serving) -> None:
+        async def take() -> None:
+            async with aclosing(follow(serving, [request("r", (1, 7, 8), 3)])) as pieces:
+                async for piece in pieces:
+                    if piece.ended:
+                        taking.cancel()
+
+        taking = asyncio.ensure_future(take())
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+
+    run(tiny_tokenizer, case)
 
 
 # --- tokens in, tokens out ---------------------------------------------------------------------------------------------
