@@ -3,8 +3,7 @@
 Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
-A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
-travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
+Every type is a `msgspec.Struct`: one definition for messages between processes (msgpack), the journal (JSON) and checkpoints.
 
 One small case runs through the examples of this file, of `rollout_key.py`, `weights.py`, `steps.py`, `reports.py` and `protocols.py`: two
 rollouts of a prompt of four tokens; version 5 goes live while the first is sampled. `tests/test_examples.py` evaluates them in this order.

@@ -3,18 +3,41 @@ version that it has."""
 
 from __future__ import annotations
 
+import secrets
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from headrace.errors import IdentityError
+from headrace.types import Struct
+from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
+
+
+class NetworkTransport(Struct, frozen=True):
+    """The fields of transports whose engines fetch over the network, from a server in the trainer's process."""
+
+    token: str
+    host: str = "127.0.0.1"
+    """The address that the trainer listens at."""
+    encoding: Encoding = FULL
+
+    @classmethod
+    def open(cls, form: Encoding = FULL) -> Self:
+        return cls(secrets.token_hex(16), encoding=form)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None:
+        """Does nothing: the server ends with the trainer's process."""
 
 
 class Source(Protocol):

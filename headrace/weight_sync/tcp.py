@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import secrets
 import socket
 import struct
 import threading
@@ -23,8 +22,7 @@ import msgspec
 
 from headrace.errors import IdentityError
 from headrace.types import Struct
-from headrace.weight_sync.config import FULL, Encoding
-from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.slots import Manifests, Part, send_all
 from headrace.weights import Manifest, WeightUpdate
 
@@ -45,21 +43,8 @@ TRIES = 3
 _LENGTH = struct.Struct("<I")
 
 
-class Tcp(Struct, frozen=True, tag="tcp"):
+class Tcp(NetworkTransport, frozen=True, tag="tcp"):
     """Protocol `Transport`."""
-
-    token: str
-    host: str = "127.0.0.1"
-    """The address that the trainer listens at."""
-    encoding: Encoding = FULL
-
-    @classmethod
-    def open(cls, form: Encoding = FULL) -> Tcp:
-        return cls(secrets.token_hex(16), encoding=form)
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        return ()
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.offers import OfferingSender, Offers
@@ -70,9 +55,6 @@ class Tcp(Struct, frozen=True, tag="tcp"):
 
     def receiver(self, manifests: Manifests) -> FetchingReceiver:
         return FetchingReceiver(manifests, TcpSource(self.token))
-
-    def close(self) -> None:
-        """Does nothing: the server ends with the trainer's process."""
 
 
 class Question(Struct, frozen=True):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.client
-import secrets
 import socketserver
 import threading
 import time
@@ -27,9 +26,7 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 
 from headrace.errors import IdentityError
-from headrace.types import Struct
-from headrace.weight_sync.config import FULL, Encoding
-from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.slots import Manifests, Part, send_all
 from headrace.weights import Manifest, WeightUpdate
 
@@ -52,21 +49,8 @@ LONGEST_MANIFEST = 1 << 26
 """Bytes of a layout: 64 MiB are enough for a million tensors."""
 
 
-class Http(Struct, frozen=True, tag="http"):
+class Http(NetworkTransport, frozen=True, tag="http"):
     """Protocol `Transport`."""
-
-    token: str
-    host: str = "127.0.0.1"
-    """The address that the trainer listens at."""
-    encoding: Encoding = FULL
-
-    @classmethod
-    def open(cls, form: Encoding = FULL) -> Http:
-        return cls(secrets.token_hex(16), encoding=form)
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        return ()
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.offers import OfferingSender, Offers
@@ -82,9 +66,6 @@ class Http(Struct, frozen=True, tag="http"):
 
     def receiver(self, manifests: Manifests) -> HttpReceiver:
         return HttpReceiver(manifests, self.token)
-
-    def close(self) -> None:
-        """Does nothing: the server ends with the trainer's process."""
 
 
 def _path(name: str, fingerprint: str) -> str:
