@@ -16,7 +16,6 @@ from headrace.algo.advantage.credit import (
     agent_returns,
     gae,
     kl_penalty,
-    process_advantages,
     rae,
     return_to_go,
     turn_advantages,
@@ -266,10 +265,6 @@ def test_credit_of_turns_is_refused_where_it_means_nothing(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         AlgoConfig("grpo", credit=credit, **settings)  # type: ignore[arg-type]
-
-
-def test_process_rewards_reach_the_tokens_of_their_segment_and_before():
-    assert process_advantages([1.0, 0.0, 2.0], [2, 1, 3], gamma=0.5) == [1.5, 1.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_self_play_baseline_is_updated_after_it_was_used():

@@ -104,16 +104,6 @@ def agent_returns(one: Scored, penalties: Sequence[float]) -> dict[str, float]:
     return returns
 
 
-def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: float = 1.0) -> list[float]:
-    """[Σ lengths]: every token gets the return of its segment: that segment's reward and the later ones, discounted per
-    segment.
-
-    Process rewards (Math-Shepherd, arXiv 2312.08935; DeepSeekMath, arXiv 2402.03300, section 4.1.3).
-    """
-    returns = return_to_go(rewards, [True] * len(rewards), gamma)
-    return [value for value, length in zip(returns, lengths, strict=True) for _ in range(length)]
-
-
 def rae(rewards: Sequence[float], baseline: float = 0.0, decay: float = 0.95) -> tuple[list[float], float]:
     """(advantages, baseline after them) of one agent in self-play, in the order of its games (SPIRAL, arXiv
     2506.24119).
