@@ -61,12 +61,17 @@ if mode == "holds":
     (HERE / "held").write_text(f"{os.getpid()} {os.getcwd()}")
     time.sleep(10000)
 if mode == "steals":
-    chat("?", wait_for("key"))
+    try:
+        chat("?", wait_for("key"))
+    finally:
+        (HERE / "tried").write_text("")
 text = chat(given["prompt"])
 if mode == "good":
     (HERE / "part").write_text(key)
     (HERE / "part").rename(HERE / "key")
     Path("of my own").write_text(os.getcwd())
+    if "steals" in given["columns"]["modes"]:
+        wait_for("tried")  # the key of a rollout that is over belongs to nobody
     print("the answer is", text)
     print(1.5)
 if mode == "named":

@@ -218,7 +218,7 @@ const move = (by) => {
   if (next && next !== view.run) open(next);
   document.querySelector(".run.here")?.scrollIntoView({ block: "nearest" });
 };
-const does = { j: () => move(1), k: () => move(-1), x: () => view.run && overlay(view.run), s: smoother, z: whole, t: () => at("theme").click(),
+const does = { j: () => move(1), k: () => move(-1), x: () => view.run && overlay(view.run), s: () => view.tab === "curves" && smoother(), z: whole, t: () => at("theme").click(),
   "/": () => at("find").focus(), "?": () => at("help").showModal() };
 document.addEventListener("keydown", (event) => {
   const writing = event.target.matches("input, select, textarea");

@@ -25,9 +25,9 @@ export async function drawCurves(into) {
     return;
   }
   known = await (await ask("/api/metrics", view.runs.map((run) => ["run", run]))).json();
-  const parts = [toolbar(), await compared(), grid].filter(Boolean);
+  const comparison = await compared();
   if (place !== into) return;
-  place.replaceChildren(...parts);
+  place.replaceChildren(...[toolbar(), comparison, grid].filter(Boolean));
   await refreshCurves();
 }
 
@@ -75,7 +75,8 @@ export const whole = () => change({ from: "", to: "" });
 export const smoother = () => {
   const next = WINDOWS[(WINDOWS.indexOf(view.window) + 1) % WINDOWS.length];
   const choice = document.getElementById("window");
-  if (choice) { choice.value = next; change({ window: next }); }
+  if (choice) choice.value = next;  // the tab may still be reading: its toolbar takes the value from the view
+  change({ window: next });
 };
 
 export async function refreshCurves() {
