@@ -351,9 +351,9 @@ def test_a_worker_that_ends_before_it_connects_is_a_death_and_its_words_are_in_t
 
 ALONE = """
 import asyncio, socket, sys
-from headrace.orchestration.workers.placed.host import Host
+from headrace.orchestration.workers.placed.host import NodeHost
 async def main():
-    host = Host()
+    host = NodeHost()
     print(await host.start("engine", sys.argv[1], {"HEADRACE_TOKEN": "x"}), flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())

@@ -2,7 +2,7 @@
 
     controller                          node of the cluster
     Cluster.reserve(bundle)    ──▶      a placement group of one bundle: cores and GPUs that nobody else gets
-    Berth.host()               ──▶      Host, an actor in that bundle: says which versions and which model are there,
+    Berth.host()               ──▶      NodeHost, an actor in that bundle: says which versions and which model are there,
     Hosted.ask("start", ...)            starts the worker, sends back what it prints, and says how it ended
     Listener, Channel          ◀══▶     the worker, which connects as every worker elsewhere does (`joining/`)
 

@@ -47,10 +47,10 @@ class ClusterNode(NamedTuple):
 
 
 class Hosted(Protocol):
-    """A `Host` on a node."""
+    """A `NodeHost` on a node."""
 
     async def ask(self, method: str, *values: Any) -> Any:
-        """Calls a method of the `Host`. Raises HostLost."""
+        """Calls a method of the `NodeHost`. Raises HostLost."""
 
     def kill(self) -> None:
         """Ends the host, and its worker with it. Returns at once."""
@@ -63,7 +63,7 @@ class Berth(Protocol):
         """Returns the node where it is, as soon as there is room for it."""
 
     async def host(self) -> Hosted:
-        """Starts a `Host` in it."""
+        """Starts a `NodeHost` in it."""
 
     async def release(self) -> None:
         """Gives the bundle back."""

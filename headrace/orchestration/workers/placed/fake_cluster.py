@@ -10,7 +10,7 @@ from headrace.orchestration.workers.fake import FakeProcess, InstantNetwork
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import SEAT, Agreed, Terms
 from headrace.orchestration.workers.placed.cluster import Bundle, ClusterNode, HostLost
-from headrace.orchestration.workers.placed.host import Host
+from headrace.orchestration.workers.placed.host import NodeHost
 from headrace.orchestration.workers.wire import BEAT
 
 NEVER = 1e9
@@ -85,11 +85,13 @@ class FakeBerth:
 
 
 class FakeCluster:
-    """Protocol `Cluster`. `begin`: makes the `Host` of a node."""
+    """Protocol `Cluster`. `begin`: makes the `NodeHost` of a node."""
 
     address = "fake"
 
-    def __init__(self, nodes: Sequence[Bundle], begin: Callable[[FakeMachine], Any] = lambda machine: Host()) -> None:
+    def __init__(
+        self, nodes: Sequence[Bundle], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()
+    ) -> None:
         self.begin = begin
         self.machines = {f"node {number}": FakeMachine(number, has) for number, has in enumerate(nodes, 1)}
         self._waiting: list[FakeBerth] = []
@@ -149,7 +151,7 @@ class FakeCluster:
 
 
 class ScriptedHost:
-    """A `Host` in virtual time: its worker is a process of `begin`, which beats every second."""
+    """A `NodeHost` in virtual time: its worker is a process of `begin`, which beats every second."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ LAST_WORDS = 1.0
 """Seconds for which output is awaited after the worker has ended: a child of it may keep the pipe open."""
 
 
-class Host:
+class NodeHost:
     """An actor. Its methods run in one event loop."""
 
     def __init__(self) -> None:

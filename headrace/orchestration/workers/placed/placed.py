@@ -194,7 +194,7 @@ class PlacedWorker(SeatedWorker):
 
 
 def check_versions(there: dict[str, str]) -> None:
-    """Raises ConfigError for a node that has another headrace or Python than this process. `there`: the result of `Host.look`."""
+    """Raises ConfigError for a node that has another headrace or Python than this process. `there`: the result of `NodeHost.look`."""
     here = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info)}
     for what, ours in here.items():
         if (theirs := there[what]) != ours:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +21,14 @@ OWN = "local"
 
 STORE_BYTES = 80 << 20
 """Room for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+
+GUARDED = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
+"""The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
+is without this token. It also reports to nobody how it is used. One value for a process, because Ray reads it once."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
@@ -72,7 +81,7 @@ class RayBerth:
         ray.cloudpickle.register_pickle_by_value(host)  # see `host.py`
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         options = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus, "max_restarts": 0}
-        return ray.remote(host.Host).options(scheduling_strategy=strategy, **options).remote()
+        return ray.remote(host.NodeHost).options(scheduling_strategy=strategy, **options).remote()
 
     async def release(self) -> None:
         from ray.util import remove_placement_group
@@ -113,15 +122,18 @@ class RayCluster:
             return
         own: dict[str, Any] = {"address": self.address}
         if self.address == OWN:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run reports to nobody
+            for name, value in GUARDED.items():
+                os.environ.setdefault(name, value)
             own |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
             ray.init(**own, namespace="headrace", log_to_driver=False, logging_level="error")
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise ConfigError(
-                f"orchestration.address = {self.address}: {_in_one_line(error)}. The run must be on a machine of the cluster (ray start "
-                "--address=HOST:PORT)"
-            ) from error
+        except Exception as error:  # Ray raises plain ones too
+            remedy = (
+                "try again"
+                if self.address == OWN
+                else "the run must be on a machine of the cluster (ray start --address=HOST:PORT)"
+            )
+            raise ConfigError(f"orchestration.address = {self.address}: {_in_one_line(error)}; {remedy}") from error
         self._connected = True
 
     async def nodes(self) -> Sequence[ClusterNode]:
