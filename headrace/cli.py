@@ -198,6 +198,12 @@ def doctor(arguments: argparse.Namespace) -> int:
         return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
     if arguments.dtype:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
+    if arguments.cluster:
+        from headrace.commands.running.cluster_check import examine_cluster
+
+        return examine_cluster(_config(arguments.cluster, None, arguments.set))
+    if arguments.set:
+        raise ConfigError("--set changes the config of headrace doctor --cluster CONFIG; name it")
     from headrace.commands.doctor import examine
 
     return examine(full=arguments.full, pythons=arguments.python)
@@ -274,6 +280,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
+    one.add_argument("--cluster", metavar="CONFIG", help="instead: can every node of this run's Ray cluster serve it?")
+    _add_set(one)
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )

@@ -18,7 +18,7 @@ from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import Bundle
+from headrace.orchestration.workers.placed.cluster import Bundle, Cluster
 from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.protocols import Launcher
 from headrace.settings.extras import install, is_installed
@@ -98,17 +98,24 @@ async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Teleme
     )
     async with _listening(place, listener, telemetry), aclosing(cluster):
         await cluster.open()
-        ours = await cluster.own_address()
-        others = [node.address for node in await cluster.nodes() if node.address != ours]
-        if others and place.host in LOCAL_HOSTS:
-            raise ConfigError(
-                f"the cluster has nodes on other machines ({', '.join(sorted(set(others)))}), which cannot reach orchestration.listen = "
-                f'{place.listen}; set it to an address of this machine on their network, such as "{ours}:0"'
-            )
+        if problem := await reach_problem(place, cluster):
+            raise ConfigError(problem)
         bundle = Bundle(threads_elsewhere(config), place.gpus)
         launcher = PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
         await launcher.open([f"engine {name}".rstrip() for name in members_of(config.engine)])
         yield launcher
+
+
+async def reach_problem(config: OrchestrationConfig, cluster: Cluster) -> str:
+    """Returns why nodes of the cluster cannot reach the run; empty if they may be able to."""
+    ours = await cluster.own_address()
+    others = {node.address for node in await cluster.nodes()} - {ours}
+    if not others or config.host not in LOCAL_HOSTS:
+        return ""
+    return (
+        f"the cluster has nodes on other machines ({', '.join(sorted(others))}), which cannot reach orchestration.listen = {config.listen}; set "
+        f'it to an address of this machine on their network, such as "{ours}:0"'
+    )
 
 
 @asynccontextmanager

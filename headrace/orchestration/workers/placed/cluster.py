@@ -92,6 +92,9 @@ class Cluster(Protocol):
     async def reserve(self, bundle: Bundle, avoid: Collection[str] = ()) -> Berth:
         """Asks for a bundle. `avoid`: nodes that it must not be on."""
 
+    async def visit(self, node: ClusterNode) -> Hosted:
+        """Starts a `NodeHost` on that node, without a bundle: it looks around there, and starts no worker."""
+
     async def aclose(self) -> None:
         """Gives all bundles back, which ends the hosts in them."""
 

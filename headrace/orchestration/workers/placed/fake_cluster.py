@@ -88,6 +88,7 @@ class FakeCluster:
     """Protocol `Cluster`. `begin`: makes the `NodeHost` of a node."""
 
     address = "fake"
+    own = "10.0.0.1"
 
     def __init__(
         self, nodes: Sequence[Bundle], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()
@@ -102,13 +103,17 @@ class FakeCluster:
         return [machine.node for machine in self.machines.values()]
 
     async def own_address(self) -> str:
-        return "10.0.0.1"
+        return self.own
 
     async def reserve(self, bundle: Bundle, avoid: Collection[str] = ()) -> FakeBerth:
         berth = FakeBerth(self, bundle, avoid)
         self._waiting.append(berth)
         self._place()
         return berth
+
+    async def visit(self, node: ClusterNode) -> FakeHosted:
+        machine = self.machines[node.id]
+        return FakeHosted(self.begin(machine), machine)
 
     async def aclose(self) -> None:
         for name in list(self.machines):

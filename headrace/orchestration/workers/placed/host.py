@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
+
+PACKAGES = ("torch", "transformers")
+"""Packages that decide what an engine computes."""
 
 LAST_WORDS = 1.0
 """Seconds for which output is awaited after the worker has ended: a child of it may keep the pipe open."""
@@ -29,12 +34,36 @@ class NodeHost:
         self._said: asyncio.Queue[tuple[bytes, int | None]]
 
     async def look(self) -> dict[str, str]:
-        """Returns the versions of this node, by name. That of headrace is empty where it is not installed."""
+        """Returns the versions of this node, by name; empty for a package that is not installed."""
         try:
             from headrace.version import __version__ as version
         except ImportError:
             version = ""
-        return {"headrace": version, "Python": "{}.{}".format(*sys.version_info), "host": socket.gethostname()}
+        found = {"headrace": version, "Python": "{}.{}".format(*sys.version_info), "host": socket.gethostname()}
+        for name in PACKAGES:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = ""
+        return found
+
+    async def clock(self) -> float:
+        """Returns the seconds since 1970."""
+        return time.time()
+
+    async def fetch(self, address: str, token: str, count: int) -> tuple[str, float]:
+        """Reads that many bytes from `address`. Returns why it could not, or an empty string, and the seconds."""
+        began = time.monotonic()
+        host, _, port = address.rpartition(":")
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
+            writer.write(token.encode())
+            while count and (data := await reader.read(1 << 20)):
+                count -= len(data)
+            writer.close()
+        except OSError as error:
+            return str(error), 0.0
+        return f"{count} bytes are missing" if count else "", time.monotonic() - began
 
     async def agree(self, terms: Any) -> Any:
         """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""

@@ -75,13 +75,10 @@ class RayBerth:
         return RayHosted(await self._cluster.do(self._begin), self._cluster)
 
     def _begin(self) -> Any:
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray.cloudpickle.register_pickle_by_value(host)  # see `host.py`
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
-        options = {"num_cpus": self._bundle.cpus, "num_gpus": self._bundle.gpus, "max_restarts": 0}
-        return ray.remote(host.NodeHost).options(scheduling_strategy=strategy, **options).remote()
+        return _actor(strategy, self._bundle)
 
     async def release(self) -> None:
         from ray.util import remove_placement_group
@@ -153,6 +150,12 @@ class RayCluster:
         self.berths.add(berth := RayBerth(group, bundle, self))
         return berth
 
+    async def visit(self, node: ClusterNode) -> RayHosted:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        return RayHosted(await self.do(lambda: _actor(there, Bundle(0))), self)
+
     async def aclose(self) -> None:
         for berth in list(self.berths):
             await berth.release()
@@ -161,6 +164,15 @@ class RayCluster:
 
             await self.do(ray.shutdown)
         self._thread.shutdown(wait=False)
+
+
+def _actor(strategy: Any, bundle: Bundle) -> Any:
+    """A `NodeHost`. It is never started again: its worker would be lost all the same."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(host)  # see `host.py`
+    options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+    return ray.remote(host.NodeHost).options(**options).remote()
 
 
 def all_nodes() -> list[ClusterNode]:
