@@ -243,14 +243,12 @@ def test_a_killed_run_leaves_nothing_on_the_cluster(
     if own:
         config["orchestration"]["address"] = "local"
     child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)])
-    seen: list[list[int]] = []
-
-    def kill() -> None:
-        (seat,) = of(run, WorkerJoined)
-        worker, host, raylet, *_ = ancestors(seat.pid)
-        seen.append([worker, host, *([raylet] if own else [])])
-        os.kill(child.pid, signal.SIGKILL)
-
-    when_step(run, 1, kill).join()
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and '"StepTrained"' in metrics.read_text()):
+        assert child.poll() is None
+        time.sleep(0.1)
+    (seat,) = of(run, WorkerJoined)
+    worker, host, raylet, *_ = ancestors(seat.pid)
+    child.kill()
     assert child.wait(PATIENCE) == -signal.SIGKILL
-    assert all(gone(pid) for pid in seen[0])
+    assert all(gone(pid) for pid in (worker, host, *([raylet] if own else [])))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ GUARDED = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 """The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
-is without this token. It also reports to nobody how it is used. One value for a process, because Ray reads it once."""
+is without this token. It also reports to nobody how it is used."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
@@ -113,14 +114,15 @@ class RayCluster:
         await self.do(self._connect)
 
     def _connect(self) -> None:
+        if self.address == OWN and "ray" not in sys.modules:  # it reads them when it is imported
+            for name, value in GUARDED.items():
+                os.environ.setdefault(name, value)
         import ray
 
         if ray.is_initialized():
             return
         own: dict[str, Any] = {"address": self.address}
         if self.address == OWN:
-            for name, value in GUARDED.items():
-                os.environ.setdefault(name, value)
             own |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
         try:
             ray.init(**own, namespace="headrace", log_to_driver=False, logging_level="error")
