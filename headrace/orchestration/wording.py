@@ -78,7 +78,7 @@ def _weights(config: RunConfig) -> str:
     return f"{_WAYS[way.kind]}: {form} ({way.why})"
 
 
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files"}
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files", "broadcast": "broadcast"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:
