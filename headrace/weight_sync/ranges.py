@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Run(NamedTuple):
+class ValueRun(NamedTuple):
     """Values of one parameter that follow each other."""
 
     name: str
@@ -24,10 +24,10 @@ class Run(NamedTuple):
 
 
 class RankParts(NamedTuple):
-    """What a rank publishes, and its way to the other ranks."""
+    """The share of one rank, and its way to the other ranks."""
 
     rank: int
-    runs: Callable[[str], Iterator[Run]]
+    runs: Callable[[str], Iterator[ValueRun]]
     """The runs of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
     exchange: Callable[[Any], Sequence[Any]]
     """Gives every rank the values of all ranks, in their order. Every rank calls it at the same time."""
@@ -35,11 +35,11 @@ class RankParts(NamedTuple):
 
 class ByteRange(NamedTuple):
     offset: int
-    """In the packed buffer."""
+    """The first byte in the packed buffer."""
     nbytes: int
 
 
-def ranges_of(manifest: Manifest, runs: Iterable[Run]) -> list[ByteRange]:
+def ranges_of(manifest: Manifest, runs: Iterable[ValueRun]) -> list[ByteRange]:
     """Returns where the runs lie in the packed buffer."""
     specs = {spec.name: spec for spec in manifest.tensors}
     found = []

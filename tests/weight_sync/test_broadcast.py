@@ -23,7 +23,7 @@ from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.push.broadcast import Broadcast, Link
 from headrace.weight_sync.push.buckets import BUCKET
-from headrace.weight_sync.push.messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
+from headrace.weight_sync.push.round_messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
 from headrace.weight_sync.sockets import send_message
 from headrace.weights import AdapterSpec, WeightUpdate
 

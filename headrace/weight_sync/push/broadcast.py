@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
-from headrace.weight_sync.push.messages import (
+from headrace.weight_sync.push.round_messages import (
     AbortRound,
     AskWeights,
     BeginRound,
@@ -82,7 +82,8 @@ class Link:
         self._connection = socket.create_connection(address, CONNECT)
         self._connection.settimeout(None)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._group, self._number = None, 0
+        self._group: BucketGroup | None = None
+        self._number = 0
         self.send(JoinGroup(token, own_gpu()))
         threading.Thread(target=self._read, name="weights", daemon=True).start()
 
@@ -165,17 +166,15 @@ class Link:
 
             self.leave()
             events, number = self._events, begin.group
-            self._group, self._number = (
-                BucketGroup(
-                    GroupStore(DistantKeys(self.address, self._token), number, self._patience),
-                    begin.rank,
-                    begin.size,
-                    backend=begin.backend,
-                    address=self._connection.getsockname()[0],
-                    patience=self._patience,
-                    tell=lambda what: events.put((number, what)),
-                ),
-                number,
+            self._number = number
+            self._group = BucketGroup(
+                GroupStore(DistantKeys(self.address, self._token), number, self._patience),
+                begin.rank,
+                begin.size,
+                backend=begin.backend,
+                address=self._connection.getsockname()[0],
+                patience=self._patience,
+                tell=lambda what: events.put((number, what)),
             )
         return self._group
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.weight_sync.push.messages import Backend
+from headrace.weight_sync.push.round_messages import Backend
 
 BUCKET = 1 << 23
 """Bytes. Larger ones are no faster, and two of them stay in the cache."""

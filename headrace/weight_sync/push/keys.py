@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import torch.distributed as dist
 
-from headrace.weight_sync.push.messages import GetKey, KeyValue, PutKey
+from headrace.weight_sync.push.round_messages import GetKey, KeyValue, PutKey
 from headrace.weight_sync.sockets import read_message, send_message
 
 PATIENCE = 10.0
@@ -75,7 +75,7 @@ class GroupStore(dist.Store):
             raise TimeoutError(f"nobody put {key}")
         return found
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
             self.get(key)
 

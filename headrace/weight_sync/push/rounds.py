@@ -27,7 +27,7 @@ import torch
 
 from headrace.weight_sync.push.buckets import BUCKET, READY, BucketGroup, own_gpu
 from headrace.weight_sync.push.keys import LONGEST_VALUE, GroupStore, Keys
-from headrace.weight_sync.push.messages import (
+from headrace.weight_sync.push.round_messages import (
     AbortRound,
     AskWeights,
     Backend,
@@ -59,7 +59,7 @@ class RoundLost(Exception):
     """A round cannot end. Its text says why."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class GroupMember:
     """An engine, as the trainer knows it."""
 
@@ -128,7 +128,7 @@ class BroadcastServer:
                     return
                 match message:
                     case JoinGroup():
-                        self._listen(GroupMember(connection, message.gpu))
+                        self._listen(GroupMember(connection=connection, gpu=message.gpu))
                     case PutKey():
                         self._keys.put(message.group, message.key, message.value)
                         send_message(connection, KeyValue())
