@@ -70,7 +70,7 @@ ROOMS = {
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
-    "environments": ("workers", "libraries", "gateway", "agents", "verifiers"),
+    "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "orchestration.workers": ("launch", "joining"),
     "plan": ("rates", "parts"),
