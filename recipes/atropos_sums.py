@@ -13,7 +13,9 @@ class Sums(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        config = BaseEnvConfig(wandb_name="sums", use_wandb=False, group_size=8, max_token_length=32, total_steps=100000)
+        config = BaseEnvConfig(
+            wandb_name="sums", use_wandb=False, group_size=8, max_token_length=32, total_steps=100000
+        )
         return config, [APIServerConfig(server_type="vllm", api_key="none")]
 
     async def setup(self):

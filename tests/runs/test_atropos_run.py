@@ -56,7 +56,9 @@ def address_of(directory: Path) -> str:
 
 
 def ask(address: str, path: str, body: Any) -> Any:
-    with urlopen(Request(f"{address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})) as answer:
+    with urlopen(
+        Request(f"{address}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    ) as answer:
         return json.loads(answer.read())
 
 

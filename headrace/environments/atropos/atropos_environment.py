@@ -94,6 +94,7 @@ class Atropos:
 
     async def close(self) -> None:
         self._address.unlink(missing_ok=True)
+        await self.open.close()
         await self.rollouts.gateway.close()
 
     async def _answer(self, request: HttpRequest, path: str) -> Response:

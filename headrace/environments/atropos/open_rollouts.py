@@ -93,8 +93,9 @@ class OpenRollouts:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self._tickets: list[OpenTicket] = []
-        """In the order in which they were drawn."""
+        """Those with rollouts that are not over, the oldest first."""
         self._wanted: deque[_Wanted] = deque()
+        self._closed = False
         self.newest = 0
         """The newest version that has sampled a turn."""
 
@@ -120,6 +121,8 @@ class OpenRollouts:
     async def take(self, first: bytes, count: int) -> list[OpenRollout]:
         """Takes rollouts of one ticket. `first`: the digest of the request that begins them. Waits until there are so many. Raises
         Refused if there never will be."""
+        if self._closed:
+            raise _run_is_over()
         if count > self.group_size:
             said = f"n = {count} completions are more than the rollout.group_size = {self.group_size} of the run"
             raise Refused(400, f"{said}: set --env.group_size {self.group_size}")
@@ -127,6 +130,15 @@ class OpenRollouts:
         self._wanted.append(wanted)
         self._hand_out()
         return await wanted.found
+
+    async def close(self) -> None:
+        """Refuses the requests that wait for a ticket, and all later ones."""
+        self._closed = True
+        for wanted in self._wanted:
+            if not wanted.found.done():
+                wanted.found.set_exception(_run_is_over())
+        self._wanted.clear()
+        await asyncio.sleep(0)
 
     def extended(self, rollout: OpenRollout, turn: TreeReply) -> None:
         """Takes note of a turn."""
@@ -164,3 +176,7 @@ class OpenRollouts:
                 one.fail("environment_turns", f"{said}: its rollouts begin with different messages, or it was ended")
         if all(one.ended.done() for one in ticket.rollouts) and ticket in self._tickets:
             self._tickets.remove(ticket)
+
+
+def _run_is_over() -> Refused:
+    return Refused(503, "the run is over", "rollout_over")

@@ -21,7 +21,7 @@ from headrace.environments.atropos.trajectory_bodies import MASKED, PostedGroup
 Written = Callable[[Sequence[int]], str]
 
 
-class Found(NamedTuple):
+class GroupFound(NamedTuple):
     """The rollouts of one posted group."""
 
     scored: int
@@ -39,7 +39,7 @@ class Sequences:
         self._written, self._decode = written, decode
         self._texts: dict[OpenRollout, tuple[str, str]] = {}
 
-    def score(self, group: PostedGroup) -> Found:
+    def score(self, group: PostedGroup) -> GroupFound:
         """Gives the rollouts of a group their scores."""
         places, scored = self._places(group), 0
         for tokens, mask, score, place in zip(group.tokens, group.masks, group.scores, places, strict=True):
@@ -52,15 +52,15 @@ class Sequences:
                 scored += 1
         known = [one for one in places if one]
         unknown = len(places) - len(known)
-        return Found(scored, len(known) - scored + _fail_replaced(known, unknown), unknown)
+        return GroupFound(scored, len(known) - scored + _fail_replaced(known, unknown), unknown)
 
-    def refuse(self, group: PostedGroup, problem: str) -> Found:
+    def refuse(self, group: PostedGroup, problem: str) -> GroupFound:
         """Ends the rollouts of a group of which nothing can be trained."""
         known = [self._with(tokens) for tokens in group.tokens]
         for found in known:
             for one in found[:1]:
                 one.fail("environment_reward", problem)
-        return Found(0, sum(map(bool, known)), len(known) - sum(map(bool, known)))
+        return GroupFound(0, sum(map(bool, known)), len(known) - sum(map(bool, known)))
 
     def _places(self, group: PostedGroup) -> list[OpenRollout | None]:
         """Returns the rollout of each sequence. Of several with the same tokens, it is one of the ticket that has most of the group."""

@@ -42,7 +42,7 @@ class PostedGroup(msgspec.Struct, kw_only=True):
     tokens: list[list[int]]
     """The sequences, prompts included."""
     masks: list[list[int]]
-    """For each token `MASKED`, or the token."""
+    """`MASKED` or the token, for each token."""
     scores: list[float]
     advantages: list[Any] | None = None
     overrides: list[Any] | None = None

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.environments.atropos.open_rollouts import OpenRollouts
-from headrace.environments.atropos.posted_groups import Found, Sequences, Written
+from headrace.environments.atropos.posted_groups import GroupFound, Sequences, Written
 from headrace.environments.atropos.trainer_facts import TrainerFacts
 from headrace.environments.atropos.trajectory_bodies import EnvNumber, EnvRegistration, PostedGroup, read_posted
 from headrace.web.errors import Refused
@@ -118,14 +118,14 @@ class TrajectoryRoutes:
         return self._envs[number] if 0 <= number < len(self._envs) else None
 
     def _scored(self, groups: list[PostedGroup]) -> Response:
-        total = Found(0, 0, 0)
+        total = GroupFound(0, 0, 0)
         for group in groups:
             problem = group.problem()
             sequences = Sequences(self._rollouts.playing(), self._written, self._decode)
             found = sequences.refuse(group, problem) if problem else sequences.score(group)
             if problem or found.unknown:
                 self._said(f"a posted group was refused: {problem or _unknown(found, len(group.tokens))}")
-            total = Found(*(one + other for one, other in zip(total, found, strict=True)))
+            total = GroupFound(*(one + other for one, other in zip(total, found, strict=True)))
         answer = {"groups_processed": len(groups), **total._asdict()}
         if not total.scored:
             raise Refused(
@@ -137,7 +137,7 @@ class TrajectoryRoutes:
         return self._rollouts.newest
 
 
-def _unknown(found: Found, count: int) -> str:
+def _unknown(found: GroupFound, count: int) -> str:
     return (
         f"{found.unknown} of its {count} sequences are of unknown age: they were not sampled from this run, or for rollouts that are over. "
         "Point --openai.base_url at this run, and post the sequences as they were sampled"

@@ -105,7 +105,9 @@ def played(
 
     async def whole() -> list[list[Played | Failure]]:
         policy.hold = hold() if hold else None
-        kind = open_atropos(config, encoder, facts, system="", sampling={"temperature": 1.0}, stop=(), alone=True, log=log)
+        kind = open_atropos(
+            config, encoder, facts, system="", sampling={"temperature": 1.0}, stop=(), alone=True, log=log
+        )
         playing = asyncio.gather(
             *(
                 roll_out(
