@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -115,16 +116,19 @@ def test_the_installed_wheel_runs_the_demo_in_an_empty_directory(packages: Path,
     empty.mkdir()
     small = (
         "train.steps=2",
-        "train.minutes=none",
+        "train.warmup_steps=1",
         "eval.prompts=8",
         "staleness.groups_per_step=2",
         "rollout.group_size=4",
     )
     sets = [word for setting in small for word in ("--set", setting)]
     command = [python, "-m", "headrace", "demo", "--name", "first", *sets]
-    done = subprocess.run(command, cwd=empty, capture_output=True, text=True)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=empty, env=alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "finished at step 2 of 2" in done.stdout and (empty / "runs" / "first" / "report.html").is_file()
     code = "import headrace; print(headrace.__file__)"
-    where = subprocess.run([python, "-c", code], cwd=empty, check=True, capture_output=True, text=True).stdout
+    where = subprocess.run(
+        [python, "-c", code], cwd=empty, env=alone, check=True, capture_output=True, text=True
+    ).stdout
     assert where.startswith(str(place))
