@@ -243,11 +243,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
-    first = "a first run: a small model learns to add, in about six minutes"
-    starting.add_demo_arguments(_command(commands, "demo", starting.demo(train), first))
-    starting.add_recipes_arguments(
-        _command(commands, "recipes", starting.recipes, "runs to start from: list, or copy one")
-    )
+    starting.add_demo_arguments(_command(commands, "demo", starting.demo(train), starting.DEMO_IS))
+    starting.add_recipes_arguments(_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     _add_eval(commands)
     one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")

@@ -14,6 +14,8 @@ from headrace.errors import ConfigError
 from headrace.settings.extras import install, is_installed
 
 DEMO = "demo"
+DEMO_IS = "a first run: a small model learns to add, in about six minutes"
+RECIPES_ARE = "runs to start from: list, or copy one"
 NAMED = re.compile(r'(?:"|recipes/)(\w[\w-]*\.(?:py|jsonl))\b')
 """A file that a recipe or its Python file names; such files lie beside it."""
 
