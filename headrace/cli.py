@@ -21,6 +21,7 @@ import headrace
 from headrace.commands import board_command as boarding
 from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
+from headrace.commands.running import demo_command as starting
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
 from headrace.commands.running import worker_command as working
@@ -242,6 +243,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    starting.add_demo_arguments(_command(commands, "demo", starting.demo(train), starting.DEMO_IS))
+    starting.add_recipes_arguments(_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     _add_eval(commands)
     one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
