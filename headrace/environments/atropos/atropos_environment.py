@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,7 +17,6 @@ from headrace.environments.atropos.inference_routes import InferenceRoutes
 from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
 from headrace.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
 from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway import chat_routes
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import SECRET_BYTES
 from headrace.environments.kinds import ADDRESS_FILE
@@ -77,7 +77,7 @@ class Atropos:
             ("POST", "scored_data"): trajectories.scored_data,
             ("POST", "scored_data_list"): trajectories.scored_data_list,
             ("GET", "health"): inference.health,
-            ("GET", "v1/models"): chat_routes.models,
+            ("GET", "v1/models"): inference.models,
             ("POST", "generate"): inference.generate,
             ("POST", "v1/chat/completions"): inference.chat,
             ("POST", "v1/completions"): inference.completions,
@@ -121,7 +121,8 @@ class AtroposEnvironment:
                 atropos.publish()
                 taken = asyncio.ensure_future(rollout.taken.wait())
                 try:
-                    await asyncio.wait({taken, rollout.ended}, return_when=asyncio.FIRST_COMPLETED)
+                    awaited: set[asyncio.Future[Any]] = {taken, rollout.ended}
+                    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     taken.cancel()
                 score = await self._scored(rollout)

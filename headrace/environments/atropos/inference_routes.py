@@ -16,7 +16,7 @@ from headrace.chat.messages import for_template
 from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts, digest_of
 from headrace.environments.atropos.trajectory_bodies import TokensWanted
 from headrace.environments.gateway.chat_answers import ChatAnswer
-from headrace.environments.gateway.chat_routes import schema
+from headrace.environments.gateway.chat_routes import models_body, schema
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.completions_routes import TextAnswer, prompt_of
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
@@ -43,6 +43,9 @@ class InferenceRoutes:
 
     async def health(self, request: HttpRequest) -> Response:
         return json_response({})
+
+    async def models(self, request: HttpRequest) -> Response:
+        return json_response(models_body())
 
     async def generate(self, request: HttpRequest) -> Response:
         body = await read_body(request, TokensWanted, self._rules.limits)

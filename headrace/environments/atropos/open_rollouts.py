@@ -85,7 +85,7 @@ class OpenTicket:
 
 class _Wanted(NamedTuple):
     first: bytes
-    count: int
+    rollouts: int
     found: asyncio.Future[list[OpenRollout]]
 
 
@@ -151,7 +151,7 @@ class OpenRollouts:
 
     def _hand_out(self) -> None:
         for wanted in [one for one in self._wanted if not one.found.cancelled()]:
-            if found := self._find(wanted.first, wanted.count):
+            if found := self._find(wanted.first, wanted.rollouts):
                 for one in found:
                     one.taken.set()
                 wanted.found.set_result(found)

@@ -233,6 +233,7 @@ def test_the_trajectory_api_answers_as_environments_expect(tmp_path: Path) -> No
         assert (await env.ask("GET", "info"))[1] == {"batch_size": 4, "max_token_len": 901}
         assert (await env.ask("GET", "wandb_info"))[1] == {"group": "tiny", "project": "headrace"}
         assert (await env.ask("GET", "health"))[0] == 200
+        assert (await env.ask("GET", "v1/models"))[1]["data"][0]["id"] == "policy"
         await env.ask("POST", "register-env", {**registration, "group_size": 2, "weight": 3.0})
         told = (await env.ask("GET", "status-env", {"env_id": 0}))[1]
         assert (told["env_weight"], told["queue_size"], told["max_group_size"]) == (0.25, 0, 2)
