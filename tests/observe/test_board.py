@@ -17,7 +17,7 @@ from fact_stream import FactStream, records_of, write_journal
 from starlette.testclient import TestClient
 
 from headrace import cli
-from headrace.commands.board_command import beside
+from headrace.commands.serving.board_command import beside
 from headrace.observe.board import saved_numbers
 from headrace.observe.board.board_routes import FILES, _changes, make_board_app
 from headrace.observe.board.followed_run import FollowedRun

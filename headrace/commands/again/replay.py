@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.commands.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
+from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.errors import CheckpointError

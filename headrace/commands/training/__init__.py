@@ -1,0 +1,1 @@
+"""Commands that train and measure. Read `train_command.py` (`headrace train` and `eval`)."""
