@@ -10,6 +10,7 @@ It uses argparse, because a dozen commands with a few options each need no depen
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from pathlib import Path
 import headrace
 from headrace.commands.again.replay_command import add_replay
 from headrace.commands.finding import is_config, run_directory
+from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
 from headrace.commands.looking import looking_commands
 from headrace.commands.options import INTERRUPTED, Commands, add_command, add_set, positive
@@ -29,6 +31,7 @@ from headrace.commands.running import worker_command as working
 from headrace.commands.serving import board_command as boarding
 from headrace.commands.serving import serve as serving
 from headrace.commands.training import train_command
+from headrace.commands.training.init_command import add_init
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 FAILED, BAD_INPUT, PAUSED = 1, 2, 4
@@ -37,7 +40,12 @@ FAILED, BAD_INPUT, PAUSED = 1, 2, 4
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
-    parsed = _parser().parse_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks how the line may go on, by the script of `headrace completion`
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    parsed = parser.parse_args(given[:place], argparse.Namespace(words=given[place + 1 :]))
     return exit_code(lambda: parsed.command(parsed))
 
 
@@ -82,14 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_init(commands)
     train_command.add_train(commands)
     train_command.add_eval(commands)
+    looking_commands.add_ls(commands)
     looking_commands.add_report(commands)
     boarding.add_arguments(add_command(commands, "board", boarding.board, "a live page of all runs, in the browser"))
     looking_commands.add_status(commands)
     add_replay(commands)
     looking_commands.add_inspect(commands)
     looking_commands.add_diff(commands)
+    looking_commands.add_compare(commands)
     add_export(commands)
     _add_plan(commands)
     served = "the native engine behind HTTP, and new weights into it"
@@ -101,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     offered = "offer this machine's process to a run, wherever it runs"
     working.add_arguments(add_command(commands, "worker", working.worker, offered))
     add_doctor(commands)
+    add_completion(commands)
     return parser
 
 

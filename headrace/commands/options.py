@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended, as shells have it."""
-RUN_HELP = "directory of the run, or its name under runs/"
 
 
 def add_command(
@@ -21,8 +21,23 @@ def add_command(
     return parser
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+def add_run(parser: argparse.ArgumentParser, name: str = "run", metavar: str = "RUN", nargs: str | None = None) -> None:
+    added = parser.add_argument(
+        name, metavar=metavar, nargs=nargs, help="directory of the run, or its name under runs/"
+    )
+    added.completer = _known_runs  # type: ignore[attr-defined]  # argcomplete looks for it there
+
+
+def _known_runs(**of_the_line: object) -> list[str]:
+    """Returns the names of the runs under `runs/`, for the completion of a line in a shell."""
+    return sorted(path.name for path in Path("runs").glob("*") if (path / "config.toml").is_file())
+
+
+def _known_settings(**of_the_line: object) -> list[str]:
+    from headrace.config import RunConfig
+    from headrace.settings.toml import setting_names
+
+    return [f"{name}=" for name in setting_names(RunConfig) if "." in name]
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +47,10 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    added = parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="change a setting; may be given several times"
     )
+    added.completer = _known_settings  # type: ignore[attr-defined]
 
 
 def positive(text: str) -> int:

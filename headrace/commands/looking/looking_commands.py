@@ -1,11 +1,39 @@
-"""The arguments of `headrace report`, `status`, `inspect` and `diff`."""
+"""The arguments of `headrace ls`, `report`, `status`, `inspect`, `diff` and `compare`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from headrace.commands.finding import run_directory
 from headrace.commands.options import Commands, add_command, add_run, positive
+
+
+def add_ls(commands: Commands) -> None:
+    one = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward")
+    one.add_argument(
+        "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
+    )
+    one.add_argument("--json", action="store_true", help="for programs")
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.run_table import list_runs
+
+    return list_runs(arguments.directory, arguments.json)
+
+
+def add_compare(commands: Commands) -> None:
+    summary = "runs side by side: the settings that differ, the last numbers, the curves"
+    one = add_command(commands, "compare", _compare, summary)
+    add_run(one, "runs", nargs="+")
+    one.add_argument("--html", type=Path, metavar="FILE.html", help="write a page with charts instead")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.compare import compare
+
+    return compare([run_directory(run) for run in arguments.runs], arguments.html)
 
 
 def add_report(commands: Commands) -> None:
@@ -64,8 +92,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def add_diff(commands: Commands) -> None:
     one = add_command(commands, "diff", _diff, "the first differences of two runs: step, group and token")
-    one.add_argument("one", metavar="RUN_A", help="directory of a run, or its name under runs/")
-    one.add_argument("other", metavar="RUN_B", help="the other run")
+    add_run(one, "one", metavar="RUN_A")
+    add_run(one, "other", metavar="RUN_B")
 
 
 def _diff(arguments: argparse.Namespace) -> int:
