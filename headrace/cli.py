@@ -19,11 +19,11 @@ from pathlib import Path
 
 import headrace
 from headrace.commands.again.replay_command import add_replay
+from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, positive
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
 from headrace.commands.looking import looking_commands
-from headrace.commands.options import INTERRUPTED, Commands, add_command, add_set, positive
 from headrace.commands.publishing.export_command import add_export
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling

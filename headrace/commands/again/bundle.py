@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -92,7 +92,7 @@ def write_bundle(file: Path, bundle: Bundle, code: Mapping[str, str], state: Pat
         temporary.unlink(missing_ok=True)
 
 
-def _secrets_in(texts: Mapping[str, bytes], environment: Mapping[str, str]) -> Iterable[str]:
+def _secrets_in(texts: Mapping[str, bytes], environment: Mapping[str, str]) -> Iterator[str]:
     for variable, value in environment.items():
         if _SECRET.search(variable.upper()) and len(value) >= _SHORT:
             for member, text in texts.items():

@@ -31,7 +31,7 @@ from headrace.types import Failure
 from headrace.version import __version__
 
 INCLUDED = ("code", "adapter", "weights")
-"""What a bundle holds only if it is asked for: source files that the settings name, and the state of the trainer before the step."""
+"""The parts that a bundle holds only if they are asked for: source files that the settings name, and the state of the trainer before the step."""
 SECTIONS = ("seed", "rollout", "algo", "train", "lora", "staleness")
 """The sections that the step depends on. They name no place; functions of a file are the exception, see `_Code`."""
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy", "reasoning-gym")

@@ -6,8 +6,8 @@ import argparse
 import zipfile
 from pathlib import Path
 
+from headrace.commands.arguments import Commands, add_command, add_run, positive
 from headrace.commands.finding import run_directory
-from headrace.commands.options import Commands, add_command, add_run, positive
 from headrace.errors import ConfigError
 
 

@@ -3,6 +3,7 @@ optimizer. So a difference shows in the stage that makes it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from headrace.commands.again.updates import apart, norms_of_updates
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.texts import plural
+from headrace.orchestration.build import build_scorer
 from headrace.reports import TrainReport, differing
 from headrace.scoring.config import BUILTIN, HANDED, RewardSpec, distinct
 from headrace.types import Failure, Group, Scored
@@ -37,7 +39,7 @@ class StageResult:
 
     name: StageName
     did: str
-    """What was done again, or why nothing was."""
+    """The work that was done again, or the reason why none was."""
     problem: str = ""
     done: bool = True
 
@@ -58,10 +60,8 @@ async def reward_stage(bundle: Bundle, config: RunConfig, code: Path) -> StageRe
             f"the bundle has no code of {', '.join(name for name, _ in named)}" if named else "no function gave rewards"
         )
         return not_done("reward", f"{why} (--include code packs it)" if named else why)
-    from headrace.scoring.reward_scorer import RewardScorer
-
     own = distinct([spec.name for _, spec in chosen])
-    scorer = RewardScorer(replace_functions(config, [spec for _, spec in chosen]).reward)
+    scorer = build_scorer(_with_functions(config, [spec for _, spec in chosen]))
     count = 0
     try:
         for group in bundle.journaled.groups:
@@ -81,15 +81,13 @@ async def reward_stage(bundle: Bundle, config: RunConfig, code: Path) -> StageRe
 def _can_be_called(spec: RewardSpec, code: Path) -> bool:
     if spec.segments or spec.function.startswith(HANDED):
         return False
-    return spec.function in BUILTIN or (
-        Path(spec.function.rpartition(":")[0]).is_relative_to(code) and Path(spec.function.rpartition(":")[0]).exists()
-    )
+    file = Path(spec.function.rpartition(":")[0])
+    return spec.function in BUILTIN or (file.is_relative_to(code) and file.exists())
 
 
-def replace_functions(config: RunConfig, specs: Sequence[RewardSpec]) -> RunConfig:
-    from dataclasses import replace as changed
-
-    return changed(config, reward=changed(config.reward, function="", extract="", functions=tuple(specs)))
+def _with_functions(config: RunConfig, specs: Sequence[RewardSpec]) -> RunConfig:
+    reward = dataclasses.replace(config.reward, function="", extract="", functions=tuple(specs))
+    return dataclasses.replace(config, reward=reward)
 
 
 def _reward_apart(now: Scored | Failure, then: Scored, *, mine: str, name: str, near: float) -> str:

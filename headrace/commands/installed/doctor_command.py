@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.commands.options import Commands, add_command
+from headrace.commands.arguments import Commands, add_command
 from headrace.errors import ConfigError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from rich.table import Table
 
 from headrace.durable.atomic_files import replace_file
 from headrace.errors import ConfigError
+from headrace.observe.health.live_status import judge, read_live
 from headrace.observe.records import METRICS
 from headrace.observe.report.apart import settings_apart
-from headrace.observe.report.data import ReportData, load
-from headrace.observe.report.side_by_side import COLOURS, CURVES, comparison_page, final_numbers
+from headrace.observe.report.data import load
+from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, comparison_page, final_numbers
 from headrace.observe.texts import number, sparkline
+from headrace.orchestration.store.run_directory import held
 
 CURVE = 60
 """Characters of a curve in the terminal."""
@@ -33,7 +36,7 @@ def compare(runs: Sequence[Path], page: Path | None = None, console: Console | N
     for run in runs:
         if not (run / METRICS).is_file():
             raise ConfigError(f"{run} is not the directory of a run: it has no {METRICS}")
-    data = {name: load(run) for name, run in named.items()}
+    data = {name: _read(run) for name, run in named.items()}
     if page:
         if page.suffix != ".html":
             raise ConfigError(f"--html {page}: name a file that ends in .html")
@@ -44,6 +47,11 @@ def compare(runs: Sequence[Path], page: Path | None = None, console: Console | N
     _numbers(data, console)
     _curves(data, console)
     return 0
+
+
+def _read(run: Path) -> ComparedRun:
+    data = load(run)
+    return ComparedRun(data, judge(data.state, read_live(run), held(run), time.time()).life)
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -75,8 +83,8 @@ def _settings(runs: Mapping[str, Path], console: Console) -> None:
     console.print(drawn)
 
 
-def _numbers(data: Mapping[str, ReportData], console: Console) -> None:
-    columns = [final_numbers(one.state) for one in data.values()]
+def _numbers(data: Mapping[str, ComparedRun], console: Console) -> None:
+    columns = [final_numbers(one) for one in data.values()]
     drawn = _table("", list(data), "right")
     for name in columns[0]:
         values = [one[name] for one in columns]
@@ -85,12 +93,12 @@ def _numbers(data: Mapping[str, ReportData], console: Console) -> None:
     console.print(drawn)
 
 
-def _curves(data: Mapping[str, ReportData], console: Console) -> None:
+def _curves(data: Mapping[str, ComparedRun], console: Console) -> None:
     """Prints a line of blocks for each run, drawn on one scale of values and one of steps."""
     widest = max(len(name) for name in data)
-    longest = max(len(one.state.rows) for one in data.values())
+    longest = max(len(one.data.state.rows) for one in data.values())
     for curve in CURVES[:3]:
-        lines = {name: [curve.value(row) for row in one.state.rows] for name, one in data.items()}
+        lines = {name: [curve.value(row) for row in one.data.state.rows] for name, one in data.items()}
         finite = [value for line in lines.values() for value in line if math.isfinite(value)]
         if not finite:
             continue

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headrace.commands.arguments import Commands, add_command, add_run, positive
 from headrace.commands.finding import run_directory
-from headrace.commands.options import Commands, add_command, add_run, positive
 
 
 def add_ls(commands: Commands) -> None:

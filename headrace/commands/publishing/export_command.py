@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 import headrace
+from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
-from headrace.commands.options import Commands, add_command, add_run, add_step
 
 
 def add_export(commands: Commands) -> None:

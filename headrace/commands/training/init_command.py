@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from headrace.commands.options import Commands, add_command
+from headrace.commands.arguments import Commands, add_command
 from headrace.errors import ConfigError
 
 QUESTIONS = {

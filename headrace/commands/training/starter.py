@@ -30,7 +30,7 @@ SMALL = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class StarterData:
-    """What was found about the prompts."""
+    """The prompts, as they were found."""
 
     kind: str
     name: str
@@ -250,7 +250,7 @@ max_tokens = {tokens} # of a completion; many that are cut off: raise it
 name = "grpo"           # docs/algorithms.md: dr_grpo, dapo, gspo, rloo, ...
 
 [train]
-steps = 100
+steps = 100             # optimizer steps
 learning_rate = {rate} # 1e-5 suits models of 100 million parameters, 1e-6 those of billions
 
 [staleness]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, add_step, positive
 from headrace.commands.finding import is_config, run_directory
-from headrace.commands.options import INTERRUPTED, Commands, add_command, add_set, add_step, positive
 from headrace.commands.serving import board_command as boarding
 from headrace.errors import ConfigError
 

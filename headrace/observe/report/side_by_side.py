@@ -9,7 +9,6 @@ from html import escape
 from typing import NamedTuple
 
 from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
 from headrace.observe.report.apart import differences
 from headrace.observe.report.data import Bin, ReportData
@@ -21,6 +20,12 @@ from headrace.observe.texts import duration, number, percent
 
 COLOURS = ("c1", "c2", "c3", "c4", "c5")
 """The classes of the runs' curves, so at most five runs."""
+
+
+class ComparedRun(NamedTuple):
+    data: ReportData
+    life: str
+    """Its state in a word: finished, alive, died."""
 
 
 class ComparedCurve(NamedTuple):
@@ -43,14 +48,15 @@ CURVES = (
 )
 
 
-def final_numbers(state: RunState) -> dict[str, str]:
+def final_numbers(run: ComparedRun) -> dict[str, str]:
     """Returns the last numbers of a run by their names, as texts; "–" if the run has none."""
+    state = run.data.state
     total = state.shares.total
     engine, trainer = measures.idle_shares(state)
     measured = [one for one in state.evals if one.prompts and math.isfinite(one.reward_mean)]
     held_out = [f"{one.reward_mean:.3f} ± {one.reward_sem:.3f}" for one in measured]
     return {
-        "state": measures.phase(state),
+        "state": run.life,
         "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",
         "time": duration(state.now),
         "reward of the last steps": _or_dash(measures.recent_reward(state), "{:.3f}"),
@@ -74,10 +80,10 @@ def _or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
-def comparison_page(runs: Mapping[str, ReportData]) -> str:
+def comparison_page(runs: Mapping[str, ComparedRun]) -> str:
     """Returns a page that needs no network. `runs`: two to five, by the names that the page gives them."""
     head = f'<header><div class="top"><h1>{escape(" · ".join(runs))}</h1>{THEME}</div></header>'
-    settings = differences({name: data.run_dir for name, data in runs.items()})
+    settings = differences({name: run.data.run_dir for name, run in runs.items()})
     body = (
         f"<section><h2>Settings that differ</h2>{settings}</section>"
         f"<section><h2>Last numbers</h2>{_numbers(runs)}</section>"
@@ -86,33 +92,33 @@ def comparison_page(runs: Mapping[str, ReportData]) -> str:
     return document(f"{len(runs)} runs", head + body, "Made by headrace from the files of these runs.")
 
 
-def _numbers(runs: Mapping[str, ReportData]) -> str:
-    columns = [final_numbers(data.state) for data in runs.values()]
+def _numbers(runs: Mapping[str, ComparedRun]) -> str:
+    columns = [final_numbers(run) for run in runs.values()]
     rows = [(escape(name), *(escape(one[name]) for one in columns)) for name in columns[0]]
     return table(("", *(f"#{name}" for name in runs)), rows)
 
 
-def _curves(runs: Mapping[str, ReportData]) -> str:
-    if not any(data.bins for data in runs.values()):
+def _curves(runs: Mapping[str, ComparedRun]) -> str:
+    if not any(run.data.bins for run in runs.values()):
         return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>'
     return "".join(_overlaid(one, runs) for one in CURVES)
 
 
-def _overlaid(one: ComparedCurve, runs: Mapping[str, ReportData]) -> str:
-    lines = [[(each.x, each.mean(one.value)) for each in data.bins] for data in runs.values()]
-    steps = [edge for data in runs.values() for each in data.bins for edge in (each.first - 0.5, each.last + 0.5)]
+def _overlaid(one: ComparedCurve, runs: Mapping[str, ComparedRun]) -> str:
+    lines = [[(each.x, each.mean(one.value)) for each in run.data.bins] for run in runs.values()]
+    steps = [edge for run in runs.values() for each in run.data.bins for edge in (each.first - 0.5, each.last + 0.5)]
     chart = Chart((min(steps), max(steps)), extent(y for line in lines for _, y in line))
     for line, colour in zip(lines, COLOURS, strict=False):
         chart.line(line, colour)
-    longest = max((data.bins for data in runs.values()), key=len)
+    longest = max((run.data.bins for run in runs.values()), key=len)
     for each in longest:
         chart.hover(each.first - 0.5, each.last + 0.5, _tip(one, each, runs))
     return figure(one.title, chart.html(one.title), list(zip(COLOURS, runs, strict=False)), one.note)
 
 
-def _tip(one: ComparedCurve, at: Bin, runs: Mapping[str, ReportData]) -> str:
+def _tip(one: ComparedCurve, at: Bin, runs: Mapping[str, ComparedRun]) -> str:
     lines = [at.name]
-    for name, data in runs.items():
-        near: Sequence[Bin] = [each for each in data.bins if each.first <= at.x <= each.last]
+    for name, run in runs.items():
+        near: Sequence[Bin] = [each for each in run.data.bins if each.first <= at.x <= each.last]
         lines.append(f"{name} {number(near[0].mean(one.value)) if near else '–'}")
     return "\n".join(lines)
