@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup verifiers-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy headrace
+
+# The sdist and the wheel, in dist/, checked as an index would check them.
+dist: setup
+	rm -rf dist
+	cd $(CURDIR) && $(BIN)/python -c 'import hatchling.build as b; b.build_sdist("dist"); b.build_wheel("dist")'
+	$(BIN)/twine check --strict dist/*
+
+# The pages of docs/ as a site, in build/site; a link that leads nowhere is an error.
+site: setup
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 docs: setup
 	$(BIN)/python docs/make_settings.py

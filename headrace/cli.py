@@ -25,6 +25,7 @@ from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
 from headrace.commands.looking import looking_commands
 from headrace.commands.publishing.export_command import add_export
+from headrace.commands.running import demo_command as starting
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
 from headrace.commands.running import worker_command as working
@@ -92,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_init(commands)
     train_command.add_train(commands)
+    starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))
+    starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     train_command.add_eval(commands)
     looking_commands.add_ls(commands)
     looking_commands.add_report(commands)

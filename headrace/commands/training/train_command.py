@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_train(commands: Commands) -> None:
-    one = add_command(commands, "train", _train, "train a model")
+    one = add_command(commands, "train", train, "train a model")
     one.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
     add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
@@ -31,7 +31,7 @@ def add_train(commands: Commands) -> None:
     how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
     run_dir = run_directory(arguments.resume) if arguments.resume else None
     sets = [*arguments.set, *([f'name="{arguments.name}"'] if arguments.name else [])]
     config = _config(arguments.config, run_dir, sets)
