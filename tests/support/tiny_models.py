@@ -73,7 +73,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "nine-heads": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
+    "nine-heads": ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
     "one-key-head": ("gemma3_text", {**GEMMA, "num_key_value_heads": 1}),
 }
 """Numbers of heads that two ranks cannot have equal parts of."""
