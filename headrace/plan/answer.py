@@ -59,13 +59,12 @@ class PlanRequest:
     network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
-    @property
-    def travel(self) -> Travel | None:
-        """The way of new weights, if the size of the model is given."""
+    def travel(self, engines: int = 1) -> Travel | None:
+        """The way of new weights to all engines, if the size of the model is given."""
         if not self.model:
             return None
         settings, rate = self.config.weight_sync, self.config.train.learning_rate
-        return travel_of(settings, rate, shape_of(self.model).parameters, self.network)
+        return travel_of(settings, rate, shape_of(self.model).parameters, self.network, engines)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _computed(request: PlanRequest) -> Rates:
         trainer=trainer,
         max_running=running,
         name=request.model,
-        travel=request.travel,
+        travel=request.travel(request.config.engine.replicas),
         microbatch=request.config.train.microbatch_tokens,
         context=context,
     )
@@ -257,7 +256,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             trainer=trainer,
             max_running=running,
             name=request.model,
-            travel=request.travel,
+            travel=request.travel(replicas),
             microbatch=request.config.train.microbatch_tokens,
             context=context,
         )

@@ -26,7 +26,7 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
     print(
-        json.dumps(report(found, request.travel, price, request.config.train.steps), indent=1)
+        json.dumps(report(found, request.travel(), price, request.config.train.steps), indent=1)
         if as_json
         else text(found, request, price)
     )
@@ -81,7 +81,7 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
 
 def _weights(request: PlanRequest) -> list[str]:
     """The way of new weights, whole and as differences."""
-    if not request.travel:
+    if not request.travel():
         return []
     parameters, share = shape_of(request.model).parameters, changed_share(request.config.train.learning_rate)
     full, less = whole(parameters, request.network), difference(parameters, request.network, share)
