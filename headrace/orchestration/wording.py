@@ -40,10 +40,11 @@ def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
     split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
     experts = ", experts whole" if parallel.expert > 1 else ""
+    experts += f", microbatches in {parallel.context}" if parallel.context > 1 else ""
     who = (
         "own process"
         if parallel.ranks == 1
-        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.shard}{experts})"
+        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.split}{experts})"
     )
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
