@@ -14,7 +14,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
 from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.orchestration.workers.launch.child import GRACE, said_of_exit
-from headrace.orchestration.workers.placed.cluster import Berth, Bundle, Cluster, ClusterNode, Hosted, HostLost, refusal
+from headrace.orchestration.workers.placed.cluster import Berth, Cluster, ClusterNode, Hosted, HostLost, Room, refusal
 from headrace.protocols import Heard, Job
 from headrace.version import __version__
 
@@ -33,7 +33,7 @@ class PlacedLauncher:
         cluster: Cluster,
         arrivals: Arrivals,
         *,
-        bundle: Bundle,
+        bundle: Room,
         terms: Terms,
         logs: Path,
         telemetry: Telemetry,
