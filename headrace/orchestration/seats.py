@@ -18,7 +18,7 @@ from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import Cluster, Room
+from headrace.orchestration.workers.placed.cluster import Cluster, NodeShare
 from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.protocols import Launcher
 from headrace.settings.extras import install, is_installed
@@ -100,7 +100,7 @@ async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Teleme
         await cluster.open()
         if problem := await reach_problem(place, cluster):
             raise ConfigError(problem)
-        bundle = Room(threads_elsewhere(config), place.gpus)
+        bundle = NodeShare(threads_elsewhere(config), place.gpus)
         launcher = PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
         await launcher.open([f"engine {name}".rstrip() for name in members_of(config.engine)])
         yield launcher

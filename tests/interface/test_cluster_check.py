@@ -16,7 +16,7 @@ from headrace.commands.installed.cluster_check import examine_cluster, findings_
 from headrace.commands.installed.doctor import DoctorFinding
 from headrace.config import load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.workers.placed.cluster import ClusterNode, Room
+from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare
 from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine
 from headrace.orchestration.workers.placed.host import NodeHost
 from headrace.version import __version__
@@ -24,7 +24,7 @@ from headrace.version import __version__
 Sections = dict[str, list[DoctorFinding]]
 
 
-def findings(directory: Path, model: Path, nodes: list[Room], begin: Any = None, **tables: Any) -> Sections:
+def findings(directory: Path, model: Path, nodes: list[NodeShare], begin: Any = None, **tables: Any) -> Sections:
     place = {"kind": "ray", **tables.pop("orchestration", {})}
     config = load_config(tiny_config(directory, model, engine={"threads": 2}, orchestration=place, **tables))
 
@@ -42,7 +42,7 @@ def bad(sections: Sections) -> list[tuple[str, str]]:
 
 
 def test_every_node_that_could_hold_an_engine_is_asked(tiny_llama: Path, tmp_path: Path) -> None:
-    sections = findings(tmp_path, tiny_llama, [Room(4), Room(2), Room(1)])
+    sections = findings(tmp_path, tiny_llama, [NodeShare(4), NodeShare(2), NodeShare(1)])
     assert not bad(sections)
     assert [*sections] == ["Cluster", "Node 10.0.0.1 (4 CPUs)", "Node 10.0.0.1 (2 CPUs)"]
     assert sections["Cluster"] == [DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")]
@@ -56,7 +56,7 @@ def test_no_room_and_machines_that_cannot_reach_the_run_are_said(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeCluster, "own", "10.0.0.9")
-    ((_, room), (_, reach)) = bad(findings(tmp_path, tiny_llama, [Room(1)]))
+    ((_, room), (_, reach)) = bad(findings(tmp_path, tiny_llama, [NodeShare(1)]))
     assert "can never place an engine of 2 CPUs each" in room
     assert "nodes on other machines (10.0.0.1)" in reach and 'such as "10.0.0.9:0"' in reach
 
@@ -73,7 +73,7 @@ class Another(NodeHost):
 
 
 def test_a_mixed_fleet_is_refused_and_a_node_without_the_token_gets_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    sections = findings(tmp_path, tiny_llama, [Room(2)], lambda machine: Another())
+    sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Another())
     assert [what for what, _ in bad(sections)] == ["headrace", "torch", "network"]
     found = {one.what: one for one in sections["Node 10.0.0.1 (2 CPUs)"]}
     assert found["headrace"].remedy == f"the run has {__version__}: install the same in the environment of its Ray"
@@ -88,7 +88,7 @@ def test_a_node_without_headrace_is_asked_no_more(tiny_llama: Path, tmp_path: Pa
         async def look(self) -> dict[str, str]:
             return {"headrace": "", "Python": "3.9", "host": "b", "torch": "", "transformers": ""}
 
-    sections = findings(tmp_path, tiny_llama, [Room(2)], lambda machine: Bare())
+    sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Bare())
     assert [what for what, _ in bad(sections)] == ["headrace", "Python", "torch", "transformers"]
     assert all(one.what not in ("model", "network") for one in sections["Node 10.0.0.1 (2 CPUs)"])
 
@@ -103,7 +103,7 @@ def test_a_silent_node_and_one_that_is_gone_are_said(
         machine.awake.clear()
         return NodeHost()
 
-    assert bad(findings(tmp_path, tiny_llama, [Room(2)], begin)) == [("the node", "did not answer in 0.1 seconds")]
+    assert bad(findings(tmp_path, tiny_llama, [NodeShare(2)], begin)) == [("the node", "did not answer in 0.1 seconds")]
 
 
 def test_the_same_versions_are_the_same() -> None:

@@ -54,7 +54,7 @@ from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.placed.cluster import Room
+from headrace.orchestration.workers.placed.cluster import NodeShare
 from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
 from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.playing import EnvironmentKind
@@ -486,7 +486,7 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 async def of_placing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
-    cluster, one = FakeCluster([Room(1)]), Room(1)
+    cluster, one = FakeCluster([NodeShare(1)]), NodeShare(1)
     launcher = PlacedLauncher(cluster, FakeArrivals(), bundle=one, terms=Terms("m", {}), logs=tmp, telemetry=telemetry)
     await launcher.open(["engine"])
     await launcher.worker(Job("engine", "engine"), lambda method, payload: None).start()

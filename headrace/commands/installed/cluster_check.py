@@ -19,7 +19,7 @@ from headrace.models.resolve import resolve_model
 from headrace.orchestration.seats import check_seats, reach_problem, threads_elsewhere
 from headrace.orchestration.workers.build import open_cluster
 from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, Room, refusal
+from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
 from headrace.orchestration.workers.placed.host import PACKAGES
 from headrace.version import __version__
 
@@ -48,7 +48,7 @@ def examine_cluster(config: RunConfig) -> int:
 
 async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings]:
     """Returns the findings by title: about the whole cluster, then about each node that could hold an engine."""
-    place, bundle = config.orchestration, Room(threads_elsewhere(config), config.orchestration.gpus)
+    place, bundle = config.orchestration, NodeShare(threads_elsewhere(config), config.orchestration.gpus)
     async with aclosing(cluster), sending(place.host) as (address, token):
         await cluster.open()
         nodes = await cluster.nodes()

@@ -32,7 +32,7 @@ from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import Agreed, Terms
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import ClusterNode, Room, refusal
+from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare, refusal
 from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
 from headrace.orchestration.workers.placed.placed import PlacedLauncher, PlacedWorker
 from headrace.orchestration.workers.worker_messages import EngineStart
@@ -43,7 +43,7 @@ from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
 from headrace.version import __version__
 from headrace.weight_sync.config import FULL
-from headrace.weight_sync.tcp import Tcp
+from headrace.weight_sync.over_tcp.tcp import Tcp
 
 SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
 ASKED = Request("r", (1, 2), Sampling(max_tokens=8))
@@ -64,7 +64,7 @@ class Place:
     def __init__(
         self,
         tmp: Path,
-        nodes: list[Room],
+        nodes: list[NodeShare],
         begin: Callable[[FakeMachine], FakeProcess] = lambda machine: OnNode(machine, life=100),
         versions: Callable[[FakeMachine], dict[str, str]] = lambda machine: SAME,
         agreed: Callable[[FakeMachine], Agreed] = lambda machine: Agreed("/its/model"),
@@ -75,7 +75,7 @@ class Place:
             nodes, lambda machine: ScriptedHost(machine, arrivals, begin, versions(machine), agreed(machine))
         )
         self.launcher = PlacedLauncher(
-            self.cluster, arrivals, bundle=Room(2), terms=Terms("m", {}), logs=tmp, telemetry=self.telemetry
+            self.cluster, arrivals, bundle=NodeShare(2), terms=Terms("m", {}), logs=tmp, telemetry=self.telemetry
         )
         self.engine = ProcessEngine(self.launcher, Job("engine", "engine"), 3, self.telemetry)
 
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_is_started_again_in_its_bundle_and_goes_on_with_its_
     lives = iter((3, 100))
 
     async def case() -> None:
-        place = Place(tmp_path, [Room(2), Room(8)], lambda machine: OnNode(machine, next(lives)))
+        place = Place(tmp_path, [NodeShare(2), NodeShare(8)], lambda machine: OnNode(machine, next(lives)))
         await place.start()
         bundles = [len(machine.bundles) for machine in place.cluster.machines.values()]
         assert (await place.engine.generate(ASKED)).tokens == ALL
@@ -129,7 +129,7 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_the_seat_is_placed_elsewher
     """The cluster itself notices nothing, and would place the next worker on the same node: it has the most room."""
 
     async def case() -> None:
-        place = Place(tmp_path, [Room(8), Room(2)])
+        place = Place(tmp_path, [NodeShare(8), NodeShare(2)])
         await place.start()
         frozen = place.telemetry.clock() + 3
         place.after(3.0, lambda: place.cluster.freeze("node 1"))
@@ -145,10 +145,10 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_the_seat_is_placed_elsewher
 
 def test_a_node_that_is_removed_is_a_lost_worker_whose_seat_waits_until_there_is_room(tmp_path: Path) -> None:
     async def case() -> None:
-        place = Place(tmp_path, [Room(2)])
+        place = Place(tmp_path, [NodeShare(2)])
         await place.start()
         place.after(3.0, lambda: place.cluster.remove("node 1"))
-        place.after(60.0, lambda: place.cluster.add(Room(4)))
+        place.after(60.0, lambda: place.cluster.add(NodeShare(4)))
         assert (await place.engine.generate(ASKED)).tokens == ALL
         assert place.how == ["on 10.0.0.1 (process 1) is lost: its node is gone"]
         said = [one.message for one in place.facts.of(Warned)]
@@ -160,9 +160,9 @@ def test_a_node_that_is_removed_is_a_lost_worker_whose_seat_waits_until_there_is
 
 def test_a_doubted_node_is_used_again_when_the_others_stay_full(tmp_path: Path) -> None:
     async def case() -> None:
-        place = Place(tmp_path, [Room(2), Room(2)])
+        place = Place(tmp_path, [NodeShare(2), NodeShare(2)])
         await place.start()
-        other = await place.cluster.reserve(Room(2))  # another job's
+        other = await place.cluster.reserve(NodeShare(2))  # another job's
         await other.placed()
         place.after(3.0, lambda: place.cluster.freeze("node 1"))
         place.after(20.0, lambda: thaw(place.cluster.machines["node 1"]))
@@ -181,7 +181,7 @@ def thaw(machine: FakeMachine) -> None:
 
 def test_a_node_that_freezes_while_the_worker_starts_there_is_a_death(tmp_path: Path) -> None:
     async def case() -> None:
-        place = Place(tmp_path, [Room(2), Room(2)])
+        place = Place(tmp_path, [NodeShare(2), NodeShare(2)])
         await place.launcher.open(["engine"])
         place.cluster.freeze("node 1")
         worker = place.launcher.worker(Job("engine", "engine"), lambda method, payload: None)
@@ -202,23 +202,23 @@ def test_a_node_that_freezes_while_the_worker_starts_there_is_a_death(tmp_path: 
 
 
 def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> None:
-    nodes = [ClusterNode("a", "10.0.0.1", Room(4)), ClusterNode("b", "10.0.0.2", Room(4, 1))]
-    assert refusal(nodes, Room(4), 2, "auto") == ""
-    assert refusal(nodes, Room(2, 1), 1, "auto") == ""
-    said = refusal(nodes, Room(2, 1), 2, "10.0.0.1:6379")
+    nodes = [ClusterNode("a", "10.0.0.1", NodeShare(4)), ClusterNode("b", "10.0.0.2", NodeShare(4, 1))]
+    assert refusal(nodes, NodeShare(4), 2, "auto") == ""
+    assert refusal(nodes, NodeShare(2, 1), 1, "auto") == ""
+    said = refusal(nodes, NodeShare(2, 1), 2, "10.0.0.1:6379")
     assert "address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1." in said
     assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in said
-    assert "can never place an engine of 5 CPUs each" in refusal(nodes, Room(5), 1, "auto")
-    assert "It has 0 nodes: no node." in refusal([], Room(1), 1, "auto")
+    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), 1, "auto")
+    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), 1, "auto")
 
 
 def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awaited(tmp_path: Path) -> None:
     async def case() -> None:
-        place = Place(tmp_path, [Room(2)])
+        place = Place(tmp_path, [NodeShare(2)])
         with pytest.raises(ConfigError, match="can never place 2 engines"):
             await place.launcher.open(["engine 1", "engine 2"])
         assert not place.cluster.machines["node 1"].bundles
-        other = await place.cluster.reserve(Room(1))
+        other = await place.cluster.reserve(NodeShare(1))
         place.after(50.0, lambda: place.cluster.give_back(other))
         await place.start()
         assert place.telemetry.clock() == 50
@@ -240,7 +240,7 @@ def test_a_node_with_something_else_is_refused_at_the_start(
     tmp_path: Path, versions: dict[str, str], agreed: Agreed, words: str
 ) -> None:
     async def case() -> None:
-        place = Place(tmp_path, [Room(2)], versions=lambda machine: versions, agreed=lambda machine: agreed)
+        place = Place(tmp_path, [NodeShare(2)], versions=lambda machine: versions, agreed=lambda machine: agreed)
         with pytest.raises(ConfigError, match=words):
             await place.start()
         await place.engine.close()
@@ -252,12 +252,12 @@ def test_later_such_a_node_counts_as_a_death_and_another_one_is_tried(tmp_path: 
     async def case() -> None:
         place = Place(
             tmp_path,
-            [Room(2)],
+            [NodeShare(2)],
             versions=lambda machine: {**SAME, "headrace": "0.0.9"} if machine.node.id == "node 2" else SAME,
         )
         await place.start()
-        place.cluster.add(Room(4))
-        place.cluster.add(Room(2))
+        place.cluster.add(NodeShare(4))
+        place.cluster.add(NodeShare(2))
         place.after(3.0, lambda: place.cluster.remove("node 1"))
         assert (await place.engine.generate(ASKED)).tokens == ALL
         assert (
@@ -285,12 +285,12 @@ def with_real_workers(model: Path, logs: Path, use: Callable[[PlacedLauncher], A
     async def go() -> Any:
         record, clock = FactList().record, asyncio.get_running_loop().time
         telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 2e6))
-        listener, cluster = Listener("a token of many characters"), FakeCluster([Room(1), Room(1)])
+        listener, cluster = Listener("a token of many characters"), FakeCluster([NodeShare(1), NodeShare(1)])
         await listener.open()
         launcher = PlacedLauncher(
             cluster,
             listener,
-            bundle=Room(1),
+            bundle=NodeShare(1),
             terms=terms_of(str(model), model),
             logs=logs,
             telemetry=telemetry,

@@ -12,10 +12,10 @@ class HostLost(HeadraceError):
     """A host does not answer any more: its node or its process is gone."""
 
 
-class Room(NamedTuple):
+class NodeShare(NamedTuple):
     """The part of a node that one worker is given.
 
-    >>> str(Room(2, 1)), str(Room(1))
+    >>> str(NodeShare(2, 1)), str(NodeShare(1))
     ('2 CPUs and 1 GPU', '1 CPU')
     """
 
@@ -34,13 +34,13 @@ class ClusterNode(NamedTuple):
 
     id: str
     address: str
-    has: Room
+    has: NodeShare
     """All that it has, whether it is in use or not."""
 
-    def holds(self, bundle: Room) -> int:
+    def holds(self, bundle: NodeShare) -> int:
         """The number of such bundles that fit into an empty node.
 
-        >>> ClusterNode("a", "10.0.0.5", Room(8, 2)).holds(Room(3, 1))
+        >>> ClusterNode("a", "10.0.0.5", NodeShare(8, 2)).holds(NodeShare(3, 1))
         2
         """
         return int(min(mine // one for mine, one in zip(self.has, bundle, strict=True) if one))
@@ -73,7 +73,7 @@ class Cluster(Protocol):
     """
     >>> from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
     >>> async def case():
-    ...     berth = await FakeCluster([Room(2), Room(4)]).reserve(Room(3))
+    ...     berth = await FakeCluster([NodeShare(2), NodeShare(4)]).reserve(NodeShare(3))
     ...     return (await berth.placed()).id
     >>> asyncio.run(case())
     'node 2'
@@ -89,7 +89,7 @@ class Cluster(Protocol):
     async def own_address(self) -> str:
         """The address at which nodes reach this machine."""
 
-    async def reserve(self, bundle: Room, avoid: Collection[str] = ()) -> Berth:
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> Berth:
         """Asks for a bundle. `avoid`: nodes that it must not be on."""
 
     async def visit(self, node: ClusterNode) -> Hosted:
@@ -99,10 +99,10 @@ class Cluster(Protocol):
         """Gives all bundles back, which ends the hosts in them."""
 
 
-def refusal(nodes: Sequence[ClusterNode], bundle: Room, count: int, address: str) -> str:
+def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, count: int, address: str) -> str:
     """Returns why so many bundles can never be placed there; empty if they can.
 
-    >>> refusal([ClusterNode("a", "10.0.0.5", Room(4))], Room(2), 2, "auto")
+    >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), 2, "auto")
     ''
     """
     room = sum(node.holds(bundle) for node in nodes)

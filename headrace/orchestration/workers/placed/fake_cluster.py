@@ -9,7 +9,7 @@ from typing import Any
 from headrace.orchestration.workers.fake import FakeProcess, InstantNetwork
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import SEAT, Agreed, Terms
-from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, Room
+from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
 from headrace.orchestration.workers.placed.host import NodeHost
 from headrace.orchestration.workers.wire import BEAT
 
@@ -20,10 +20,10 @@ NEVER = 1e9
 class FakeMachine(InstantNetwork):
     """A node, and the network of its workers."""
 
-    def __init__(self, number: int, has: Room) -> None:
+    def __init__(self, number: int, has: NodeShare) -> None:
         self.node = ClusterNode(f"node {number}", f"10.0.0.{number}", has)
         self.hosts: list[FakeHosted] = []
-        self.bundles: list[Room] = []
+        self.bundles: list[NodeShare] = []
         """Those that are reserved here."""
         self.awake, self.frozen = asyncio.Event(), False
         self.awake.set()
@@ -31,7 +31,7 @@ class FakeMachine(InstantNetwork):
     def seconds(self, scale: float) -> float:
         return NEVER if self.frozen else 0.0
 
-    def fits(self, bundle: Room) -> bool:
+    def fits(self, bundle: NodeShare) -> bool:
         taken = [sum(column) for column in zip(*self.bundles, strict=True)] or [0, 0]
         return all(has - used >= one for has, used, one in zip(self.node.has, taken, bundle, strict=True))
 
@@ -67,7 +67,7 @@ class FakeHosted:
 class FakeBerth:
     """Protocol `Berth`."""
 
-    def __init__(self, cluster: FakeCluster, bundle: Room, avoid: Collection[str]) -> None:
+    def __init__(self, cluster: FakeCluster, bundle: NodeShare, avoid: Collection[str]) -> None:
         self._cluster, self.bundle, self.avoid = cluster, bundle, avoid
         self.machine: asyncio.Future[FakeMachine] = asyncio.get_running_loop().create_future()
 
@@ -90,7 +90,9 @@ class FakeCluster:
     address = "fake"
     own = "10.0.0.1"
 
-    def __init__(self, nodes: Sequence[Room], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeShare], begin: Callable[[FakeMachine], Any] = lambda machine: NodeHost()
+    ) -> None:
         self.begin = begin
         self.machines = {f"node {number}": FakeMachine(number, has) for number, has in enumerate(nodes, 1)}
         self._waiting: list[FakeBerth] = []
@@ -103,7 +105,7 @@ class FakeCluster:
     async def own_address(self) -> str:
         return self.own
 
-    async def reserve(self, bundle: Room, avoid: Collection[str] = ()) -> FakeBerth:
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> FakeBerth:
         berth = FakeBerth(self, bundle, avoid)
         self._waiting.append(berth)
         self._place()
@@ -136,7 +138,7 @@ class FakeCluster:
 
     # -- what happens to nodes ------------------------------------------------------------------------------------------------
 
-    def add(self, has: Room) -> None:
+    def add(self, has: NodeShare) -> None:
         number = len(self.machines) + 1
         self.machines[f"node {number}"] = FakeMachine(number, has)
         self._place()

@@ -14,7 +14,15 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
 from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.orchestration.workers.launch.child import GRACE, said_of_exit
-from headrace.orchestration.workers.placed.cluster import Berth, Cluster, ClusterNode, Hosted, HostLost, Room, refusal
+from headrace.orchestration.workers.placed.cluster import (
+    Berth,
+    Cluster,
+    ClusterNode,
+    Hosted,
+    HostLost,
+    NodeShare,
+    refusal,
+)
 from headrace.protocols import Heard, Job
 from headrace.version import __version__
 
@@ -33,7 +41,7 @@ class PlacedLauncher:
         cluster: Cluster,
         arrivals: Arrivals,
         *,
-        bundle: Room,
+        bundle: NodeShare,
         terms: Terms,
         logs: Path,
         telemetry: Telemetry,

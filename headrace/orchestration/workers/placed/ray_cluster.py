@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.placed import host
-from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, Room
+from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
 
 R = TypeVar("R")
 
@@ -21,7 +21,7 @@ OWN = "local"
 """The address of a cluster that the run starts on this machine, and ends."""
 
 STORE_BYTES = 80 << 20
-"""Room for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+"""NodeShare for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
 
 GUARDED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,7 +58,7 @@ class RayHosted:
 class RayBerth:
     """Protocol `Berth`."""
 
-    def __init__(self, group: Any, bundle: Room, cluster: RayCluster) -> None:
+    def __init__(self, group: Any, bundle: NodeShare, cluster: RayCluster) -> None:
         self._group, self._bundle, self._cluster = group, bundle, cluster
 
     async def placed(self) -> ClusterNode:
@@ -70,7 +70,7 @@ class RayBerth:
 
         (where,) = placement_group_table(self._group)["bundles_to_node_id"].values()
         found = {node.id: node for node in all_nodes()}
-        return found.get(where) or ClusterNode(where, where, Room(0))
+        return found.get(where) or ClusterNode(where, where, NodeShare(0))
 
     async def host(self) -> RayHosted:
         return RayHosted(await self._cluster.do(self._begin), self._cluster)
@@ -143,7 +143,7 @@ class RayCluster:
 
         return await self.do(ray.util.get_node_ip_address)
 
-    async def reserve(self, bundle: Room, avoid: Collection[str] = ()) -> RayBerth:
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> RayBerth:
         from ray.util import placement_group
 
         room = {name: count for name, count in (("CPU", bundle.cpus), ("GPU", bundle.gpus)) if count}
@@ -156,7 +156,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        return RayHosted(await self.do(lambda: _actor(there, Room(0))), self)
+        return RayHosted(await self.do(lambda: _actor(there, NodeShare(0))), self)
 
     async def aclose(self) -> None:
         for berth in list(self.berths):
@@ -168,7 +168,7 @@ class RayCluster:
         self._thread.shutdown(wait=False)
 
 
-def _actor(strategy: Any, bundle: Room) -> Any:
+def _actor(strategy: Any, bundle: NodeShare) -> Any:
     """A `NodeHost`. It is never started again: its worker would be lost all the same."""
     import ray
 
@@ -184,7 +184,7 @@ def all_nodes() -> list[ClusterNode]:
         ClusterNode(
             one["NodeID"],
             one["NodeManagerAddress"],
-            Room(one["Resources"].get("CPU", 0), one["Resources"].get("GPU", 0)),
+            NodeShare(one["Resources"].get("CPU", 0), one["Resources"].get("GPU", 0)),
         )
         for one in ray.nodes()
         if one["Alive"]
