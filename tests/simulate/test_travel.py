@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.plan.rates.hardware import SHAPES
+from headrace.plan.rates.shapes import SHAPES
 from headrace.plan.rates.travel import (
     CHANGED,
     INDEX_AND_VALUE,
