@@ -180,7 +180,15 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
     python = str(fake_verifiers.interpreter(tmp_path))
     (tmp_path / "letters.py").write_text(TASKSET)
     name = str(tmp_path / "letters.py")
-    settings = {"name": name, "options": {}, "max_turns": 3, "held_out": 0, "seeds": False, "memory": 0, "tokenizer": ""}
+    settings = {
+        "name": name,
+        "options": {},
+        "max_turns": 3,
+        "held_out": 0,
+        "seeds": False,
+        "memory": 0,
+        "tokenizer": "",
+    }
     order = {"play": 1, "url": "http://127.0.0.1:1", "row": {"prompt": "?", "mode": "hangs"}}
     words, pipe = taskset_process.player_words(python), subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, start_new_session=True) as process:
