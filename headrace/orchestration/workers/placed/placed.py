@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.observe.telemetry import Telemetry
@@ -149,7 +150,8 @@ class PlacedWorker(SeatedWorker):
                 pid = await host.ask("start", self._job.kind, arrivals.address, given)
                 self._where += f" (process {pid})"
                 self._collecting = collecting = asyncio.ensure_future(self._collect(host))
-                await asyncio.wait([arrival, collecting], return_when=asyncio.FIRST_COMPLETED)
+                waited: list[asyncio.Future[Any]] = [arrival, collecting]
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
                 self._seat(arrival.result(), agreed.model_dir)
             else:
