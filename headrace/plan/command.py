@@ -101,15 +101,16 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
         hardware.shape(request.model),
         request.config.train.microbatch_tokens,
     )
-    mesh = hardware.trainer_mesh(chip, model, gpus)
+    mesh = hardware.trainer_mesh(chip, model, gpus, tokens)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
     size = moved.microbatch(tokens)
-    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
-    copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
-    copies += f", expert = {mesh.expert}" if mesh.expert > 1 else ""
+    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute * mesh.tensor)
+    others = [
+        f", {name} = {getattr(mesh, name)}" for name in ("replicate", "tensor", "expert") if getattr(mesh, name) > 1
+    ]
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
     return [
-        f"  trainer: {gpus} ranks (shard = {mesh.shard}{copies}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
+        f"  trainer: {gpus} ranks (shard = {mesh.shard}{''.join(others)}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
         f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
         f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
         f"{short_time(size / hardware.link(chip, mesh))}{between}",

@@ -71,6 +71,8 @@ class Architecture:
     active: float
     """Parameters that a token passes: fewer than all in a mixture of experts."""
     layers: int
+    hidden: int
+    """Elements of a token's hidden state."""
     kv_heads: int
     head: int
     outer: float
@@ -88,19 +90,20 @@ class Architecture:
 
 # From the published config.json of each: Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
 SHAPES = {
-    "0.5b": Architecture(parameters=0.494e9, active=0.494e9, layers=24, kv_heads=2, head=64, outer=0.136e9),
-    "1.5b": Architecture(parameters=1.54e9, active=1.54e9, layers=28, kv_heads=2, head=128, outer=0.233e9),
-    "3b": Architecture(parameters=3.09e9, active=3.09e9, layers=36, kv_heads=2, head=128, outer=0.311e9),
-    "7b": Architecture(parameters=7.62e9, active=7.62e9, layers=28, kv_heads=4, head=128, outer=1.09e9),
-    "8b": Architecture(parameters=8.19e9, active=8.19e9, layers=36, kv_heads=8, head=128, outer=1.24e9),
-    "14b": Architecture(parameters=14.8e9, active=14.8e9, layers=48, kv_heads=8, head=128, outer=1.56e9),
-    "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, kv_heads=8, head=128, outer=1.56e9),
-    "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, kv_heads=8, head=128, outer=2.10e9),
-    "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, kv_heads=8, head=128, outer=2.49e9),
+    "0.5b": Architecture(parameters=0.494e9, active=0.494e9, layers=24, hidden=896, kv_heads=2, head=64, outer=0.136e9),
+    "1.5b": Architecture(parameters=1.54e9, active=1.54e9, layers=28, hidden=1536, kv_heads=2, head=128, outer=0.233e9),
+    "3b": Architecture(parameters=3.09e9, active=3.09e9, layers=36, hidden=2048, kv_heads=2, head=128, outer=0.311e9),
+    "7b": Architecture(parameters=7.62e9, active=7.62e9, layers=28, hidden=3584, kv_heads=4, head=128, outer=1.09e9),
+    "8b": Architecture(parameters=8.19e9, active=8.19e9, layers=36, hidden=4096, kv_heads=8, head=128, outer=1.24e9),
+    "14b": Architecture(parameters=14.8e9, active=14.8e9, layers=48, hidden=5120, kv_heads=8, head=128, outer=1.56e9),
+    "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, hidden=5120, kv_heads=8, head=128, outer=1.56e9),
+    "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, hidden=8192, kv_heads=8, head=128, outer=2.10e9),
+    "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, hidden=8192, kv_heads=8, head=128, outer=2.49e9),
     "30b-a3b": Architecture(
         parameters=30.5e9,
         active=3.3e9,
         layers=48,
+        hidden=2048,
         kv_heads=4,
         head=128,
         outer=0.622e9,
@@ -108,7 +111,15 @@ SHAPES = {
         width=48 * 8 * 2048,
     ),
     "235b-a22b": Architecture(
-        parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9, experts=227e9, width=94 * 8 * 4096
+        parameters=235e9,
+        active=22e9,
+        layers=94,
+        hidden=4096,
+        kv_heads=4,
+        head=128,
+        outer=1.24e9,
+        experts=227e9,
+        width=94 * 8 * 4096,
     ),
 }
 
@@ -146,16 +157,32 @@ def trainer_gpus(chip: Gpu, model: Architecture) -> int:
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
-def trainer_mesh(chip: Gpu, model: Architecture, gpus: int) -> ParallelConfig:
+def trainer_mesh(chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH) -> ParallelConfig:
+    """Returns the mesh on which a token takes the least time, with as few ranks in a tensor group as possible: few tokens a microbatch do
+    not make up for the gathering of all weights. Mixtures are split by experts instead."""
+    groups = [1 << k for k in range(NODE.bit_length()) if gpus % (1 << k) == 0 and model.kv_heads % (1 << k) == 0]
+    meshes = [_narrowest(chip, model, gpus, tensor) for tensor in (groups[:1] if model.experts else groups)]
+    return min(meshes, key=lambda mesh: token_seconds(chip, model, mesh, microbatch))
+
+
+def _narrowest(chip: Gpu, model: Architecture, gpus: int, tensor: int) -> ParallelConfig:
     """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it.
     Experts are split whole where tokens need not leave the machine."""
-    for shard in range(min(gpus, NODE), gpus):
+    for shard in range(min(gpus, NODE), gpus) if tensor == 1 else ():
         mesh = ParallelConfig(shard=shard, replicate=max(1, gpus // shard), gather="bfloat16")
         memory = trainer_memory(model, mesh)
         if gpus % shard == 0 and memory.held + memory.gathered <= TRAINING_USABLE * chip.memory:
             return mesh
     expert = gpus if model.experts and 1 < gpus <= NODE else 1
-    return ParallelConfig(shard=gpus, expert=expert, gather="bfloat16" if gpus > 1 else "float32")
+    shard = gpus // tensor
+    return ParallelConfig(shard=shard, tensor=tensor, expert=expert, gather="bfloat16" if shard > 1 else "float32")
+
+
+def token_seconds(chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int) -> float:
+    """Returns the seconds per token of the whole pool: those of its products, or of what travels meanwhile if that takes longer."""
+    joint = mesh.ranks * DOUBLING ** max(0.0, math.log2(mesh.ranks / 8))
+    between = trainer_traffic(model, mesh).microbatch(microbatch) / link(chip, mesh)
+    return max(6 * model.active / (TRAINS * chip.compute * joint), between * mesh.tensor / (microbatch * mesh.ranks))
 
 
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
@@ -166,14 +193,14 @@ def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
 
 def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
     inner = model.parameters - model.outer - (model.experts if mesh.expert > 1 else 0.0)
-    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width)
+    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, hidden=model.hidden, width=model.width)
 
 
 def link(chip: Gpu, mesh: ParallelConfig) -> float:
     """Returns the bytes per second that a rank receives from those among which the model is split. Between machines, each GPU of a
     machine has a part of the ring pass through its own link."""
     within = READS * chip.link
-    return within if mesh.shard <= NODE else min(within, NODE * NETWORK)
+    return within if mesh.shard * mesh.tensor <= NODE else min(within, NODE * NETWORK)
 
 
 def fits_one(chip: Gpu, model: Architecture) -> bool:
@@ -218,13 +245,12 @@ def trainer_rates(
     """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
     compares them with the version before if `travel` says so. Ranks gather weights while they compute. `microbatch`: tokens that a
     rank forwards at once."""
-    mesh = trainer_mesh(chip, model, gpus)
+    mesh = trainer_mesh(chip, model, gpus, microbatch)
     moved = trainer_traffic(model, mesh)
-    between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=max(6 * model.active / (TRAINS * chip.compute * joint), between),
+        token=token_seconds(chip, model, mesh, microbatch),
         step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
         publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
         gpus=gpus,

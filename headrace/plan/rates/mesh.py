@@ -1,12 +1,15 @@
 """Ranks of a trainer on their mesh: the memory of each, and what travels between them (`trainer/placement/sharded.py`).
 
-    a rank holds            weights, gradients and AdamW's state of parameters / shard
+    a rank holds            weights, gradients and AdamW's state of parameters / (shard · tensor)
     gathered at once        the root (embedding, head) and two layers, with their gradients
     all-gather              every layer `passes` times a microbatch, the root once
     reduce-scatter          every layer and the root once a microbatch, in float32
     all-reduce              the rank's part of all gradients once a step, if there are copies of the split
     all-to-all              a token's hidden state to each of its experts and back, forward and backward, if experts are split whole;
                             these are neither gathered nor reduced
+    all-reduce              with layers split by the model's plan (`tensor`), hidden states: after attention, MLP and embedding; and their
+                            gradients: before q, k, v, gate and up, and before the head for places with targets. The former have the
+                            dtype of the computation, the latter float32. All else is divided by `tensor`
 
 A rank receives (n - 1) / n of what n ranks gather, reduce or exchange, and twice that in an all-reduce (ring; Patarasuk and Yuan, 2009).
 tests/trainer/ranks/test_traffic.py compares with what torch sends.
@@ -33,27 +36,46 @@ class Traffic:
     """Bytes of all-reduces between copies of the split."""
     exchanged: float = 0.0
     """Bytes for each token that it forwards, to and from experts."""
+    sums: int = 0
+    """All-reduces in a tensor group."""
+    added: float = 0.0
+    """Bytes of these for each token of a layer's or the embedding's hidden states."""
+    scored: float = 0.0
+    """Bytes of these for each place with a target."""
 
     def microbatch(self, tokens: int) -> float:
-        """Bytes of a microbatch."""
-        return self.gathered + self.reduced + self.exchanged * tokens
+        """Bytes of a microbatch, if every token is one with a target."""
+        return self.gathered + self.reduced + (self.exchanged + self.added + self.scored) * tokens
 
 
 def traffic(
-    mesh: ParallelConfig, *, layers: int, inner: float, outer: float, width: float = 0.0, computed: int = BFLOAT16
+    mesh: ParallelConfig,
+    *,
+    layers: int,
+    inner: float,
+    outer: float,
+    hidden: int = 0,
+    width: float = 0.0,
+    computed: int = BFLOAT16,
 ) -> Traffic:
     """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained.
-    `width`: elements of hidden states that a token sends to experts; `computed`: bytes of each."""
+    `width`: elements of hidden states that a token sends to experts; `hidden`: of one; `computed`: bytes of each. Dense layers have
+    their five products before attention and MLP apart, as Llama's and Qwen's do."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     share = (mesh.shard - 1) / mesh.shard
-    copies = 2 * (mesh.replicate - 1) / mesh.replicate
+    ring = lambda ranks: 2 * (ranks - 1) / ranks  # noqa: E731
+    inner, outer = inner / mesh.tensor, outer / mesh.tensor
+    split = mesh.shard > 1
     return Traffic(
-        gathers=passes * layers + 1,
+        gathers=(passes * layers + 1) * split,
         gathered=share * (passes * inner * size + outer * FLOAT32),
-        reductions=layers + 1,
+        reductions=(layers + 1) * split,
         reduced=share * (inner + outer) * FLOAT32,
-        copied=copies * (inner + outer) / mesh.shard * FLOAT32,
+        copied=ring(mesh.replicate) * (inner + outer) / mesh.shard * FLOAT32,
         exchanged=share * 4 * width * computed if mesh.expert > 1 else 0.0,
+        sums=7 * layers + 4 if mesh.tensor > 1 else 0,
+        added=ring(mesh.tensor) * hidden * (layers * (2 * computed + 5 * FLOAT32) + FLOAT32),
+        scored=ring(mesh.tensor) * FLOAT32 * (hidden + 4),
     )
 
 
@@ -74,7 +96,8 @@ def rank_memory(
     gradients and AdamW's state."""
     size = BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     whole = min(2, layers) if mesh.reshard else layers
+    split = (inner + outer + experts) / (mesh.shard * mesh.tensor)
+    inner, outer = inner / mesh.tensor, outer / mesh.tensor
     weights = inner * whole / layers * size + outer * FLOAT32
     gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
-    split = (inner + outer + experts) / mesh.shard
     return RankMemory(split * each, weights + gradients if mesh.shard > 1 else 0.0)
