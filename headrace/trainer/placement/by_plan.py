@@ -5,8 +5,8 @@ All ranks forward the same tokens, and add up hidden states (after attention and
 What the plan does not name, such as norms and routers, every rank holds whole and computes with alike.
 
 Gradients of norms of heads (Qwen3's q_norm and k_norm) cover a rank's own heads only. transformers 5.23 sums them over ranks by a hook
-that runs after every backward pass, on the gradient accumulated so far: two microbatches count the first one twice (tried: 140 % off, and
-670 % with four). The hook is not installed here; the placement sums these gradients once a step.
+that runs after every backward pass, on the gradient accumulated so far: it counts the first of two microbatches twice, and of seven 64
+times. The hook is not installed here; the placement sums these gradients once a step.
 """
 
 from __future__ import annotations
@@ -89,13 +89,19 @@ def _keep_one(plan: dict[str, str], shared: list[str], problem: str) -> None:
 
 
 def release(parameter: Any, name: str, asked: str) -> None:
-    """Frees the whole of which this rank's part is a view, and cuts its gradients to this part. Raises ConfigError if other ranks have larger or smaller parts."""
+    """Frees the whole of which this rank's part is a view, and cuts gradients to this part. Raises ConfigError if other ranks have larger or
+    smaller parts."""
     if not hasattr(parameter, "to_local"):
         return
     part, ranks = parameter.to_local(), parameter.device_mesh.size()
     if part.numel() * ranks != parameter.numel() and not parameter.placements[0].is_replicate():
         raise ConfigError(
             f"{asked} does not divide {name} {list(parameter.shape)}; choose a divisor for it, and split further by train.parallel.shard"
+        )
+    if parameter.ndim == 3 and part.shape[-1] * part.element_size() % 16:
+        raise ConfigError(
+            f"{asked} leaves {part.shape[-1]} columns of {name}, and torch multiplies experts in multiples of 16 bytes; choose a smaller "
+            "divisor, or split experts whole (train.parallel.expert)"
         )
     parameter._local_tensor = part.detach().clone()
     # torch 2.13 returns the whole gradient of an embedding on every rank (FSDP2 cuts it too)

@@ -30,10 +30,12 @@ from headrace.trainer.parallel import ParallelConfig
 TENSOR = {"shard": 1, "tensor": 2}
 EXPERTS = {**TENSOR, "expert": 2}
 BOTH = {"shard": 2, "tensor": 2}
+CLEAR = ((6, 3), (4, 2), (5, 3), (3, 2))
+"""Prompts and completions for which one device's own rounding is 1.1e-6 in Gemma 3's norms of heads."""
 CASES = {
     "llama": Case(model="llama", masks=True, parallel=TENSOR),
     "qwen3 (tied)": Case(model="qwen3", parallel=TENSOR),
-    "gemma3 (tied)": Case(model="gemma3_text", algo={"kl": {"coef": 0.1}}, parallel=TENSOR),
+    "gemma3 (tied)": Case(model="gemma3_text", groups=CLEAR, algo={"kl": {"coef": 0.1}}, parallel=TENSOR),
     "qwen3_moe": Case(model="qwen3_moe", routing=True, parallel=TENSOR),
     "whole experts": Case(model="qwen3_moe", routing=True, parallel=EXPERTS),
 }
@@ -200,7 +202,7 @@ def whole_after_three(directory: Path, case: Case) -> tuple[dict[str, Tensor], b
 
 def test_what_every_rank_holds_whole_stays_equal(two: RankProcesses) -> None:
     """Bit for bit, under stochastic rounding too: nothing would bring it together again."""
-    case = Case(RESUMED["bfloat16"], model="qwen3_moe")
+    case = Case(RESUMED["bfloat16"], model="qwen3_moe", parallel=EXPERTS)
     (one, alike, head), (other, _, other_head) = two.run(whole_after_three, tiny_models.saved("qwen3_moe"), case)
     assert alike and one.keys() == other.keys()
     assert {name.rpartition(".layers.0.")[2] for name in one} >= {"self_attn.q_norm.weight", "mlp.gate.weight"}
@@ -214,11 +216,13 @@ def test_what_every_rank_holds_whole_stays_equal(two: RankProcesses) -> None:
 def test_what_cannot_be_split_is_refused(two: RankProcesses, tmp_path: Path) -> None:
     tiny_models.make("llama", vocab_size=97).save_pretrained(tmp_path / "odd")
     tiny_models.make("llama", num_key_value_heads=1).save_pretrained(tmp_path / "one head")
+    halved = Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16"}, parallel=TENSOR)
     expected = {
+        tiny_models.saved("qwen3_moe"): "leaves 12 columns of model.layers.0.mlp.experts.down_proj, and torch multiplies",
         tiny_models.saved("gpt2"): "no tensor-parallel plan for GPT2LMHeadModel; use train.parallel.shard instead",
         tmp_path / "odd": "does not divide model.embed_tokens.weight [97, 32]; choose a divisor for it",
         tmp_path / "one head": "does not divide the model's num_key_value_heads = 1; choose a divisor for it",
     }
     for directory, sentence in expected.items():
-        for said in two.run(refused, directory, Case(model="llama", parallel=TENSOR)):
+        for said in two.run(refused, directory, halved):
             assert sentence in said
