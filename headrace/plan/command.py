@@ -108,12 +108,14 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     others = [
         f", {name} = {getattr(mesh, name)}" for name in ("replicate", "tensor", "expert") if getattr(mesh, name) > 1
     ]
+    waits = moved.together(tokens)
+    together = f", and waits for {waits / 1e9:.1f} GB of hidden states" if waits else ""
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
     return [
         f"  trainer: {gpus} ranks (shard = {mesh.shard}{''.join(others)}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
         f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
         f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
-        f"{short_time(size / hardware.link(chip, mesh))}{between}",
+        f"{short_time(size / hardware.link(chip, mesh))}{together}{between}",
     ]
 
 

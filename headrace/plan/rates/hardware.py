@@ -179,10 +179,13 @@ def _narrowest(chip: Gpu, model: Architecture, gpus: int, tensor: int) -> Parall
 
 
 def token_seconds(chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int) -> float:
-    """Returns the seconds per token of the whole pool: those of its products, or of what travels meanwhile if that takes longer."""
-    joint = mesh.ranks * DOUBLING ** max(0.0, math.log2(mesh.ranks / 8))
-    between = trainer_traffic(model, mesh).microbatch(microbatch) / link(chip, mesh)
-    return max(6 * model.active / (TRAINS * chip.compute * joint), between * mesh.tensor / (microbatch * mesh.ranks))
+    """Returns the seconds per token of the whole pool: those of its products, or of the weights that travel meanwhile if these take longer;
+    and those for which a tensor group, which is within a machine, waits. `microbatch`: tokens that a rank forwards at once."""
+    moved, joint = trainer_traffic(model, mesh), mesh.ranks * DOUBLING ** max(0.0, math.log2(mesh.ranks / 8))
+    computed = 6 * model.active / (TRAINS * chip.compute * joint)
+    at_once = microbatch * mesh.ranks / mesh.tensor
+    waits = moved.together(microbatch) / (READS * chip.link) / at_once
+    return max(computed, moved.microbatch(microbatch) / link(chip, mesh) / at_once) + waits
 
 
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:

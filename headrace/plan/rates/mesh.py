@@ -44,8 +44,12 @@ class Traffic:
     """Bytes of these for each place with a target."""
 
     def microbatch(self, tokens: int) -> float:
-        """Bytes of a microbatch, if every token is one with a target."""
-        return self.gathered + self.reduced + (self.exchanged + self.added + self.scored) * tokens
+        """Bytes of a microbatch that travel while a rank computes."""
+        return self.gathered + self.reduced + self.exchanged * tokens
+
+    def together(self, tokens: int) -> float:
+        """Bytes of a microbatch for which a tensor group waits, if every token is one with a target."""
+        return (self.added + self.scored) * tokens
 
 
 def traffic(

@@ -218,7 +218,9 @@ def test_what_cannot_be_split_is_refused(two: RankProcesses, tmp_path: Path) -> 
     tiny_models.make("llama", num_key_value_heads=1).save_pretrained(tmp_path / "one head")
     halved = Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16"}, parallel=TENSOR)
     expected = {
-        tiny_models.saved("qwen3_moe"): "leaves 12 columns of model.layers.0.mlp.experts.down_proj, and torch multiplies",
+        tiny_models.saved(
+            "qwen3_moe"
+        ): "leaves 12 columns of model.layers.0.mlp.experts.down_proj, and torch multiplies",
         tiny_models.saved("gpt2"): "no tensor-parallel plan for GPT2LMHeadModel; use train.parallel.shard instead",
         tmp_path / "odd": "does not divide model.embed_tokens.weight [97, 32]; choose a divisor for it",
         tmp_path / "one head": "does not divide the model's num_key_value_heads = 1; choose a divisor for it",
