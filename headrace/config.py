@@ -187,6 +187,7 @@ def check(config: RunConfig) -> list[str]:
             chat=config.task.chat,
             examples=config.task.examples,
             seeds=config.task.kind == "seeds",
+            measured=config.eval.prompts,
         ),
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""

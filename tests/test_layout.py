@@ -67,10 +67,11 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
+    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
-    "environments": ("workers", "libraries", "gateway", "agents", "verifiers"),
+    "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "orchestration.workers": ("launch", "joining"),
     "plan": ("rates", "parts"),

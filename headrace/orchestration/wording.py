@@ -20,6 +20,7 @@ def headline(config: RunConfig) -> str:
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.kind == "seeds":
         prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
+        prompts = prompts or config.environment.kind
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 

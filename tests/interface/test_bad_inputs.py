@@ -315,6 +315,9 @@ ENVIRONMENTS = [
     sets("no such class", "environment.name: there is no file", "environment.kind=gym", "environment.name=absent.py:Game"),
     sets("no such server", "no session could be opened there", "environment.kind=openenv", "environment.name=http://127.0.0.1:9"),
     sets("rows for a game", 'needs prompts with a column seed: set task.kind = "seeds"', "environment.kind=textarena", "environment.name=TowerOfHanoi-v0"),
+    sets("rows for atropos", 'so a task would not be used: set task.kind = "seeds"', "environment.kind=atropos", "eval.prompts=0"),
+    sets("held out from atropos", "is held out: set eval.prompts = 0", "environment.kind=atropos", "eval.prompts=2"),
+    sets("atropos for ever", "would wait for ever for an agent that has vanished", "environment.kind=atropos", "environment.seconds=0"),
 ]  # fmt: skip
 
 REWARD = [
