@@ -74,12 +74,13 @@ def tiny_mixture(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", ["shard", "tensor"])
 def test_a_mixture_whose_experts_lie_whole_on_two_ranks_learns_what_one_rank_does(
-    tiny_mixture: Path, tmp_path: Path
+    split: str, tiny_mixture: Path, tmp_path: Path
 ) -> None:
     """Routes that the engine recorded travel with tokens to the ranks of their experts."""
     directories = []
-    for name, ranks in (("whole", {"shard": 2, "expert": 2}), ("one", {})):
+    for name, ranks in (("whole", {split: 2, "expert": 2}), ("one", {})):
         config = config_of(tmp_path, tiny_mixture, name, parallel=ranks)
         config["rollout"]["keep_routing"] = True
         assert headrace.train(config).reason == "finished"
