@@ -68,7 +68,8 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
 def tiny_mixture(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-mixture")
     vocabulary = json.loads((tiny_tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
-    tiny_models.make("qwen3_moe", vocab_size=len(vocabulary)).save_pretrained(directory)
+    even = len(vocabulary) + len(vocabulary) % 2  # a tensor group splits it equally
+    tiny_models.make("qwen3_moe", vocab_size=even).save_pretrained(directory)
     shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
     return directory
 

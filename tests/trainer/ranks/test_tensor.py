@@ -73,7 +73,7 @@ FOUR = {
     "qwen3_moe": Case(model="qwen3_moe", routing=True, parallel=BOTH, **WIDE),
     "whole experts": Case(model="qwen3_moe", routing=True, parallel={**BOTH, "expert": 4}, **WIDE),
     "whole experts of mixtral": Case(model="mixtral", parallel={**BOTH, "expert": 4}, **WIDE),
-    "filled up": Case(model="qwen3", groups=((5, 1), (30, 1), (4, 4)), parallel=BOTH),
+    "filled up": Case(model="llama", groups=((5, 1), (30, 1), (4, 4)), parallel=BOTH),
 }
 
 
