@@ -40,9 +40,10 @@ def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
     copies = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
     ways = {
-        f"FSDP2, {copies}weights split in {parallel.shard}": parallel.shard > 1,
+        f"FSDP2, {copies}weights split in {parallel.gathering}": parallel.gathering > 1,
         f"layers split in {parallel.tensor} by the model's plan": parallel.tensor > 1,
         "experts whole": parallel.expert > 1,
+        f"microbatches in {parallel.context}": parallel.context > 1,
     }
     split = ", ".join(way for way, used in ways.items() if used)
     who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({split})"
@@ -80,7 +81,7 @@ def _weights(config: RunConfig) -> str:
     return f"{_WAYS[way.kind]}: {form} ({way.why})"
 
 
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files"}
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files", "broadcast": "broadcast"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

@@ -21,8 +21,11 @@ class ParallelConfig:
     """Ranks that compute every layer together, by the model's tensor-parallel plan: each holds some heads, columns and rows of the
     vocabulary, and all have the same microbatches. It divides the number of key and value heads."""
     expert: int = Field(default=1, gt=0)
-    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
-    `shard` and `tensor`, so it is the product of both, or 1: experts are then split like all other weights."""
+    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
+    ranks that hold the model together (`shard` × `context` × `tensor`), or 1: experts are then split like all other weights."""
+    context: int = Field(default=1, gt=0)
+    """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
+    one. The model is split among them too, so among `shard` × `context` ranks."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
     them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
@@ -32,7 +35,30 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
-        return self.shard * self.replicate * self.tensor
+        return self.split * self.replicate
+
+    @property
+    def split(self) -> int:
+        """Ranks that hold the model together."""
+        return self.gathering * self.tensor
+
+    @property
+    def gathering(self) -> int:
+        """Ranks that gather weights from each other (FSDP2)."""
+        return self.shard * self.context
+
+    @property
+    def batches(self) -> int:
+        """The number of microbatches that are computed at once."""
+        return self.shard * self.replicate
+
+
+def repeats(heads: int, kv_heads: int, context: int) -> int:
+    """Returns how often each key head is sent, so that `context` ranks have as many heads. 0: they cannot, and gather keys and values."""
+    if heads % context:
+        return 0
+    shared = heads // kv_heads
+    return next(times for times in range(1, shared + 1) if shared % times == 0 and kv_heads * times % context == 0)
 
 
 def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
@@ -41,7 +67,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     `train` and `lora`: their settings. `itself`: whether a teacher is the student's older self.
     """
     parallel, ranks = train.parallel, train.parallel.ranks
-    if parallel.shard == 1:
+    if parallel.gathering == 1:
         for name in ("reshard", "gather", *(["expert"] if ranks == 1 else [])):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 who = "one rank" if ranks == 1 else "weights that are never gathered"
@@ -80,16 +106,16 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
 
 def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
     """Yields sizes that do not go together. `adapters`: whether adapters are trained."""
-    if parallel.shard == 1 and parallel.replicate > 1:
+    if parallel.split == 1:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
         )
-    everyone = parallel.shard * parallel.tensor
-    if parallel.expert not in (1, everyone):
+    if parallel.expert not in (1, parallel.split):
+        among = " × ".join(["shard", *(name for name in ("context", "tensor") if getattr(parallel, name) > 1)])
         yield (
-            f"train.parallel.expert = {parallel.expert} would leave copies of experts among the {everyone} ranks of train.parallel.shard and "
-            f"tensor; set it to {everyone}, or remove it"
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.{among} = {parallel.split} ranks; set it "
+            f"to {parallel.split}, or remove it"
         )
     beside = f"is not combined with train.parallel.replicate = {parallel.replicate}"
     if parallel.expert > 1 and parallel.replicate > 1:
@@ -97,13 +123,19 @@ def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
             f"train.parallel.expert = {parallel.expert} {beside}; set shard and expert to {parallel.ranks} and remove replicate, or remove "
             "expert"
         )
-    if parallel.tensor > 1 and parallel.replicate > 1:
+    if parallel.tensor == 1:
+        return
+    asks = f"train.parallel.tensor = {parallel.tensor}"
+    if parallel.replicate > 1:
+        wider = parallel.shard * parallel.replicate
+        yield f"{asks} {beside}; set shard to {wider} and remove replicate, or remove tensor"
+    if parallel.context > 1:
         yield (
-            f"train.parallel.tensor = {parallel.tensor} {beside}; set shard to {parallel.shard * parallel.replicate} and remove replicate, or "
-            "remove tensor"
+            f"{asks} is not combined with train.parallel.context = {parallel.context}: both split the heads of attention; set one of them to "
+            f"{parallel.tensor * parallel.context} and remove the other"
         )
-    if parallel.tensor > 1 and adapters:
+    if adapters:
         yield (
-            f"train.parallel.tensor = {parallel.tensor} splits layers whose results an adapter needs whole; use train.parallel.shard = "
-            f"{everyone} without tensor, or set lora.rank = 0"
+            f"{asks} splits layers whose results an adapter needs whole; use train.parallel.shard = {parallel.split} without tensor, or set "
+            "lora.rank = 0"
         )

@@ -224,6 +224,7 @@ PAIRS = [
     sets("copies of a whole", "set train.parallel.shard = 2 instead", "train.parallel.replicate=2"),
     sets("experts of one rank", "no meaning for one rank", "train.parallel.expert=2"),
     sets("copies of experts", "set it to 4, or remove it", "train.parallel={shard=4,expert=2}"),
+    sets("experts of half a context", "context = 4 ranks; set it to 4", "train.parallel={shard=2,context=2,expert=2}"),
     sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
     sets("copies of layers", "set shard to 4 and remove replicate", "train.parallel={shard=2,tensor=2,replicate=2}"),
     sets(

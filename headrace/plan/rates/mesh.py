@@ -1,6 +1,6 @@
 """Ranks of a trainer on their mesh: the memory of each, and what travels between them (`trainer/placement/sharded.py`).
 
-    a rank holds            weights, gradients and AdamW's state of parameters / (shard · tensor)
+    a rank holds            weights, gradients and AdamW's state of parameters / split, where split = shard · context · tensor
     gathered at once        the root (embedding, head) and two layers, with their gradients
     all-gather              every layer `passes` times a microbatch, the root once
     reduce-scatter          every layer and the root once a microbatch, in float32
@@ -10,6 +10,8 @@
     all-reduce              with layers split by the model's plan (`tensor`), hidden states: after attention, MLP and embedding; and their
                             gradients: before q, k, v, gate and up, and before the head for places with targets. The former have the
                             dtype of the computation, the latter float32. All else is divided by `tensor`
+    attention               between ranks that compute a microbatch together (`context`): queries, keys, values and results of all
+                            tokens, forward and backward; or keys and values alone, where the ranks do not divide the heads
 
 A rank receives (n - 1) / n of what n ranks gather, reduce or exchange, and twice that in an all-reduce (ring; Patarasuk and Yuan, 2009).
 tests/trainer/ranks/test_traffic.py compares with what torch sends.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.parallel import ParallelConfig, repeats
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -36,6 +38,8 @@ class Traffic:
     """Bytes of all-reduces between copies of the split."""
     exchanged: float = 0.0
     """Bytes for each token that it forwards, to and from experts."""
+    attended: float = 0.0
+    """Bytes for each token that it forwards, of attention."""
     sums: int = 0
     """All-reduces in a tensor group."""
     added: float = 0.0
@@ -52,6 +56,16 @@ class Traffic:
         return (self.added + self.scored) * tokens
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a layer."""
+
+    query: int
+    key: int
+    size: int
+    """Elements of each."""
+
+
 def traffic(
     mesh: ParallelConfig,
     *,
@@ -61,26 +75,36 @@ def traffic(
     hidden: int = 0,
     width: float = 0.0,
     computed: int = BFLOAT16,
+    heads: Heads | None = None,
 ) -> Traffic:
     """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained.
-    `width`: elements of hidden states that a token sends to experts; `hidden`: of one; `computed`: bytes of each. Dense layers have
-    their five products before attention and MLP apart, as Llama's and Qwen's do."""
+    `width`: elements of hidden states that a token sends to experts; `hidden`: of one; `computed`: bytes of each. Layers of a tensor
+    group have five products before attention and MLP, as Llama's do. `heads`: of every layer, needed where microbatches are computed
+    together by `context`."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
-    share = (mesh.shard - 1) / mesh.shard
+    share, gathers = (mesh.gathering - 1) / mesh.gathering, mesh.gathering > 1
     ring = lambda ranks: 2 * (ranks - 1) / ranks  # noqa: E731
     inner, outer = inner / mesh.tensor, outer / mesh.tensor
-    split = mesh.shard > 1
     return Traffic(
-        gathers=(passes * layers + 1) * split,
+        gathers=(passes * layers + 1) * gathers,
         gathered=share * (passes * inner * size + outer * FLOAT32),
-        reductions=(layers + 1) * split,
+        reductions=(layers + 1) * gathers,
         reduced=share * (inner + outer) * FLOAT32,
-        copied=ring(mesh.replicate) * (inner + outer) / mesh.shard * FLOAT32,
-        exchanged=share * 4 * width * computed if mesh.expert > 1 else 0.0,
+        copied=ring(mesh.replicate) * (inner + outer) / mesh.gathering * FLOAT32,
+        exchanged=(mesh.split - 1) / mesh.split * 4 * width * computed if mesh.expert > 1 else 0.0,
+        attended=layers * _attended(mesh.context, heads, computed) if heads else 0.0,
         sums=7 * layers + 4 if mesh.tensor > 1 else 0,
         added=ring(mesh.tensor) * hidden * (layers * (2 * computed + 5 * FLOAT32) + FLOAT32),
         scored=ring(mesh.tensor) * FLOAT32 * (hidden + 4),
     )
+
+
+def _attended(context: int, heads: Heads, computed: int) -> float:
+    """Bytes for each token in a layer. Gradients of gathered keys and values are summed in float32."""
+    times = repeats(heads.query, heads.key, context)
+    if not times:
+        return (context - 1) * 2 * heads.key * heads.size * (computed + FLOAT32)
+    return (context - 1) / context * 2 * (2 * heads.query + 2 * times * heads.key) * heads.size * computed
 
 
 @dataclass(frozen=True)
@@ -100,8 +124,8 @@ def rank_memory(
     gradients and AdamW's state."""
     size = BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     whole = min(2, layers) if mesh.reshard else layers
-    split = (inner + outer + experts) / (mesh.shard * mesh.tensor)
+    split = (inner + outer + experts) / mesh.split
     inner, outer = inner / mesh.tensor, outer / mesh.tensor
     weights = inner * whole / layers * size + outer * FLOAT32
     gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
-    return RankMemory(split * each, weights + gradients if mesh.shard > 1 else 0.0)
+    return RankMemory(split * each, weights + gradients if mesh.gathering > 1 else 0.0)

@@ -10,6 +10,7 @@ Parameters that would not fit into a unit, because they are trained in another d
 every rank holds them whole, and `accumulate` adds up their gradients.
 
 A loss is computed by every rank of a tensor group, so sums over microbatches go over the others: those of the same place in their groups.
+Or neighbouring ranks compute each microbatch together (`forward/context.py`). The model is then split among them like among others.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
@@ -48,19 +50,31 @@ class Sharded:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         assert self._ranks == config.ranks, f"{self._ranks} processes have met for {config.ranks} ranks"
         names = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-        sizes = [getattr(config, name) for name in (*names, "tensor")]
-        self._all = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=(*names, "tensor"))
+        sizes = (config.replicate, config.gathering)[-len(names) :]
+        self._all = init_device_mesh(device.type, (*sizes, config.tensor), mesh_dim_names=(*names, "tensor"))
         self._mesh, self._tensor = self._all[names], self._all["tensor"]
         self._others = dist.group.WORLD if config.tensor == 1 else self._all["shard"].get_group()
-        """The ranks that have other microbatches, and this one."""
+        """This rank, and those that have other microbatches, or other tokens of the same."""
+        self.context = self._context() if config.context > 1 else None
         self._roots: list[FSDPModule] = []
         """The models that FSDP2 has split."""
         self._summed: set[torch.nn.Parameter] = set()
         """Parameters whose gradients cover this rank's heads only."""
 
+    def _context(self) -> Context:
+        names = ("batches", "context")
+        mesh = init_device_mesh(self._device.type, (self._config.batches, self._config.context), mesh_dim_names=names)
+        together = mesh["context"]
+        return Context(together.get_group(), together.get_local_rank(), together.size(), self._device)
+
     @property
     def leads(self) -> bool:
         return self._rank == 0
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the microbatches of this rank count in sums: of those that compute them together, one does."""
+        return self.context is None or self.context.rank == 0
 
     def load(self, directory: Path, device: torch.device) -> Any:
         """Loads into the host's memory: a device never holds more than its part and one layer."""
@@ -72,7 +86,7 @@ class Sharded:
             experts = split_experts(model, self._all_experts(), self._tensor)
         if config.tensor > 1:
             summed = split_by_plan(model, self._tensor, without=experts)
-        if config.shard > 1:
+        if config.gathering > 1:
             names = dict(model.named_parameters())
             self._split(model, {names[name] for name in experts if name in names})
         else:
@@ -130,9 +144,17 @@ class Sharded:
         step: int,
         share: bool,
     ) -> StepPlan:
-        ranks = self._ranks // self._config.tensor
-        plans = split_ranks(rows, aggregation, constant=constant, budget=budget, ranks=ranks, step=step, share=share)
-        return plans[self._rank // self._config.tensor]
+        together = self._config.context * self._config.tensor
+        plans = split_ranks(
+            rows,
+            aggregation,
+            constant=constant,
+            budget=budget * self._config.context,
+            ranks=self._config.batches,
+            step=step,
+            share=share,
+        )
+        return plans[self._rank // together]
 
     def accumulate(
         self,
@@ -169,7 +191,7 @@ class Sharded:
             gradient.copy_(summed.view_as(gradient))
 
     def sum(self, values: Tensor) -> Tensor:
-        total = values.clone()
+        total = values.clone() if self._counts else torch.zeros_like(values)
         dist.all_reduce(total, group=self._others)
         return total
 
@@ -187,7 +209,7 @@ class Sharded:
         padded[:, : columns.shape[1]] = columns
         found = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(found, padded, group=self._others)
-        start = sum(counts[:place])
+        start = sum(counts[: place - (self.context.rank if self.context else 0)])
         joined = torch.cat([one[:, :count] for one, count in zip(found, counts, strict=True)], 1)
         return joined, slice(start, start + columns.shape[1])
 

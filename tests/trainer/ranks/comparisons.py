@@ -1,4 +1,4 @@
-"""What ranks compute, and what one device does: gradients, steps, checkpoints; and their comparison. A piece of work of a rank is a
+"""What ranks compute, and what one device does: steps and checkpoints; and their comparison. A piece of work of a rank is a
 function of this module, so that every process finds it."""
 
 from __future__ import annotations
@@ -23,49 +23,7 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.single import Single
-from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
-
-Gradients = tuple[float, float, dict[str, Tensor], int]
-
-
-def gradients(one: TorchTrainer, case: Case) -> Gradients:
-    given = case.batch(0)
-    if "lora" in case:  # B is zero at the start, and A has no gradient then
-        generator = torch.Generator().manual_seed(0)
-        for parameter in one._learners[""].parameters.values():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    plan = one._plan(given)
-    pairs = pairs_of(given) if "pairs" in case else None
-    sums = one._gradients(plan, given.temperature, pairs=pairs)
-    parameters = one._learners[""].parameters
-    found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
-    norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
-    one._learners[""].forget()
-    return sums.loss, float(norm), found, len(plan.packs)
-
-
-def gradients_of_rank(directory: Path, case: Case) -> Gradients:
-    return gradients(sharded(directory, case), case)
-
-
-def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its largest value."""
-    assert actual.keys() == expected.keys()
-    return max(
-        float((actual[name].double() - one.double()).abs().max() / one.double().abs().max().clamp(min=1e-30))
-        for name, one in expected.items()
-    )
-
-
-def compare(ranks: RankProcesses, case: Case, tolerance: float = 3e-6, least: int = 3) -> None:
-    directory = tiny_models.saved(case["model"])
-    one = case.trainer(directory)
-    loss, norm, expected, _ = gradients(one, case)
-    for found_loss, found_norm, found, packs in ranks.run(gradients_of_rank, directory, case):
-        assert packs >= least
-        assert (found_loss, found_norm) == pytest.approx((loss, norm), rel=max(tolerance, 3e-6))
-        assert distance(found, expected) <= tolerance
 
 
 def refused(directory: Path, case: Case) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rank_processes import RankProcesses
 
-pytest.register_assert_rewrite("comparisons")
+pytest.register_assert_rewrite("comparisons", "sharded_case")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import pytest
 import tiny_models
 import torch
 from comparisons import (
-    compare,
     compare_exact,
     compare_steps,
     refused,
@@ -20,7 +19,7 @@ from comparisons import (
 )
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, sharded
+from sharded_case import CPU, GROUPS, Case, compare, sharded
 from torch.distributed.tensor import DTensor
 
 from headrace.trainer.forward.root import within
@@ -121,6 +120,13 @@ STEPS = {
         parallel={"expert": 2},
     ),
     "LoRA": Case(model="gemma3_text", lora={"rank": 4}),
+    "microbatches together": Case(
+        model="nine-heads",
+        masks=True,
+        algo={"kl": {"coef": 0.1}},
+        train={"max_grad_norm": 0.1, "weight_decay": 0.1, "microbatch_tokens": 6},
+        parallel={"shard": 1, "context": 2},
+    ),
 }
 
 
@@ -134,6 +140,9 @@ RESUMED = {
     "bfloat16": Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16", "learning_rate": 1e-2}),
     "whole experts": Case(model="qwen3_moe", parallel={"expert": 2}),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
+    "microbatches together": Case(
+        model="gemma3_text", train={"microbatch_tokens": 6}, parallel={"shard": 1, "context": 2}
+    ),
 }
 
 
@@ -173,7 +182,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(
     directory = tiny_models.saved(case["model"])
     two.run(save_after_two, directory, case, tmp_path)
     expected, _ = two.run(three_in_a_row, directory, case)[0]
-    for parallel in ({"shard": 4}, {"shard": 2, "replicate": 2}):
+    for parallel in ({"shard": 4}, {"shard": 2, "replicate": 2}, {"shard": 1, "context": 4}, {"context": 2}):
         for found, _ in four.run(third_step, directory, Case(case, parallel=parallel), tmp_path / "checkpoint"):
             for key, tensor in expected.items():  # Adam makes ±lr of the rounding of a gradient near zero
                 assert (tensor - found[key]).abs().max() <= 3e-5, key

@@ -8,7 +8,6 @@ import pytest
 import tiny_models
 import torch
 from comparisons import (
-    compare,
     compare_exact,
     compare_steps,
     refused,
@@ -20,7 +19,7 @@ from comparisons import (
 )
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, sharded
+from sharded_case import CPU, GROUPS, Case, compare, sharded
 from torch import Tensor
 
 from headrace.trainer.model.causal_lm import load_model
