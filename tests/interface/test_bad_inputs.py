@@ -232,6 +232,7 @@ PAIRS = [
         "no meaning for weights that are never gathered",
         "train.parallel={tensor=2,reshard=false}",
     ),
+    sets("heads split twice", "set one of them to 4 and remove the other", "train.parallel={context=2,tensor=2}"),
     sets("experts of some ranks", "set it to 4, or remove it", "train.parallel={shard=2,tensor=2,expert=2}"),
     sets(
         "adapters of split layers",
