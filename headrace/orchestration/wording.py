@@ -77,11 +77,13 @@ def _weights(config: RunConfig) -> str:
     elif settings.encoding == "delta":
         form = f"deltas, full every {settings.anchor_every}"
     else:
-        form = {"files": "two versions", "shared_memory": "two packed buffers"}.get(way.kind, "full")
-    return f"{_WAYS[way.kind]}: {form} ({way.why})"
+        form = {"files": "two versions", "shared_memory": "two packed buffers", "cuda_ipc": "two packed buffers"}.get(
+            way.kind, "full"
+        )
+    return f"{_WAYS.get(way.kind, way.kind)}: {form} ({way.why})"
 
 
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files", "broadcast": "broadcast"}
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:
