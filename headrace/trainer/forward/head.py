@@ -60,7 +60,7 @@ class Scale(NamedTuple):
         return (1 - (scaled * (self.temperature / self.softcap)).square_()).div_(self.temperature)
 
 
-class Share(NamedTuple):
+class OwnRows(NamedTuple):
     """The rows of the head's matrix that this rank holds, of those that a group of ranks holds together. All of them have the same places
     and targets."""
 
@@ -102,7 +102,7 @@ def token_logprobs(
     return _compose(values, entropy, which=which, target=target, kept=kept)
 
 
-def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Share | None]:
+def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
     """Returns what this rank computes with: its rows where the vocabulary is split, equally many on each rank; otherwise the whole,
     gathered if need be. The gradient returns in the same parts."""
     split: Any = weight
@@ -110,7 +110,7 @@ def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, S
         return weight, bias, None
     if split.placements[0].is_shard(0):
         rows, mesh = split.to_local(), split.device_mesh
-        share = Share(mesh.get_local_rank() * len(rows), mesh.get_group())
+        share = OwnRows(mesh.get_local_rank() * len(rows), mesh.get_group())
         return rows, None if bias is None else cast(Any, bias).to_local(), share
     return _whole(split), None if bias is None else _whole(bias), None
 
@@ -171,7 +171,7 @@ class _How(NamedTuple):
     scale: Scale
     dtype: torch.dtype
     packed: PackedWeight | None
-    share: Share | None = None
+    share: OwnRows | None = None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -270,7 +270,7 @@ def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how:
     return chosen - logsumexp[pairs.place], logsumexp, entropy
 
 
-def _own(ids: Tensor, rows: int, share: Share | None) -> tuple[slice, Tensor]:
+def _own(ids: Tensor, rows: int, share: OwnRows | None) -> tuple[slice, Tensor]:
     """Which of the ascending ids lie in the rows of this rank, and these ids as numbers of its rows."""
     if share is None:
         return slice(None), ids
@@ -279,7 +279,7 @@ def _own(ids: Tensor, rows: int, share: Share | None) -> tuple[slice, Tensor]:
     return own, ids[own] - share.start
 
 
-def _of_all(share: Share, top: Tensor, mass: Tensor, moment: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+def _of_all(share: OwnRows, top: Tensor, mass: Tensor, moment: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
     """The same numbers of the whole vocabulary: each place's maximum and sums [U, 1], and the logits [P] that one rank each has found."""
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=share.group)
