@@ -38,15 +38,20 @@ def value_of(args: Any, name: str) -> Any:
 def changed(args: Any, fate: Fate) -> Iterator[str]:
     """Yields the fields of a fate whose value is not the default. TRL's own config fills in many fields when it is made: so it is compared
     with another one that was given nothing."""
-    plain = type(args)()
+    plain = _plain(args)
     derived = ("generation_batch_size", "steps_per_generation", "run_name", "output_dir", "logging_dir")
     for name, rule in FIELDS.items():
         if rule.fate == fate and name not in derived and value_of(args, name) != value_of(plain, name):
             yield name
 
 
+def _plain(args: Any) -> Any:
+    """Returns a config that was given nothing. Where there is no GPU, transformers makes none with bf16 unless `use_cpu` is given."""
+    return type(args)(use_cpu=True, bf16=args.bf16)
+
+
 def unknown(args: Any) -> list[str]:
     """Returns fields that this table does not have: those of a later TRL, if they were changed."""
-    plain = type(args)()
+    plain = _plain(args)
     names = [field.name for field in dataclasses.fields(args) if field.name not in FIELDS and field.init]
     return [name for name in names if getattr(args, name) != getattr(plain, name)]
