@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from headrace.compat.trl.fields import FIELDS, Fate
@@ -16,9 +17,7 @@ GRPOConfig: Any = dataclasses.make_dataclass(
         (
             name,
             Any,
-            dataclasses.field(
-                default_factory=lambda value=rule.default: copy.copy(value), kw_only=name != "output_dir"
-            ),
+            dataclasses.field(default_factory=partial(copy.copy, rule.default), kw_only=name != "output_dir"),
         )
         for name, rule in sorted(FIELDS.items(), key=lambda pair: pair[0] != "output_dir")
     ],
