@@ -160,7 +160,7 @@ SPELLING = [
     sets("many steps", 'train.steps = "many" does not fit', "train.steps=many"),
     sets("no steps", "train.steps = 0 does not fit: expected greater than 0", "train.steps=0"),
     sets("a negative rate", "expected greater than 0", "train.learning_rate=-1"),
-    sets("a word unheard of", "expected 'constant' or 'cosine'", "train.schedule=linear"),
+    sets("a word unheard of", "expected 'constant', 'cosine' or 'linear'", "train.schedule=quadratic"),
     sets("a number for a table", "rollout = 3 does not fit: expected a table", "rollout=3"),
     sets("a letter wrong", "train.stesp is not a setting; did you mean train.steps?", "train.stesp=1"),
     sets("a section wrong", "did you mean staleness?", "stalenes.max_lag=1"),
