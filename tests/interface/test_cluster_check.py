@@ -45,7 +45,9 @@ def test_every_node_that_could_hold_an_engine_is_asked(tiny_llama: Path, tmp_pat
     sections = findings(tmp_path, tiny_llama, [NodeShare(4), NodeShare(2), NodeShare(1)])
     assert not bad(sections)
     assert [*sections] == ["Cluster", "Node 10.0.0.1 (4 CPUs)", "Node 10.0.0.1 (2 CPUs)"]
-    assert sections["Cluster"] == [DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")]
+    room, trainer = sections["Cluster"]
+    assert room == DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")
+    assert "stays on this machine" in trainer.value
     whats = [one.what for one in sections["Node 10.0.0.1 (2 CPUs)"]]
     assert whats == ["headrace", "Python", "torch", "transformers", "clock", "model", "network"]
     *_, model, network = sections["Node 10.0.0.1 (2 CPUs)"]
