@@ -22,7 +22,7 @@ OWN = "local"
 """The address of a cluster that the run starts on this machine, and ends."""
 
 STORE_BYTES = 80 << 20
-"""NodeShare for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+"""Room for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
 
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
 """Ray prints errors of nodes into the terminal of the run, whatever it was told about logs: none of their lines."""
@@ -33,7 +33,7 @@ GUARDED = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 """The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
-is without this token. It also reports to nobody how it is used."""
+is let in without this token. It also reports to nobody how it is used."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
@@ -50,8 +50,10 @@ class RayHosted:
 
         try:
             return await self._cluster.result(lambda: getattr(self._actor, method).remote(*values))
-        except ray.exceptions.RayError as error:
-            raise HostLost(f"Ray has lost its host ({type(error).__name__}: {clip(str(error), 200)})") from error
+        except ray.exceptions.RayTaskError as error:
+            raise HostLost(f"its host failed: {error.cause!r}") from error
+        except ray.exceptions.RayError as error:  # its message has many lines that say no more
+            raise HostLost(f"Ray has lost its host ({type(error).__name__})") from error
 
     def kill(self) -> None:
         import ray
