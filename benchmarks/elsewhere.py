@@ -1,6 +1,6 @@
 """The cost of an engine that Ray places, or that joins, against one that is a child of the run.
 
-The same run (the demo's model and task, a fixed number of steps) with each, in turn, in one session on one machine:
+The same run (the demo's model and task, a fixed number of steps, a learning rate close to zero) with each, in turn, in one session on one machine:
 
     python benchmarks/elsewhere.py --rounds 3 --steps 12
 
@@ -21,11 +21,18 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.observe.facts import RunStarted, StepTrained
-from headrace.observe.records import read_metrics
+from headrace.observe.facts import RunStarted
+from headrace.observe.records import StepRow, read_metrics
 
 KINDS = ("local", "join", "ray")
 RUN = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
+
+
+REWARD = """
+def letters(prompts, completions, **columns):
+    return [text.count("e") + len(text) / 1000 for text in completions]
+"""
+"""A reward with contrast in nearly every group, so that every step trains the same number of rollouts."""
 
 
 class Figures(NamedTuple):
@@ -48,9 +55,9 @@ def config(kind: str, out: Path, steps: int, port: int) -> dict[str, Any]:
             "name": "chain_sum",
             "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         },
-        "reward": {"functions": [{"function": "reasoning_gym", "extract": "last_number"}]},
+        "reward": {"function": f"{out / 'reward.py'}:letters"},
         "rollout": {"group_size": 8, "max_tokens": 24},
-        "train": {"steps": steps, "learning_rate": 1e-5, "threads": 1},
+        "train": {"steps": steps, "learning_rate": 1e-8, "threads": 1},
         "engine": {"kv_gib": 0.5, "context_length": 128, "threads": 1},
         "staleness": {"groups_per_step": 2, "max_lag": 1},
         "checkpoint": {"every": 0},
@@ -67,6 +74,7 @@ def measured(kind: str, steps: int) -> Figures:
         token = out / "token"
         token.write_text(os.urandom(16).hex())
         token.chmod(0o600)
+        (out / "reward.py").write_text(REWARD)
         words = ["worker", "--connect", f"127.0.0.1:{port}", "--token-file", str(token), "--offers", "engine"]
         joins = (
             [subprocess.Popen([sys.executable, "-m", "headrace", *words, "--patience", "600"])]
@@ -79,7 +87,7 @@ def measured(kind: str, steps: int) -> Figures:
             one.wait()
         facts = list(read_metrics(out / kind))
     (started,) = (fact for fact in facts if isinstance(fact, RunStarted))
-    trained = [fact for fact in facts if isinstance(fact, StepTrained)]
+    trained = [fact for fact in facts if isinstance(fact, StepRow)]
     tokens = sum(sum(fact.lags.values()) for fact in trained[1:])
     return Figures(started.t, tokens / (trained[-1].t - trained[0].t))
 
