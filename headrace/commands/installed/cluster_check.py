@@ -64,7 +64,9 @@ async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings
         terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
         for node in nodes:
             if node.holds(bundle):
-                found[f"Node {node.address} ({node.has})"] = await _node(cluster, node, (terms, address, token))
+                found[f"Node {node.address} ({node.has}), {node.id[:6]}"] = await _node(
+                    cluster, node, (terms, address, token)
+                )
         return found
 
 
