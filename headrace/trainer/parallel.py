@@ -20,6 +20,12 @@ class ParallelConfig:
     expert: int = Field(default=1, gt=0)
     """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
     `shard`, so it is that number, or 1: experts are then split like all other weights."""
+    pipeline: int = Field(default=1, gt=0)
+    """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
+    first, which keeps more activations. interleaved: as 1f1b, with two stages on each rank: less waiting, twice the
+    traffic. zero_bubble: as interleaved, and gradients of weights are computed where a rank would wait."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
     them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
@@ -29,7 +35,7 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
-        return self.shard * self.replicate
+        return self.shard * self.replicate * self.pipeline
 
 
 def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
@@ -39,12 +45,13 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     """
     parallel, ranks = train.parallel, train.parallel.ranks
     if ranks == 1:
-        for name in ("expert", "reshard", "gather"):
+        for name in ("expert", "reshard", "gather", "schedule"):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
         return
     asks = f"train.parallel asks for {ranks} ranks"
-    if parallel.shard == 1:
+    yield from _pipeline_problems(train, lora)
+    if parallel.shard == parallel.pipeline == 1:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
@@ -85,3 +92,27 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         yield f"{asks}, and a teacher that is the student's older self is kept by one rank; train on one rank, or give the teacher a model"
     if 0 < len(train.cores) < ranks:
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
+
+
+def _pipeline_problems(train: Any, lora: Any) -> Iterator[str]:
+    """Yields the settings that do not go together with a pipeline."""
+    parallel, plain = train.parallel, ParallelConfig()
+    if parallel.pipeline == 1:
+        if parallel.schedule != plain.schedule:
+            yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
+        return
+    asks = f"train.parallel.pipeline = {parallel.pipeline}"
+    for name in ("shard", "expert"):
+        if (size := getattr(parallel, name)) > 1:
+            yield (
+                f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "
+                "several pipelines)"
+            )
+    for name in ("reshard", "gather"):
+        if getattr(parallel, name) != getattr(plain, name):
+            yield f"{asks}, and train.parallel.{name} has no meaning where no weights are gathered; remove it"
+    if parallel.schedule == "zero_bubble" and train.gradient_checkpointing:
+        yield (
+            'train.parallel.schedule = "zero_bubble" goes through a layer backwards twice, and train.gradient_checkpointing keeps '
+            'nothing for the second time; use "1f1b" or "interleaved"'
+        )

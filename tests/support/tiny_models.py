@@ -72,6 +72,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
+DEEP = {
+    "llama-deep": ("llama", {"num_hidden_layers": 5}),
+    "qwen3-deep": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "gemma3-deep": (
+        "gemma3_text",
+        {**GEMMA, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "qwen3_moe-deep": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 4}),
+}
+"""Layers enough for the stages of a pipeline."""
 MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
 
 
@@ -87,7 +97,7 @@ def saved(name: str, seed: int = 0) -> Path:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
-    model_type, extra = (MODELS | OTHERS).get(name, (name, {}))
+    model_type, extra = (MODELS | OTHERS | DEEP).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -114,6 +114,7 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
         return None
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
     from headrace.trainer.placement.meeting import meet
+    from headrace.trainer.placement.pipeline import Pipeline
     from headrace.trainer.placement.sharded import Sharded
 
     device = resolve_device(train.device)
@@ -123,7 +124,7 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
             "remove train.parallel.gather"
         )
     meet(start.rank, start.ranks, start.meeting, device)
-    return Sharded(train.parallel, device)
+    return Pipeline(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
 
 
 class FollowingSender(WeightSender):

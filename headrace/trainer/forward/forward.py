@@ -59,13 +59,21 @@ class Forward:
             return self._own_logprobs(pack, temperature)
         return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
 
+    def hidden(self, pack: Pack) -> Tensor:
+        """[N, H] hidden states of a pack."""
+        return within(self.model, lambda: self._hidden(pack))
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        if not self.packed:
+            return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+        tree = tree_of(pack.segments, pack.tokens.device)
+        return _packed_hidden(self.model, pack.tokens, pack.positions, tree)
+
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
-        if self.packed:
-            tree = tree_of(pack.segments, pack.tokens.device)
-            hidden = _packed_hidden(self.model, pack.tokens, pack.positions, tree)
-        else:
-            hidden = torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+        hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
+        if head.weight.is_meta:  # another rank has it (placement/pipeline.py)
+            return _unknown(pack)
         softcap = softcap_of(self.model)
         predictor, target, kept = _asked(pack, pack.predictor)
 
@@ -113,6 +121,12 @@ def _scores(pack: Pack, head: Head) -> TokenScores:
     count = len(pack.target)
     top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
     return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside)
+
+
+def _unknown(pack: Pack) -> TokenScores:
+    """NaN, so that a number that another rank should have given shows."""
+    nothing = torch.full(pack.target.shape, torch.nan, device=pack.target.device)
+    return TokenScores(nothing, nothing)
 
 
 def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:

@@ -172,7 +172,7 @@ def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
         def microbatch(number: int) -> Iterator[Tensor]:
             yield nll(mine[number])
 
-        placement.accumulate(mine, microbatch, parameters=parameters, precision=nullcontext)  # type: ignore[arg-type]
+        placement.accumulate(mine, microbatch, parameters=parameters, precision=nullcontext, body=len)  # type: ignore[arg-type]
         norm = placement.norm(parameters)
         assert norm > 0.5
         placement.clip(parameters, norm, 0.5)

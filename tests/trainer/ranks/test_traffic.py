@@ -14,9 +14,8 @@ from sharded_case import CPU, GROUPS, Case, sharded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.plan.rates.mesh import rank_memory, traffic
-from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local
-from headrace.trainer.placement.sharded import layers_of
 
 
 class Collectives(TorchDispatchMode):

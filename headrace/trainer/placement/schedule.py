@@ -1,0 +1,109 @@
+"""The microbatches of a step through the stages of a pipeline, in the order of one of torch's schedules.
+
+    gpipe         all forward passes, then all backward passes (arXiv 1811.06965)
+    1f1b          as soon as a stage has work for it, one backward after each forward: fewer activations are kept (arXiv 2006.09503)
+    interleaved   1f1b with two stages a rank: a shorter start and end, twice the traffic (arXiv 2104.04473)
+    zero_bubble   interleaved, and gradients of weights are computed where a rank would wait (arXiv 2401.10241)
+
+torch wants every microbatch to send a tensor of one shape. Ours have different numbers of tokens: what is sent is filled up to the longest,
+and cut again before anything is computed, so filling costs no computation and has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.stages import Stage, Stages
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class _Work(torch.nn.Module):
+    """One stage as torch's schedules call it."""
+
+    def __init__(self, stages: Stages, stage: Stage, lengths: Sequence[int], compute: Callable[[int, bool], Tensor | None]):
+        super().__init__()
+        self._stages, self._stage, self._lengths, self._compute = stages, stage, lengths, compute
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Those that zero-bubble schedules compute gradients of."""
+        for module in self._stage.modules:
+            yield from (p for p in module._parameters.values() if p is not None and p.requires_grad)
+
+    def forward(self, received: Tensor, number: Tensor) -> Tensor:
+        """received [longest, H] (the first stage: anything), number [1] -> [longest, H], or the loss."""
+        count, last = self._lengths[int(number)], self._stage.number == self._stages.count - 1
+        given = received[:count] if self._stage.number else None
+        with self._stages.passing(self._stage, given) as done:
+            loss = self._compute(int(number), last)
+        if last:
+            assert loss is not None
+            return loss
+        hidden = torch.cat([result[0] for result in done.results])
+        assert hidden.dtype == self._stages.dtype, f"hidden states in {hidden.dtype}"
+        return torch.nn.functional.pad(hidden, (0, 0, 0, max(self._lengths) - count))
+
+
+def run_schedule(
+    name: str,
+    stages: Stages,
+    lengths: Sequence[int],
+    *,
+    microbatch: Microbatch,
+    body: Body,
+    precision: Precision,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Adds the gradients of all microbatches to the parameters of this rank's stages. Every rank of `group`, a pipeline, calls it.
+
+    `lengths`: tokens of each microbatch. `body` computes the hidden states of one, `microbatch` its loss.
+    """
+
+    def compute(number: int, last: bool) -> Tensor | None:
+        if not last:
+            with precision():
+                body(number)
+            return None
+        with precision(), microbatch(number) as loss:
+            return loss
+
+    numbers = torch.arange(len(lengths), device=device)
+    sent = torch.empty(max(lengths), stages.width, dtype=stages.dtype, device="meta", requires_grad=True)
+    loss = torch.empty((), device="meta", requires_grad=True)
+    works = [
+        PipelineStage(
+            _Work(stages, stage, lengths, compute),
+            stage.number,
+            stages.count,
+            device,
+            input_args=sent if stage.number else numbers[:1],
+            output_args=sent if stage.number < stages.count - 1 else loss,
+            group=group,
+        )
+        for stage in stages.mine
+    ]
+    schedule = SCHEDULES[name](
+        works if len(works) > 1 else works[0], len(lengths), loss_fn=lambda loss, _: loss, scale_grads=False
+    )
+    given = [numbers] if any(work.is_first for work in works) else []
+    target = numbers if any(work.is_last for work in works) else None
+    schedule.step(*given, number=numbers, target=target, return_outputs=False)
