@@ -80,8 +80,9 @@ DEEP = {
         {**GEMMA, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "qwen3_moe-deep": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 4}),
+    "granite-scaled": ("granite", {"logits_scaling": 8.0}),
 }
-"""Layers enough for the stages of a pipeline."""
+"""Layers enough for the stages of a pipeline, and logits that are more than a product."""
 MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
 
 

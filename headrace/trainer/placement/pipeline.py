@@ -207,23 +207,23 @@ class Pipeline:
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The ranks of the first pipeline send them to its first, one by one."""
-        held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-        everyone: list[Any] = [None] * self._config.pipeline
-        known = [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()]
-        dist.all_gather_object(everyone, known, group=self._line)
+        held = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+        known: list[Any] = [None] * self._config.pipeline
+        mine = [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()]
+        dist.all_gather_object(known, mine, group=self._line)
         found: dict[str, Tensor] = {}
-        for place, given in enumerate(everyone):
+        for place, given in enumerate(known if self._copy == 0 else ()):
             for name, shape, dtype in given:
-                if self._copy or name in found:
+                if name in found:  # of a rank before
                     continue
-                found[name] = held[name].cpu() if self.leads and place == 0 else torch.empty(0)
+                found[name] = held.get(name, torch.empty(0))
                 if place and place == self._place:
                     dist.send(held[name].contiguous(), group=self._line, group_dst=0)
                 elif place and self.leads:
                     received = torch.empty(shape, dtype=dtype, device=self._device)
                     dist.recv(received, group=self._line, group_src=place)
-                    found[name] = received.cpu()
-        return found if self.leads else {}
+                    found[name] = received
+        return {name: tensor.cpu() for name, tensor in found.items()} if self.leads else {}
 
 
 def _add_up(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:

@@ -269,12 +269,14 @@ def _watched(model: Any, layers: Sequence[torch.nn.Module]) -> tuple[Tensor, _Se
     hooks += [m.register_forward_pre_hook(lambda m, _: late.add(m) if begun else None) for m in beside]
     try:
         with _as_trained(model):
-            whole, logits = _hidden(model), model(**_probe(model)).logits[0]
-            product = Scale(softcap=softcap_of(model)).of(model.get_output_embeddings()(whole))
-            seen.plain_head = torch.allclose(product, logits, rtol=1e-3, atol=1e-5)
+            whole = _hidden(model)
     finally:
         for hook in hooks:
             hook.remove()
+    with _as_trained(model):
+        logits = model(**_probe(model)).logits[0]
+        product = Scale(softcap=softcap_of(model)).of(model.get_output_embeddings()(whole))
+    seen.plain_head = torch.allclose(product, logits, rtol=1e-3, atol=1e-5)
     seen.before = [module for module in beside if module not in late]
     seen.after = [module for module in beside if module in late]
     return whole, seen

@@ -389,7 +389,7 @@ def refused(directory: Path, case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [("granite", "makes more of its logits than a product"), ("llama", "has 2 layers; lower")]
+    ("model", "words"), [("granite-scaled", "makes more of its logits than a product"), ("llama", "has 2 layers; lower")]
 )
 def test_a_model_that_cannot_be_cut_is_refused(model: str, words: str, two: RankProcesses) -> None:
     case = Piped(model=model, parallel=INTERLEAVED if model == "llama" else {})
