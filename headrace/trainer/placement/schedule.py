@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from headrace.trainer.placement.cutting import LOOPS
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.stages import Stage, Stages
 
@@ -101,9 +102,12 @@ def run_schedule(
         )
         for stage in stages.mine
     ]
-    schedule = SCHEDULES[name](
-        works if len(works) > 1 else works[0], len(lengths), loss_fn=lambda loss, _: loss, scale_grads=False
-    )
     given = [numbers] if any(work.is_first for work in works) else []
     target = numbers if any(work.is_last for work in works) else None
-    schedule.step(*given, number=numbers, target=target, return_outputs=False)
+    schedule_of(name, works, len(lengths)).step(*given, number=numbers, target=target, return_outputs=False)
+
+
+def schedule_of(name: str, works: Sequence[PipelineStage], microbatches: int) -> Any:
+    """torch's schedule of a rank's stages. The last of all stages returns the loss of a microbatch; gradients are summed."""
+    stages = list(works) if LOOPS[name] > 1 else works[0]
+    return SCHEDULES[name](stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
