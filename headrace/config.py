@@ -105,7 +105,8 @@ class RunConfig:
         """The ends of the way of weights."""
         server = self.engine.kind if self.engine.is_server else ""
         joined = self.orchestration.host if self.orchestration.joins else ""
-        return WeightEnds(server, bool(self.adapters or self.lora.served_name), joined)
+        adapters, encrypted = bool(self.adapters or self.lora.served_name), bool(self.orchestration.cert)
+        return WeightEnds(server, adapters, joined, encrypted)
 
     @property
     def longest_rollout(self) -> int:
@@ -187,6 +188,7 @@ def check(config: RunConfig) -> list[str]:
             chat=config.task.chat,
             examples=config.task.examples,
             seeds=config.task.kind == "seeds",
+            measured=config.eval.prompts,
         ),
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""

@@ -8,4 +8,15 @@ from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence
 from headrace.packing.ranks import fill_up, split_ranks
 
-__all__ = ["ROOT", "Kept", "Pack", "Segment", "StepPlan", "fill_up", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]
+__all__ = [
+    "ROOT",
+    "Kept",
+    "Pack",
+    "Segment",
+    "StepPlan",
+    "fill_up",
+    "loss_places",
+    "pack_rows",
+    "pack_sequence",
+    "split_ranks",
+]

@@ -18,8 +18,11 @@ class ParallelConfig:
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
     expert: int = Field(default=1, gt=0)
-    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
-    `shard`, so it is that number, or 1: experts are then split like all other weights."""
+    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
+    ranks that hold the model together (`shard` × `context`), or 1: experts are then split like all other weights."""
+    context: int = Field(default=1, gt=0)
+    """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
+    one. The model is split among them too, so among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
     """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
@@ -35,7 +38,25 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
-        return self.shard * self.replicate * self.pipeline
+        return self.split * self.replicate * self.pipeline
+
+    @property
+    def split(self) -> int:
+        """Ranks that hold the model together."""
+        return self.shard * self.context
+
+    @property
+    def batches(self) -> int:
+        """The number of microbatches that are computed at once."""
+        return self.shard * self.replicate
+
+
+def repeats(heads: int, kv_heads: int, context: int) -> int:
+    """Returns how often each key head is sent, so that `context` ranks have as many heads. 0: they cannot, and gather keys and values."""
+    if heads % context:
+        return 0
+    shared = heads // kv_heads
+    return next(times for times in range(1, shared + 1) if shared % times == 0 and kv_heads * times % context == 0)
 
 
 def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
@@ -50,16 +71,17 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
                 yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
         return
     asks = f"train.parallel asks for {ranks} ranks"
-    yield from _pipeline_problems(train, lora)
-    if parallel.shard == parallel.pipeline == 1:
+    yield from _pipeline_problems(train)
+    if parallel.split == parallel.pipeline == 1:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
         )
-    if parallel.expert not in (1, parallel.shard):
+    if parallel.expert not in (1, parallel.split):
+        among = "train.parallel.shard" + (" × context" if parallel.context > 1 else "")
         yield (
-            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.shard = {parallel.shard} ranks; set it to "
-            f"{parallel.shard}, or remove it"
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among {among} = {parallel.split} ranks; set it to "
+            f"{parallel.split}, or remove it"
         )
     if parallel.expert > 1 and parallel.replicate > 1:
         yield (
@@ -94,7 +116,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
 
 
-def _pipeline_problems(train: Any, lora: Any) -> Iterator[str]:
+def _pipeline_problems(train: Any) -> Iterator[str]:
     """Yields the settings that do not go together with a pipeline."""
     parallel, plain = train.parallel, ParallelConfig()
     if parallel.pipeline == 1:
@@ -102,7 +124,7 @@ def _pipeline_problems(train: Any, lora: Any) -> Iterator[str]:
             yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
         return
     asks = f"train.parallel.pipeline = {parallel.pipeline}"
-    for name in ("shard", "expert"):
+    for name in ("shard", "expert", "context"):
         if (size := getattr(parallel, name)) > 1:
             yield (
                 f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "

@@ -37,6 +37,7 @@ class Pipeline:
     """Protocol `Placement`. The processes have met already (`meeting.py`)."""
 
     plain = False
+    context = None
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
         self._config, self._device = config, device

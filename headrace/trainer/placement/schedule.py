@@ -40,7 +40,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 class _Work(torch.nn.Module):
     """One stage as torch's schedules call it."""
 
-    def __init__(self, stages: Stages, stage: Stage, lengths: Sequence[int], compute: Callable[[int, bool], Tensor | None]):
+    def __init__(
+        self, stages: Stages, stage: Stage, lengths: Sequence[int], compute: Callable[[int, bool], Tensor | None]
+    ):
         super().__init__()
         self._stages, self._stage, self._lengths, self._compute = stages, stage, lengths, compute
 

@@ -135,7 +135,9 @@ class Stages:
         if not seen.plain_head:
             raise ConfigError(f"{asked} makes more of its logits than a product; use train.parallel.shard instead")
         if any(module not in seen.places or set(layers) & set(module.modules()) for module in seen.before + seen.after):
-            raise ConfigError(f"{asked} has weights around its layers that belong to no module; use train.parallel.shard")
+            raise ConfigError(
+                f"{asked} has weights around its layers that belong to no module; use train.parallel.shard"
+            )
         passed = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
         costs = [_cost(layer, passed) for layer in layers]
         bounds = cut(costs, count, model.get_output_embeddings().weight.numel())

@@ -320,7 +320,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bfloat16", "LoRA"))])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bfloat16", "LoRA"))]
+)
 def test_a_checkpoint_goes_on_bit_for_bit_and_equally_on_other_meshes(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
@@ -389,7 +391,8 @@ def refused(directory: Path, case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [("granite-scaled", "makes more of its logits than a product"), ("llama", "has 2 layers; lower")]
+    ("model", "words"),
+    [("granite-scaled", "makes more of its logits than a product"), ("llama", "has 2 layers; lower")],
 )
 def test_a_model_that_cannot_be_cut_is_refused(model: str, words: str, two: RankProcesses) -> None:
     case = Piped(model=model, parallel=INTERLEAVED if model == "llama" else {})
