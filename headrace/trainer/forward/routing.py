@@ -70,6 +70,8 @@ class RoutingReplay:
         """The next token of the pack whose routes are due."""
         self._now: Tensor | None = None
         """[T, layers, k] routes of the running call, or of the one that is recomputed."""
+        self._open = False
+        """Whether hooks force the routers."""
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
         self._context: Context | None = None
@@ -107,7 +109,12 @@ class RoutingReplay:
 
     @contextmanager
     def _forced(self) -> Iterator[None]:
+        if self._open:  # layers are computed again in a backward pass within the context of their forward pass
+            yield
+            return
+        self._open = True
         with ExitStack() as hooks:
+            hooks.callback(setattr, self, "_open", False)
             for layer, router in enumerate(self._routers):
                 for module in router.modules:
                     hooks.callback(module.register_forward_hook(partial(self._force, layer)).remove)
