@@ -13,7 +13,7 @@ import msgspec
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.rates import hardware
-from headrace.plan.rates.bubble import pipeline_memory, sent, waiting
+from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
 from headrace.plan.rates.mesh import Traffic
 from headrace.plan.rates.shapes import shape_of
 from headrace.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
@@ -144,8 +144,9 @@ def _piped(request: PlanRequest, asked: Option) -> list[str]:
         hidden=model.hidden,
     )
     return [
-        f"  as a pipeline of {gpus} (schedule = {schedule}): the fullest rank holds {gigabytes(memory.held)} and buffers of "
-        f"{gigabytes(memory.buffers)}, and waits {waiting(schedule, gpus, count):.0%} of a step of {count} microbatches, for each of which "
+        f"  as a pipeline of {gpus} (schedule = {schedule}): the fullest rank holds {gigabytes(memory.held)}, keeps "
+        f"{in_flight(schedule, gpus, count):g} microbatches in flight ({gigabytes(memory.received)} of hidden states, and the activations of its "
+        f"layers), and waits {waiting(schedule, gpus, count):.0%} of a step of {count} microbatches, for each of which "
         f"{gigabytes(sent(schedule, gpus, tokens, model.hidden))} are sent in all"
     ]
 

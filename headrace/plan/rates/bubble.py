@@ -5,8 +5,7 @@ p ranks have v stages each, and a step has m microbatches of N tokens, with H el
     a rank waits        (p - 1) / (v m + p - 1) of a step, if stages cost the same (arXiv 2104.04473, section 2.2); with gradients of weights
                         computed meanwhile, (p - 1) / (3 v m + p - 1), where the three products of a stage cost the same (arXiv 2401.10241)
     a rank holds        weights, gradients and AdamW's state of its layers; the first that of the embedding, the last that of the head
-    in flight           activations of its stages for as many microbatches as have been forwarded and not yet backwarded, and torch's buffers:
-                        one hidden state and one gradient for every microbatch and stage boundary
+    in flight           activations of its stages, and what they received, for as many microbatches as have been forwarded and not yet backwarded
     all send            a hidden state forward and its gradient backward, 4 N H bytes each, for every microbatch and stage boundary
 
 tests/trainer/ranks/test_bubble.py compares with the order of torch's schedules and with what is sent.
@@ -42,12 +41,12 @@ def in_flight(schedule: str, ranks: int, microbatches: int) -> float:
 
 @dataclass(frozen=True)
 class PipelineMemory:
-    """Bytes of the fullest rank, without activations."""
+    """Bytes of the fullest rank."""
 
     held: float
     """Weights, gradients and AdamW's state."""
-    buffers: float
-    """Hidden states and gradients that are sent, of all microbatches."""
+    received: float
+    """Hidden states of the microbatches in flight, without what layers keep of them."""
 
 
 def pipeline_memory(
@@ -75,8 +74,8 @@ def pipeline_memory(
         size += embedding * each if 0 in mine else 0.0
         size += head * (each / 2 if tied else each) if stages - 1 in mine else 0.0
         held.append(size)
-    buffers = 2 * LOOPS[schedule] * microbatches * tokens * hidden * FLOAT32
-    return PipelineMemory(max(held), buffers)
+    received = LOOPS[schedule] * in_flight(schedule, ranks, microbatches) * tokens * hidden * FLOAT32
+    return PipelineMemory(max(held), received)
 
 
 def sent(schedule: str, ranks: int, tokens: int, hidden: int) -> float:

@@ -11,13 +11,12 @@ import torch
 from rank_processes import RankProcesses
 from sharded_case import CPU
 from test_pipeline import Piped, piped
-from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.placement.cutting import LOOPS, stages_of
-from headrace.trainer.placement.schedule import schedule_of
+from headrace.trainer.placement.schedule import LeanStage, schedule_of
 
 Work = tuple[int, str, int]
 """Stage; forward (F), backward (B), or backward for the input (I) and for the weights (W); microbatch."""
@@ -25,7 +24,7 @@ COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """A backward pass computes two products for each of a forward pass: for its input and for its weights."""
 
 
-class Recorded(PipelineStage):
+class Recorded(LeanStage):
     """Notes what torch's schedule asks of it."""
 
     def __init__(self, noted: list[Work], stage: int, stages: int) -> None:
@@ -36,6 +35,10 @@ class Recorded(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._noted.append((self.stage_index, "F", fwd_chunk_id))
+        there = [info.buffer for infos in self.args_recv_info.values() for info in infos if info.buffer is not None]
+        assert sum(not buffer.is_meta for buffer in there) <= 2, (
+            "a buffer is made when it is filled, and let go when it was used"
+        )
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
