@@ -66,6 +66,7 @@ site: setup
 docs: setup
 	$(BIN)/python docs/make_settings.py
 	$(BIN)/python docs/make_algorithms.py
+	$(BIN)/python docs/make_trl.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

@@ -56,6 +56,7 @@ FLOORS = {
     "simulate": 8,
     "serve": 8,
     "commands": 9,
+    "compat": 9,
     "__init__": 8,
     "plan": 9,
     "faultsim": 9,

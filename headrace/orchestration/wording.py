@@ -38,13 +38,16 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 
 def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
-    split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
-    experts = ", experts whole" if parallel.expert > 1 else ""
-    experts += f", microbatches in {parallel.context}" if parallel.context > 1 else ""
-    way = f"FSDP2, {split}weights split in {parallel.split}{experts}"
-    if parallel.pipeline > 1:
-        way = f"{split}a pipeline of {parallel.pipeline}, {parallel.schedule}"
-    who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({way})"
+    copies = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
+    ways = {
+        f"FSDP2, {copies}weights split in {parallel.gathering}": parallel.gathering > 1,
+        f"layers split in {parallel.tensor} by the model's plan": parallel.tensor > 1,
+        "experts whole": parallel.expert > 1,
+        f"microbatches in {parallel.context}": parallel.context > 1,
+    }
+    ways[f"{copies}a pipeline of {parallel.pipeline}, {parallel.schedule}"] = parallel.pipeline > 1
+    split = ", ".join(way for way, used in ways.items() if used)
+    who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({split})"
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
@@ -75,11 +78,13 @@ def _weights(config: RunConfig) -> str:
     elif settings.encoding == "delta":
         form = f"deltas, full every {settings.anchor_every}"
     else:
-        form = {"files": "two versions", "shared_memory": "two packed buffers"}.get(way.kind, "full")
-    return f"{_WAYS[way.kind]}: {form} ({way.why})"
+        form = {"files": "two versions", "shared_memory": "two packed buffers", "cuda_ipc": "two packed buffers"}.get(
+            way.kind, "full"
+        )
+    return f"{_WAYS.get(way.kind, way.kind)}: {form} ({way.why})"
 
 
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files", "broadcast": "broadcast"}
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

@@ -17,9 +17,12 @@ class ParallelConfig:
     """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
+    tensor: int = Field(default=1, gt=0)
+    """Ranks that compute every layer together, by the model's tensor-parallel plan: each holds some heads, columns and rows of the
+    vocabulary, and all have the same microbatches. It divides the number of key and value heads."""
     expert: int = Field(default=1, gt=0)
     """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
-    ranks that hold the model together (`shard` × `context`), or 1: experts are then split like all other weights."""
+    ranks that hold the model together (`shard` × `context` × `tensor`), or 1: experts are then split like all other weights."""
     context: int = Field(default=1, gt=0)
     """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
     one. The model is split among them too, so among `shard` × `context` ranks."""
@@ -43,6 +46,11 @@ class ParallelConfig:
     @property
     def split(self) -> int:
         """Ranks that hold the model together."""
+        return self.gathering * self.tensor
+
+    @property
+    def gathering(self) -> int:
+        """Ranks that gather weights from each other (FSDP2)."""
         return self.shard * self.context
 
     @property
@@ -65,29 +73,16 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     `train` and `lora`: their settings. `itself`: whether a teacher is the student's older self.
     """
     parallel, ranks = train.parallel, train.parallel.ranks
-    if ranks == 1:
-        for name in ("expert", "reshard", "gather", "schedule"):
+    if parallel.gathering == 1:
+        for name in ("reshard", "gather", *(["expert", "schedule"] if ranks == 1 else [])):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
-                yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
+                who = "one rank" if ranks == 1 else "weights that are never gathered"
+                yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
+    if ranks == 1:
         return
+    yield from _mesh_problems(parallel, bool(lora.rank))
     asks = f"train.parallel asks for {ranks} ranks"
     yield from _pipeline_problems(train)
-    if parallel.split == parallel.pipeline == 1:
-        yield (
-            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
-            f"{parallel.replicate} instead, which computes the same with less memory"
-        )
-    if parallel.expert not in (1, parallel.split):
-        among = "train.parallel.shard" + (" × context" if parallel.context > 1 else "")
-        yield (
-            f"train.parallel.expert = {parallel.expert} would leave copies of experts among {among} = {parallel.split} ranks; set it to "
-            f"{parallel.split}, or remove it"
-        )
-    if parallel.expert > 1 and parallel.replicate > 1:
-        yield (
-            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard and expert to "
-            f"{ranks} and remove replicate, or remove expert"
-        )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
     if train.path == "kernels":
@@ -118,23 +113,57 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
 
 def _pipeline_problems(train: Any) -> Iterator[str]:
     """Yields the settings that do not go together with a pipeline."""
-    parallel, plain = train.parallel, ParallelConfig()
+    parallel = train.parallel
     if parallel.pipeline == 1:
-        if parallel.schedule != plain.schedule:
+        if parallel.schedule != ParallelConfig().schedule:
             yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
         return
     asks = f"train.parallel.pipeline = {parallel.pipeline}"
-    for name in ("shard", "expert", "context"):
+    for name in ("shard", "expert", "context", "tensor"):
         if (size := getattr(parallel, name)) > 1:
             yield (
                 f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "
                 "several pipelines)"
             )
-    for name in ("reshard", "gather"):
-        if getattr(parallel, name) != getattr(plain, name):
-            yield f"{asks}, and train.parallel.{name} has no meaning where no weights are gathered; remove it"
     if parallel.schedule == "zero_bubble" and train.gradient_checkpointing:
         yield (
             'train.parallel.schedule = "zero_bubble" goes through a layer backwards twice, and train.gradient_checkpointing keeps '
             'nothing for the second time; use "1f1b" or "interleaved"'
+        )
+
+
+def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
+    """Yields sizes that do not go together. `adapters`: whether adapters are trained."""
+    if parallel.split == parallel.pipeline == 1:
+        yield (
+            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
+            f"{parallel.replicate} instead, which computes the same with less memory"
+        )
+    if parallel.expert not in (1, parallel.split):
+        among = " × ".join(["shard", *(name for name in ("context", "tensor") if getattr(parallel, name) > 1)])
+        yield (
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.{among} = {parallel.split} ranks; set it "
+            f"to {parallel.split}, or remove it"
+        )
+    beside = f"is not combined with train.parallel.replicate = {parallel.replicate}"
+    if parallel.expert > 1 and parallel.replicate > 1:
+        yield (
+            f"train.parallel.expert = {parallel.expert} {beside}; set shard and expert to {parallel.ranks} and remove replicate, or remove "
+            "expert"
+        )
+    if parallel.tensor == 1:
+        return
+    asks = f"train.parallel.tensor = {parallel.tensor}"
+    if parallel.replicate > 1:
+        wider = parallel.shard * parallel.replicate
+        yield f"{asks} {beside}; set shard to {wider} and remove replicate, or remove tensor"
+    if parallel.context > 1:
+        yield (
+            f"{asks} is not combined with train.parallel.context = {parallel.context}: both split the heads of attention; set one of them to "
+            f"{parallel.tensor * parallel.context} and remove the other"
+        )
+    if adapters:
+        yield (
+            f"{asks} splits layers whose results an adapter needs whole; use train.parallel.shard = {parallel.split} without tensor, or set "
+            "lora.rank = 0"
         )

@@ -53,7 +53,7 @@ from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
 from headrace.types import Episode, Prompt
-from headrace.weight_sync.config import way_of
+from headrace.weight_sync.config import NO_GPU, way_of
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -314,6 +314,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
     found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
     problems = list(refusals(wanted, shape, plan, machine))
+    if plan.published == "cuda" and "cpu" in (plan.engine_device, plan.train_device):
+        problems.append(NO_GPU)
     if not config.orchestration.joins:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
     for problem in problems:
@@ -330,7 +332,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     trainer = machine.device("train.device", config.train.device)
     dtype = machine.dtype(config.train.dtype, trainer)
-    runs = adapter_runs(config) or (config,)
+    runs, way = adapter_runs(config) or (config,), way_of(config.weight_sync, config.ends)
     first = runs[0]
     return MemoryPlan(
         engine=config.engine,
@@ -341,7 +343,8 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
-        fetches=not config.engine.is_server and way_of(config.weight_sync, config.ends).kind != "shared_memory",
+        fetches=not config.engine.is_server and way.kind not in ("shared_memory", "cuda_ipc"),
+        published="cuda" if way.kind == "cuda_ipc" else "cpu",
     )
 
 
