@@ -110,8 +110,8 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
         return None
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
     from headrace.trainer.placement.meeting import meet
-    from headrace.trainer.placement.pipeline import Pipeline
     from headrace.trainer.placement.sharded import Sharded
+    from headrace.trainer.placement.staged import Staged
 
     device = resolve_device(train.device)
     if train.parallel.gather != "float32" and str(resolve_dtype(train.dtype, device)) != "torch.bfloat16":
@@ -120,7 +120,7 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
             "remove train.parallel.gather"
         )
     meet(start.rank, start.ranks, start.meeting, device)
-    return Pipeline(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
+    return Staged(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
 
 
 class FollowingSender(WeightSender):

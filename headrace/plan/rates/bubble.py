@@ -1,4 +1,4 @@
-"""Ranks of a trainer that form a pipeline: the memory of each, what travels, and how long they wait (`trainer/placement/pipeline.py`).
+"""Ranks of a trainer that form a pipeline: the memory of each, what travels, and how long they wait (`trainer/placement/staged.py`).
 
 p ranks have v stages each, and a step has m microbatches of N tokens, with H elements in a hidden state:
 

@@ -76,7 +76,7 @@ class Forward:
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
-        if head.weight.is_meta:  # another rank has it (placement/pipeline.py)
+        if head.weight.is_meta:  # another rank has it (placement/staged.py)
             return _unknown(pack)
         softcap = softcap_of(self.model)
         asked = _asked(pack, pack.predictor)

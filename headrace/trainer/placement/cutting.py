@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline, and which of them a rank holds. Imports no torch."""
+"""The cut of a model into the stages of a pipeline, and which of them a rank holds. Imports no torch."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from torch.distributed.pipelining import (
 )
 
 from headrace.trainer.placement.cutting import LOOPS
+from headrace.trainer.placement.model_stages import Stage, Stages
 from headrace.trainer.placement.port import Body, Microbatch, Precision
-from headrace.trainer.placement.stages import Stage, Stages
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,

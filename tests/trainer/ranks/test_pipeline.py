@@ -21,9 +21,9 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.pipeline import Pipeline
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.single import Single
+from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 
@@ -38,7 +38,7 @@ class Piped(Case):
 
 def piped(directory: Path, case: Case) -> TorchTrainer:
     """The trainer of this rank."""
-    return case.trainer(directory, Pipeline(case.ranks, CPU))
+    return case.trainer(directory, Staged(case.ranks, CPU))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
 
 
 def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
-    return exact_steps(directory, Pipeline(parallel, CPU))
+    return exact_steps(directory, Staged(parallel, CPU))
 
 
 def compare_exactly(ranks: RankProcesses, name: str, parallel: ParallelConfig) -> None:

@@ -98,7 +98,7 @@ class _Pass:
         return None if self.received is None else self.received[None, start : self.place]
 
 
-class Link:
+class Chain:
     """Sends hidden states to the next rank of a pipeline, and receives those of the one before. Used where there is no backward pass."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,8 +121,8 @@ class Link:
 class Stages:
     """The stages of one model; `mine` are those that this rank holds. Raises ConfigError if the model cannot be cut."""
 
-    def __init__(self, model: Any, count: int, mine: Sequence[int], link: Link) -> None:
-        self.model, self.count, self._link = model, count, link
+    def __init__(self, model: Any, count: int, mine: Sequence[int], chain: Chain) -> None:
+        self.model, self.count, self._chain = model, count, chain
         self._pass: _Pass | None = None
         inner = model.base_model
         asked = f"train.parallel.pipeline asks for {count} stages, and {type(model).__name__}"
@@ -192,11 +192,11 @@ class Stages:
             received = None
             if stage.number:
                 shape, device = kwargs["input_ids"].shape, kwargs["input_ids"].device
-                received = self._link.receive(torch.empty(*shape, self.width, dtype=self.dtype, device=device))
+                received = self._chain.receive(torch.empty(*shape, self.width, dtype=self.dtype, device=device))
             with stage.alone(received):
                 output = self._forward(*args, **kwargs)
             if stage.number < self.count - 1:
-                self._link.send(output.last_hidden_state)
+                self._chain.send(output.last_hidden_state)
         return output
 
     def _stage(self, number: int, bounds: Sequence[range], layers: Sequence[torch.nn.Module], seen: _Seen) -> Stage:
@@ -235,7 +235,7 @@ class Stages:
 # -- what a model looks like ------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Seen:
     """How a forward pass uses the model's modules."""
 
@@ -256,7 +256,7 @@ class _Seen:
 def _watched(model: Any, layers: Sequence[torch.nn.Module]) -> tuple[Tensor, _Seen]:
     """The hidden states [T, H] of some tokens, and how they were made."""
     places = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    seen, inside = _Seen(places), {module for layer in layers for module in layer.modules()}
+    seen, inside = _Seen(places=places), {module for layer in layers for module in layer.modules()}
     beside = [m for m in model.modules() if any(p is not None for p in m._parameters.values()) and m not in inside]
     late: set[torch.nn.Module] = {model.get_output_embeddings()}
     begun = False

@@ -1,4 +1,4 @@
-"""Ranks that form a pipeline: each holds some consecutive layers (`stages.py`), and microbatches pass from one to the next (`schedule.py`).
+"""Ranks that form a pipeline: each holds some consecutive layers (`model_stages.py`), and microbatches pass from one to the next (`schedule.py`).
 
 The first stage has the embedding, the last one the last norm, the head and the loss. A matrix that is embedding and head at once lies on
 both: the last sends its gradient to the first, which updates the matrix and sends it back, so that the two copies have the same bits.
@@ -27,13 +27,13 @@ from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS, stages_of
+from headrace.trainer.placement.model_stages import Chain, Stages
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.schedule import run_schedule
-from headrace.trainer.placement.stages import Link, Stages
 from headrace.types import Row
 
 
-class Pipeline:
+class Staged:
     """Protocol `Placement`. The processes have met already (`meeting.py`)."""
 
     plain = False
@@ -46,9 +46,9 @@ class Pipeline:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pipeline", "replicate"))
         self._line, self._copies = mesh.get_group("pipeline"), mesh.get_group("replicate")
         self._place, self._copy = mesh.get_local_rank("pipeline"), mesh.get_local_rank("replicate")
-        self._link = Link(self._line)
+        self._chain = Chain(self._line)
         self._stages: Stages | None = None
-        """Of the model that is trained."""
+        """Those of the model that is trained; None until it is spread."""
         self._beside: set[torch.nn.Parameter] = set()
         """Parameters that every rank holds whole: adapters."""
         self._tied: list[torch.nn.Parameter] = []
@@ -70,7 +70,7 @@ class Pipeline:
     def spread(self, model: Any) -> None:
         config = self._config
         count = config.pipeline * LOOPS[config.schedule]
-        stages = Stages(model, count, stages_of(self._place, config.pipeline, config.schedule), self._link)
+        stages = Stages(model, count, stages_of(self._place, config.pipeline, config.schedule), self._chain)
         trained = [p for p in model.parameters() if p.requires_grad]
         adapters = set(trained) if len(trained) < len(list(model.parameters())) else set()
         stages.hold(self._device, adapters)
