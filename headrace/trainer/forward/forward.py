@@ -67,12 +67,6 @@ class Forward:
         """[N, H] hidden states of a pack."""
         return within(self.model, lambda: self._hidden(pack))
 
-    def _hidden(self, pack: Pack) -> Tensor:
-        if not self.packed:
-            return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
-        tree = tree_of(pack.segments, pack.tokens.device)
-        return _packed_hidden(self.model, pack.tokens, pack.positions, tree)
-
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()

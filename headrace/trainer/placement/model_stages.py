@@ -53,7 +53,7 @@ class _Inlet(_Through):
 
 
 @dataclass
-class Stage:
+class ModelStage:
     """One stage of a model."""
 
     number: int
@@ -86,7 +86,7 @@ class Stage:
 class _Pass:
     """One pass of one stage over a microbatch, which may be several calls of the model (row by row)."""
 
-    stage: Stage
+    stage: ModelStage
     received: Tensor | None
     """[N, H]; None for the first stage."""
     results: list[Tensor] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Stages:
         every = [self._stage(number, bounds, layers, seen) for number in range(count)]
         self._forward: Callable[..., Any] = inner.forward
         inner.forward = self._run
-        self.mine: Sequence[Stage] = every
+        self.mine: Sequence[ModelStage] = every
         if not self._exact(whole):
             raise ConfigError(
                 f"{asked} computes something else when its layers are cut into stages; use train.parallel.shard instead"
@@ -171,7 +171,7 @@ class Stages:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
     @contextmanager
-    def passing(self, stage: Stage, received: Tensor | None) -> Iterator[_Pass]:
+    def passing(self, stage: ModelStage, received: Tensor | None) -> Iterator[_Pass]:
         """Within it, calls of the model compute this stage of one microbatch, with gradient."""
         self._pass = _Pass(stage, received)
         try:
@@ -199,7 +199,9 @@ class Stages:
                 self._chain.send(output.last_hidden_state)
         return output
 
-    def _stage(self, number: int, bounds: Sequence[range], layers: Sequence[torch.nn.Module], seen: _Seen) -> Stage:
+    def _stage(
+        self, number: int, bounds: Sequence[range], layers: Sequence[torch.nn.Module], seen: _Seen
+    ) -> ModelStage:
         mine, last = bounds[number], number == self.count - 1
         modules = [module for i in mine for module in layers[i].modules()]
         swaps: list[tuple[Any, str, torch.nn.Module]] = []
@@ -215,7 +217,7 @@ class Stages:
                 modules += beside
             else:
                 swaps += [(*seen.places[module], plain) for module in beside]
-        return Stage(number, modules, swaps, inlet)
+        return ModelStage(number, modules, swaps, inlet)
 
     @torch.no_grad()
     def _exact(self, whole: Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 )
 
 from headrace.trainer.placement.cutting import LOOPS
-from headrace.trainer.placement.model_stages import Stage, Stages
+from headrace.trainer.placement.model_stages import ModelStage, Stages
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -42,7 +42,7 @@ class _Work(torch.nn.Module):
     """One stage as torch's schedules call it."""
 
     def __init__(
-        self, stages: Stages, stage: Stage, lengths: Sequence[int], compute: Callable[[int, bool], Tensor | None]
+        self, stages: Stages, stage: ModelStage, lengths: Sequence[int], compute: Callable[[int, bool], Tensor | None]
     ):
         super().__init__()
         self._stages, self._stage, self._lengths, self._compute = stages, stage, lengths, compute
