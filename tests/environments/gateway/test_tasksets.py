@@ -378,6 +378,8 @@ def test_the_real_package(tmp_path: Path) -> None:
     wrong, raised = played(tmp_path, [row(), row(answer="none")], **settings)
     assert isinstance(wrong, Played) and wrong.rewards == {"exact": 2.0, "short": pytest.approx(-0.1)}
     assert isinstance(raised, Failure) and raised.reason == "environment_raised" and "no such thing" in raised.detail
+    ends = json.dumps({"eos_token_id": encoder.encode_completion("", True)[0]})
+    (tmp_path / "model" / "generation_config.json").write_text(ends)
     model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
     (one,) = found = played(
         tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings | {"options": {"renderer": {"name": "default"}}}
