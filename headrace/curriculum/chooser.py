@@ -8,6 +8,7 @@ repeats its choices; a checkpoint only saves reading the journal from its start.
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from headrace.curriculum.beliefs import Belief, Level, PromptPool, chance_of, observed, resting
+from headrace.curriculum.beliefs import Belief, Level, PromptPool, observed, resting, sampled_chance
 from headrace.curriculum.config import CurriculumConfig
 from headrace.curriculum.observations import Observation, RewardScale, observation_of
 from headrace.curriculum.source import Curriculum, CurriculumState, TaskOrder
@@ -107,15 +108,16 @@ class Chooser:
             return _Rank(free and not rest, free, -float(rest))
         if not belief.drawn:
             return _Rank(free, free, 1.0)
-        chance = chance_of(
+        found = sampled_chance(
             belief,
             self._level,
             now=ticket,
             half_life=self._config.half_life,
             size=self._size,
             by_group=self._scale.deceives,
+            chance=random.Random(f"curriculum/{ticket}/{key}"),
         )
-        return _Rank(free and chance >= self._config.least_chance, free, chance)
+        return _Rank(free and found >= self._config.least_chance, free, found)
 
     def _take(self, ticket: int, key: int) -> None:
         before = self._beliefs.pop(key, replace(NEW, at=ticket))

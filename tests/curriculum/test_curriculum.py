@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from headrace.config import check
-from headrace.curriculum.beliefs import Belief, Level, chance_of, contrast, expected_contrast, observed
+from headrace.curriculum.beliefs import Belief, Level, contrast, observed, sampled_chance
 from headrace.curriculum.chooser import Chooser, key_of, open_curriculum
 from headrace.curriculum.config import CurriculumConfig
 from headrace.curriculum.source import CurriculumState, TaskOrder
@@ -145,10 +145,15 @@ def integral(logit: float, doubt: float, of: Callable[[float], float]) -> float:
     return sum(w * of(logit + spread * step) for w, step in zip(weights, steps, strict=True)) / sum(weights)
 
 
-@pytest.mark.parametrize(("logit", "doubt"), [(0.0, 4.0), (2.5, 0.5), (-3.0, 1.0), (6.0, 4.0)])
-def test_the_expected_contrast_is_the_integral_over_the_doubt(logit: float, doubt: float):
-    found = integral(logit, doubt, lambda one: contrast(1 / (1 + math.exp(-one)), 8))
-    assert expected_contrast(logit, doubt, 8) == pytest.approx(found, abs=0.05)
+@pytest.mark.parametrize(("ease", "doubt"), [(0.0, 4.0), (2.5, 0.5), (-3.0, 1.0), (6.0, 4.0)])
+def test_draws_of_the_chance_have_the_mean_of_the_integral_over_the_doubt(ease: float, doubt: float):
+    found = integral(ease - 1.0, doubt, lambda one: contrast(1 / (1 + math.exp(-one)), 8))
+    belief, chance = Belief(pool="mixed", ease=ease, doubt=doubt), random.Random(0)
+    draws = [
+        sampled_chance(belief, Level(-1.0, 9), now=0, half_life=256, size=8, by_group=False, chance=chance)
+        for _ in range(4000)
+    ]
+    assert sum(draws) / len(draws) == pytest.approx(found, abs=0.02)
 
 
 @pytest.mark.parametrize(("solved", "logit", "doubt"), [(4, 0.0, 4.0), (8, 0.0, 4.0), (0, 3.0, 1.0), (7, 1.0, 0.3)])
@@ -172,18 +177,22 @@ def test_doubt_grows_while_a_prompt_is_not_drawn_and_never_beyond_that_of_a_new_
     assert [belief.doubt_at(now, 256) for now in (10, 42, 10_000)] == [0.5, 0.5 + 8.0 * 32 / 256, 4.0]
 
 
+def worth_of(source: Chooser, prompt: Prompt, first: int) -> float:
+    """The mean of what many draws hold of the chance of a prompt."""
+    return sum(source._rank(prompt, ticket, set()).worth for ticket in range(first, first + 400)) / 400
+
+
 def test_what_prompts_show_is_known_of_all():
     """All were hopeless once. Then all but the last become easy, and the last is worth a look again, though nobody has looked."""
     source, last = Chooser(Cycle(12), CONTRAST, 4), Prompt("", "", (11,))
     for ticket in range(12):
         source.draw(ticket), source.count(flat(ticket, 0.0))
-    before, level = source._rank(last, 12, set()), source._level
+    before, level = worth_of(source, last, 12), source._level
     for ticket in range(12, 23):
         source._flying[ticket] = key_of(Prompt("", "", (ticket - 12,)))
         source.count(flat(ticket, 1.0))
-    after = source._rank(last, 12, set())
     assert source._level.logit > level.logit + 2 and source._level.seen == 23
-    assert not before.good and after.worth > before.worth + 0.2
+    assert worth_of(source, last, 12) > before + 0.2
 
 
 def played(source: Chooser, rates: Mapping[int, float], draws: int, seed: int = 0) -> tuple[list[int], float]:
@@ -221,9 +230,13 @@ def test_rewards_that_differ_on_one_side_of_the_middle_have_contrast_that_is_cou
         source.count(mixed(ticket, (0.9, 0.9, 1.0, 1.0)))
     (belief,) = source._beliefs.values()
     assert belief.flat == 0 and belief.fine == pytest.approx(6, abs=0.1)
-    assert source._rank(Prompt("", "", (0,)), 7, set()).worth > 0.9
-    plain = msgspec.structs.replace(belief, fine=0.0)
-    assert chance_of(plain, source._level, now=7, half_life=256, size=4, by_group=False) < 0.6
+    assert worth_of(source, Prompt("", "", (0,)), 7) > 0.85
+    plain, chance = msgspec.structs.replace(belief, fine=0.0), random.Random(0)
+    draws = [
+        sampled_chance(plain, source._level, now=7, half_life=256, size=4, by_group=False, chance=chance)
+        for _ in range(400)
+    ]
+    assert sum(draws) / 400 < 0.6
 
 
 def test_contrast_with_another_cause_than_the_rewards_is_counted_by_groups():
@@ -231,8 +244,7 @@ def test_contrast_with_another_cause_than_the_rewards_is_counted_by_groups():
     source.draw(0)
     source.count(mixed(0, (1, 1, 1, 1)))  # a length penalty
     assert source._scale.deceives
-    rank = source._rank(Prompt("", "", (0,)), 1, set())
-    assert rank.good and rank.worth == pytest.approx(2 / 3), "the mean of Beta(2, 1)"
+    assert worth_of(source, Prompt("", "", (0,)), 1) == pytest.approx(2 / 3, abs=0.05), "the mean of Beta(2, 1)"
 
 
 # -- every outcome ----------------------------------------------------------------------------------------------------
@@ -262,8 +274,11 @@ def test_a_prompt_that_fails_waits_and_loses_its_optimism(reason: str):
     source.count(GoneRecord(0.0, 0, "dropped" if reason == "overlong" else "failed", reason))
     (belief,) = source._beliefs.values()
     assert belief == Belief(pool="failed", at=1, flat=1.0, streak=1, due=5, drawn=1)
-    failed = chance_of(belief, Level(), now=1, half_life=256, size=4, by_group=False)
-    assert failed == pytest.approx(1 / 3), "the mean of Beta(1, 2)"
+    chance = random.Random(0)
+    draws = [
+        sampled_chance(belief, Level(), now=1, half_life=256, size=4, by_group=False, chance=chance) for _ in range(500)
+    ]
+    assert sum(draws) / 500 == pytest.approx(1 / 3, abs=0.03), "the mean of Beta(1, 2)"
 
 
 def test_a_group_that_was_ready_and_is_dropped_later_is_counted_once():

@@ -451,6 +451,10 @@ OF_CHOOSER = (
         "self._level, self._scale = state.level, state.scale",
     ),
     _one(
+        "chance_not_seeded", CHOOSER, "C8", "draws from what is known of a prompt depend on the process",
+        'random.Random(f"curriculum/{ticket}/{key}")', "random.Random()",
+    ),
+    _one(
         "order_of_beliefs_lost", CHOOSER, "C8", "a checkpoint forgets which prompt was not drawn for longest",
         "ratings=tuple(self._beliefs.items()),", "ratings=tuple(sorted(self._beliefs.items())),",
     ),
