@@ -101,9 +101,9 @@ def test_four_ranks_of_both_kinds_have_the_gradient_of_one_device(name: str, fou
 @pytest.mark.slow
 def test_rounding_is_that_of_one_device(two: RankProcesses) -> None:
     """Partial sums are rounded to bfloat16 before they are added up; a wrong one would be off by half."""
-    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=TENSOR), 6e-2)
-    compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}, parallel=TENSOR), 6e-2)
-    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel=TENSOR), 6e-2)
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}, parallel=TENSOR), 1e-1)
+    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
@@ -158,8 +158,8 @@ def test_three_steps_end_at_the_weights_of_one_device(two: RankProcesses) -> Non
 @pytest.mark.slow
 def test_three_steps_with_whole_experts(two: RankProcesses, four: RankProcesses) -> None:
     case = Case(model="qwen3_moe", routing=True, algo={"kl": {"coef": 0.1}}, train=CLIPPED, parallel=EXPERTS)
-    compare_steps(two, case, share=0.5)
-    compare_steps(four, Case(case, parallel={**BOTH, "expert": 4}, **WIDE), share=0.25)
+    compare_steps(two, case, share=0.5, near=1e-4)
+    compare_steps(four, Case(case, parallel={**BOTH, "expert": 4}, **WIDE), share=0.25, near=1e-4)
 
 
 RESUMED = {
