@@ -26,8 +26,9 @@ from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
-from headrace.weight_sync.fetching import NetworkTransport, TlsIdentity
+from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.over_tcp.tcp import Tcp, TlsIdentity
 from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
@@ -47,10 +48,13 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
 def open_network(
     kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
 ) -> Transport:
-    """`host`: the address at which the trainer's process listens for engines."""
+    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP, which alone can be encrypted."""
     made = TRANSPORTS[kind].open(form)
     assert isinstance(made, NetworkTransport)
-    return msgspec.structs.replace(made, host=host, tls=tls)
+    if isinstance(made, Tcp):
+        return msgspec.structs.replace(made, host=host, tls=tls)
+    assert tls is None, f"weights cannot be encrypted over {kind}"
+    return msgspec.structs.replace(made, host=host)
 
 
 def open_files(directory: Path, form: Encoding = FULL) -> Transport:
