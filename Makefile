@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
@@ -66,6 +67,7 @@ site: setup
 docs: setup
 	$(BIN)/python docs/make_settings.py
 	$(BIN)/python docs/make_algorithms.py
+	$(BIN)/python docs/make_trl.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)
@@ -115,6 +117,16 @@ $(VERIFIERS)/.installed:
 	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 "transformers>=5.17,<6"
 	touch $@
 
+# atroposlib, whose client runs against environment.kind = "atropos" in a slow test.
+ATROPOS := .venv-atropos
+
+atropos-setup: $(ATROPOS)/.installed
+
+$(ATROPOS)/.installed:
+	test -x $(ATROPOS)/bin/python || $(PYTHON) -m venv $(ATROPOS)
+	$(ATROPOS)/bin/python -m pip --quiet --disable-pip-version-check install atroposlib==0.4.0 "transformers>=5.17,<6"
+	touch $@
+
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
 
@@ -122,5 +134,5 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

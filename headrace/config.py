@@ -41,7 +41,7 @@ from headrace.settings.process_config import (
     EvalConfig,
     OrchestrationConfig,
     WatchConfig,
-    joining_problems,
+    elsewhere_problems,
 )
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
@@ -104,8 +104,9 @@ class RunConfig:
     def ends(self) -> WeightEnds:
         """The ends of the way of weights."""
         server = self.engine.kind if self.engine.is_server else ""
-        joined = self.orchestration.host if self.orchestration.joins else ""
-        return WeightEnds(server, bool(self.adapters or self.lora.served_name), joined)
+        joined = self.orchestration.host if self.orchestration.elsewhere else ""
+        adapters, encrypted = bool(self.adapters or self.lora.served_name), bool(self.orchestration.cert)
+        return WeightEnds(server, adapters, joined, encrypted)
 
     @property
     def longest_rollout(self) -> int:
@@ -169,7 +170,7 @@ def check(config: RunConfig) -> list[str]:
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
-        *joining_problems(
+        *elsewhere_problems(
             config.orchestration,
             server=config.ends.server,
             cores=config.engine.cores,
@@ -187,6 +188,7 @@ def check(config: RunConfig) -> list[str]:
             chat=config.task.chat,
             examples=config.task.examples,
             seeds=config.task.kind == "seeds",
+            measured=config.eval.prompts,
         ),
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""

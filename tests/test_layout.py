@@ -56,6 +56,7 @@ FLOORS = {
     "simulate": 8,
     "serve": 8,
     "commands": 9,
+    "compat": 9,
     "__init__": 8,
     "plan": 9,
     "faultsim": 9,
@@ -67,18 +68,19 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
+    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
-    "environments": ("workers", "libraries", "gateway", "agents", "verifiers"),
+    "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
-    "orchestration.workers": ("launch", "joining"),
+    "orchestration.workers": ("launch", "joining", "placed"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),
     "scoring": ("workers", "parts", "services", "teacher"),
     "serve": ("routes", "training", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
-    "weight_sync": ("delta", "over_http", "in_vllm"),
+    "weight_sync": ("delta", "over_tcp", "over_http", "push", "in_vllm"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

@@ -17,6 +17,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
+from headrace.environments.atropos.trainer_facts import TrainerFacts
 from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -332,6 +333,12 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
         raise ConfigError(
             f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"
         )
+    if environment.is_atropos:
+        from headrace.environments.atropos.atropos_environment import open_atropos
+
+        groups, longest = config.staleness.groups_per_step, environment.max_tokens or config.engine.context_length
+        facts = TrainerFacts(config.name, config.train.steps, rollout.group_size, groups, longest)
+        return open_atropos(environment, encoder, facts, **settings, log=log)
     from headrace.environments.agents.handing_out import open_handing_out
 
     return open_handing_out(environment, encoder, **settings, directory=log.parent)

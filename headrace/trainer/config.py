@@ -21,8 +21,8 @@ class TrainConfig:
     in that time."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """The peak learning rate. For RL on all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """The learning rate after the warm-up: constant, or falling to zero along a cosine until `steps`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to zero until `steps`, along a cosine or a straight line."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -36,8 +36,8 @@ class TrainConfig:
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient of the whole step is scaled down to this norm."""
     microbatch_tokens: int = Field(default=2048, gt=0)
-    """Tokens forwarded at once. This bounds memory and never changes the gradient. A longer row gets a microbatch of
-    its own."""
+    """Tokens that a rank forwards at once. This bounds memory and never changes the gradient. A longer row gets a
+    microbatch of its own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation (autocast). auto: the one measured to be faster on this machine (`headrace doctor`
     prints it)."""

@@ -160,7 +160,7 @@ SPELLING = [
     sets("many steps", 'train.steps = "many" does not fit', "train.steps=many"),
     sets("no steps", "train.steps = 0 does not fit: expected greater than 0", "train.steps=0"),
     sets("a negative rate", "expected greater than 0", "train.learning_rate=-1"),
-    sets("a word unheard of", "expected 'constant' or 'cosine'", "train.schedule=linear"),
+    sets("a word unheard of", "expected 'constant', 'cosine' or 'linear'", "train.schedule=quadratic"),
     sets("a number for a table", "rollout = 3 does not fit: expected a table", "rollout=3"),
     sets("a letter wrong", "train.stesp is not a setting; did you mean train.steps?", "train.stesp=1"),
     sets("a section wrong", "did you mean staleness?", "stalenes.max_lag=1"),
@@ -224,7 +224,22 @@ PAIRS = [
     sets("copies of a whole", "set train.parallel.shard = 2 instead", "train.parallel.replicate=2"),
     sets("experts of one rank", "no meaning for one rank", "train.parallel.expert=2"),
     sets("copies of experts", "set it to 4, or remove it", "train.parallel={shard=4,expert=2}"),
+    sets("experts of half a context", "context = 4 ranks; set it to 4", "train.parallel={shard=2,context=2,expert=2}"),
     sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
+    sets("copies of layers", "set shard to 4 and remove replicate", "train.parallel={shard=2,tensor=2,replicate=2}"),
+    sets(
+        "nothing is gathered",
+        "no meaning for weights that are never gathered",
+        "train.parallel={tensor=2,reshard=false}",
+    ),
+    sets("heads split twice", "set one of them to 4 and remove the other", "train.parallel={context=2,tensor=2}"),
+    sets("experts of some ranks", "set it to 4, or remove it", "train.parallel={shard=2,tensor=2,expert=2}"),
+    sets(
+        "adapters of split layers",
+        "use train.parallel.shard = 2 without tensor",
+        "train.parallel.tensor=2",
+        "lora.rank=4",
+    ),
     sets("ranks with proven bits", 'set train.parity = "off"', "train.parallel.shard=2", "train.parity=bitwise"),
     sets("ranks with kernels", 'use "auto" or "torch"', "train.parallel.shard=2", "train.path=kernels"),
     sets("ranks with a host", "raise train.parallel.shard", "train.parallel.shard=2", "train.offload_optimizer=true"),
@@ -302,6 +317,9 @@ ENVIRONMENTS = [
     sets("no such class", "environment.name: there is no file", "environment.kind=gym", "environment.name=absent.py:Game"),
     sets("no such server", "no session could be opened there", "environment.kind=openenv", "environment.name=http://127.0.0.1:9"),
     sets("rows for a game", 'needs prompts with a column seed: set task.kind = "seeds"', "environment.kind=textarena", "environment.name=TowerOfHanoi-v0"),
+    sets("rows for atropos", 'so a task would not be used: set task.kind = "seeds"', "environment.kind=atropos", "eval.prompts=0"),
+    sets("held out from atropos", "is held out: set eval.prompts = 0", "environment.kind=atropos", "eval.prompts=2"),
+    sets("atropos for ever", "would wait for ever for an agent that has vanished", "environment.kind=atropos", "environment.seconds=0"),
 ]  # fmt: skip
 
 REWARD = [

@@ -30,16 +30,16 @@ from headrace.plan.rates.calibrate import calibrate
 from headrace.plan.rates.from_run import rates_of_run
 from headrace.plan.rates.hardware import (
     GPUS,
-    SHAPES,
     engine_rates,
     replica_gpus,
-    shape,
     trainer_gpus,
+    trainer_memory,
     trainer_mesh,
     trainer_rates,
     trainer_traffic,
 )
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.plan.rates.shapes import SHAPES, shape_of
 from headrace.plan.reasons import bias, bottleneck
 from headrace.plan.sweep import Option, recommended, sweep
 from headrace.reports import EngineStats, LoadReport, TrainReport
@@ -123,6 +123,21 @@ def test_the_mesh_is_within_a_machine_where_that_holds_it():
     assert [(one.shard, one.replicate) for one in (mesh("70b", 32), mesh("70b", 64))] == [(32, 1), (32, 2)]
 
 
+def test_ranks_of_a_context_hold_the_model_together_and_wait_for_attention():
+    """An 8B model on eight GPUs: 131 GB are 16.4 a rank, whatever the context. A token brings three quarters of twice 32 queries, keys and
+    values of 8 heads each, and 32 results, of 128 elements, in each of 36 layers."""
+    h100, model = GPUS["h100"], SHAPES["8b"]
+    mesh = trainer_mesh(h100, model, 8, context=4)
+    assert (mesh.shard, mesh.context, mesh.replicate, mesh.ranks) == (2, 4, 1, 8)
+    assert trainer_memory(model, mesh) == trainer_memory(model, trainer_mesh(h100, model, 8, 16_384))
+    moved = trainer_traffic(model, mesh)
+    assert moved.attended == pytest.approx(0.75 * 2 * (32 + 2 * 8 + 32) * 128 * 2 * 36)
+    alone, together = (trainer_rates(h100, model, 8, 16_384, context=context).token for context in (1, 4))
+    assert together - alone == pytest.approx(moved.attended / (0.8 * 450e9) / 8)
+    wide = trainer_mesh(h100, model, 48, context=4)
+    assert (wide.shard, wide.context, wide.replicate) == (2, 4, 6)
+
+
 def test_a_mixture_waits_for_what_its_ranks_gather():
     """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32. Within a machine experts
     stay, and 786,432 elements of a token travel four times."""
@@ -136,6 +151,20 @@ def test_a_mixture_waits_for_what_its_ranks_gather():
     assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
 
 
+def test_few_tokens_are_computed_together():
+    """With 256 tokens a microbatch, eight ranks would receive 57 GB of weights for each. In a tensor group they receive hidden states instead: per
+    token and layer two in bfloat16 and five gradients in float32, twice 7/8 of each; and they wait for them."""
+    h100, model = GPUS["h100"], SHAPES["8b"]
+    mesh = trainer_mesh(h100, model, 8, 256)
+    assert (mesh.shard, mesh.tensor) == (1, 8)
+    received = 2 * 7 / 8 * (36 * 4096 * (2 * 2 + 5 * 4) + 4 * 4096 + 4 * (4096 + 4))
+    assert trainer_traffic(model, mesh).together(256) == pytest.approx(256 * received)
+    expected = 6 * 8.19e9 / (0.4 * 989e12 * 8) + received / (0.8 * 450e9)
+    assert trainer_rates(h100, model, 8, 256).token == pytest.approx(expected)
+    assert trainer_mesh(h100, model, 8, 2048).tensor == 1
+    assert trainer_mesh(h100, SHAPES["30b-a3b"], 8, 256).tensor == 1
+
+
 def test_mixtures_of_experts_read_little_with_few_sequences():
     one = engine_rates(GPUS["h200"], SHAPES["30b-a3b"], gpus=1, max_running=64)
     assert one.pass_seconds(1) < one.pass_seconds(8) < one.pass_seconds(16) == pytest.approx(one.pass_seconds(64))
@@ -144,11 +173,11 @@ def test_mixtures_of_experts_read_little_with_few_sequences():
 @pytest.mark.parametrize("name", ["seven", "7", "0b", "5000b", "7b-a1"])
 def test_strange_models_are_refused(name: str):
     with pytest.raises(ConfigError, match="--model"):
-        shape(name)
+        shape_of(name)
 
 
 def test_other_sizes_have_the_shape_of_the_nearest():
-    assert shape("9B").cache_bytes == SHAPES["8b"].cache_bytes and shape("9b").parameters == 9e9
+    assert shape_of("9B").cache_bytes == SHAPES["8b"].cache_bytes and shape_of("9b").parameters == 9e9
 
 
 # -- a run's metrics ------------------------------------------------------------------------------------------------------

@@ -17,15 +17,16 @@ from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
+from headrace.orchestration.workers.placed.cluster import Cluster
+from headrace.orchestration.workers.placed.ray_cluster import RayCluster
 from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.tcp import Tcp
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
@@ -42,14 +43,11 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
     return TRANSPORTS[kind].open(form)
 
 
-def open_http(form: Encoding, host: str) -> Http:
+def open_network(kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str) -> Transport:
     """`host`: the address at which the trainer's process listens for engines."""
-    return msgspec.structs.replace(Http.open(form), host=host)
-
-
-def open_tcp(form: Encoding, host: str) -> Tcp:
-    """`host`: the address at which the trainer's process listens for engines."""
-    return msgspec.structs.replace(Tcp.open(form), host=host)
+    made = TRANSPORTS[kind].open(form)
+    assert isinstance(made, NetworkTransport)
+    return msgspec.structs.replace(made, host=host)
 
 
 def open_files(directory: Path, form: Encoding = FULL) -> Transport:
@@ -61,6 +59,11 @@ def open_launcher(logs: Path) -> Launcher:
     """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
     process can use one that its parent has opened."""
     return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+
+
+def open_cluster(address: str) -> Cluster:
+    """The cluster that engines are placed on. It is not connected yet."""
+    return RayCluster(address)
 
 
 KINDS = {
