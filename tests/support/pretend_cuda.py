@@ -28,7 +28,6 @@ class OnDevice(torch.Tensor):
     """A tensor that says that it lies on the device."""
 
 
-
 class PretendedCuda(TorchFunctionMode):
     """While it is entered, `cuda` is a device."""
 
