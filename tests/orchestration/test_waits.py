@@ -42,6 +42,8 @@ from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, build, open_telemetry
+from headrace.orchestration.groups.own_groups import OwnGroups
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.loops.utilisation import Utilisation
@@ -55,8 +57,10 @@ from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Job
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.reward_scorer import RewardScorer
@@ -306,20 +310,31 @@ def of_pipeline(**settings: Any) -> Scenario:
 
 async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN) -> None:
     clock = asyncio.get_running_loop().time
-    engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
+    engine, waits = FakeEngine(), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-    prompts = [Prompt("p", "a text", (1, 2))]
-    evaluator = Evaluator(
-        generate=Interrupts(engine, PartialConfig(), waits, clock).once,
+    plan = LoopPlan(
+        steps=1,
+        staleness=StalenessConfig(),
+        rollout=RolloutConfig(max_tokens=4),
+        seed=0,
+        max_skipped_steps=1,
+        checkpoint_every=0,
+        evaluate_every=0,
+    )
+    groups = OwnGroups(
+        plan=plan,
+        evaluation=EvalConfig(),
+        interrupts=Interrupts(engine, PartialConfig(), waits, clock),
         environment=environment,
         scorer=FakeScorer(),
-        prompts=prompts,
-        config=EvalConfig(),
-        rollout=rollout,
+        evaluated_by=FakeScorer(),
+        notebook=Notebook(),
         decode=str,
-        telemetry=Telemetry(FactList().record, clock, waits),
+        waits=waits,
         context_length=1000,
     )
+    telemetry = Telemetry(FactList().record, clock, waits)
+    evaluator = Evaluator(groups=groups, prompts=[Prompt("p", "a text", (1, 2))], telemetry=telemetry)
     await evaluator.measure("before", 0)
 
 
