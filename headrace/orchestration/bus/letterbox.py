@@ -57,8 +57,6 @@ class LetterBox:
 
     def _is_free(self, letter_id: str, who: str, now: float, given: Collection[str]) -> bool:
         held = self._holders.get(letter_id)
-        if held is None:
+        if held is None or now - held.since >= self._lease:
             return True
-        if held.who == who:
-            return letter_id not in given
-        return now - held.since >= self._lease
+        return held.who == who and letter_id not in given

@@ -52,8 +52,8 @@ class Bus(Protocol):
         """Returns when the letter will outlast a kill of this process and of the bus."""
 
     async def claim(self, queue: str, who: str, most: int, wait: float = 0.0) -> list[Letter]:
-        """Returns up to `most` letters: those that nobody holds, and those whose holder has been silent for the lease. A process that was
-        started again under its name gets the letters that it held first. Waits up to `wait` seconds for the first one."""
+        """Returns up to `most` letters: those that nobody holds, and those that were not kept for the lease, whoever holds them. A process that
+        was started again under its name gets the letters that it held first. Waits up to `wait` seconds for the first one."""
 
     async def keep(self, queue: str, who: str, ids: Collection[str]) -> None:
         """Extends the lease of letters that `who` holds. Letters that are gone are ignored."""

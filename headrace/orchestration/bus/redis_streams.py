@@ -68,7 +68,6 @@ class RedisBus:
         self._down = False
         self._backlog: dict[str, list[Letter]] = {}
         """What an earlier process under this name held, by queue, until it is claimed."""
-        self._given: set[str] = set()
         self._looked = 0.0
         """When the letters of silent claimants were last asked for."""
 
@@ -98,9 +97,7 @@ class RedisBus:
         await self._steady(lambda: self._client.xadd(self._stream(posting.queue), _fields(posting)))
 
     async def claim(self, queue: str, who: str, most: int, wait: float = 0.0) -> list[Letter]:
-        letters = await self._steady(lambda: self._claim(queue, who, most, wait))
-        self._given |= {letter.id for letter in letters}
-        return letters
+        return await self._steady(lambda: self._claim(queue, who, most, wait))
 
     async def _claim(self, queue: str, who: str, most: int, wait: float) -> list[Letter]:
         stream, client = self._stream(queue), self._client
@@ -113,7 +110,7 @@ class RedisBus:
         if time.monotonic() - self._looked > self._lease / 4:
             self._looked = time.monotonic()
             found = await client.xautoclaim(stream, GROUP, who, round(self._lease * 1000), "0-0", count=most)
-            if letters := [one for one in _entries(found[1]) if one.id not in self._given]:
+            if letters := _entries(found[1]):
                 return letters
         block = round(min(wait, LONGEST_BLOCK) * 1000) or None
         return _letters(await client.xreadgroup(GROUP, who, {stream: ">"}, count=most, block=block))
@@ -134,7 +131,6 @@ class RedisBus:
                 await pipe.execute()
 
         await self._steady(work)
-        self._given.difference_update(ids)
 
     async def unsettled(self, queue: str) -> set[str]:
         entries = await self._steady(lambda: self._client.xrange(self._stream(queue)))

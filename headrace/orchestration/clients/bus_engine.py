@@ -41,7 +41,7 @@ class BusEngine:
         self._working: asyncio.Task[None] | None = None
         self._notice = RunNotice(self._session, __version__)
         self._updates: dict[str, WeightUpdate] = {}
-        self._requests = itertools.count()
+        self._requests, self._scorings = itertools.count(), itertools.count()
         self._moved = asyncio.Event()
         """Set when a host has come or gone, or serves other weights."""
 
@@ -88,7 +88,7 @@ class BusEngine:
         return LoadReport(update.version, 0.0, 0.0)
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
-        return await self.generate(scoring("score", tokens, priority=-1, adapter=adapter))
+        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1, adapter=adapter))
 
     async def drain(self) -> None:
         """Does nothing: see the class."""

@@ -42,6 +42,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class _Asked:
     errand: Errand
     reply: asyncio.Future[Reply]
+    oldest: int
+    """The oldest version that the reply may have. 0 for an errand that an earlier process of the run posted: its letter names another one."""
     posted: bool = False
 
 
@@ -64,6 +66,7 @@ class BusDesk:
         self._asked: dict[str, _Asked] = {}
         self._early: dict[str, Reply | None] = {}
         """Replies by key that an earlier process of the run is owed; None until they come."""
+        self._expecting = asyncio.Event()
         self._there: set[str] = set()
         """The keys that were on the bus when this process began."""
         self._replies: dict[str, str] = {}
@@ -84,15 +87,19 @@ class BusDesk:
         self._there = await self._bus.unsettled(TICKETS) | await self._bus.unsettled(ANSWERS)
 
     def expect(self, keys: Collection[str]) -> None:
-        """Names the errands that will be asked for again, because the run was killed meanwhile."""
+        """Names the errands that will be asked for again, because the run was killed meanwhile. Replies are taken from then on: before, all of
+        them would be replies that nobody waits for."""
         self._early = dict.fromkeys(keys)
+        self._expecting.set()
 
     async def ask(self, key: str, errand: Errand) -> Reply:
-        asked = self._asked[key] = _Asked(errand, asyncio.get_running_loop().create_future())
+        known = key in self._there
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        asked = self._asked[key] = _Asked(errand, reply, oldest=0 if known else errand.at_least)
         try:
             if early := self._early.pop(key, None):
                 self._take(key, asked, early)
-            elif key not in self._there:
+            elif not known:
                 await self._post(key, errand)
             asked.posted = True
             return await asked.reply
@@ -130,6 +137,7 @@ class BusDesk:
     # -- loops ----------------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> None:
+        await self._expecting.wait()
         while True:
             for letter in await self._bus.claim(ANSWERS, RUN_NAME, most=64, wait=LOOK):
                 self._receive(letter)
@@ -138,6 +146,8 @@ class BusDesk:
                 del self._to_settle[: len(settled)]
 
     def _receive(self, letter: Letter) -> None:
+        if self._replies.get(letter.key) == letter.id:
+            return  # it was taken, and waits for the journal
         asked = self._asked.get(letter.key)
         try:
             reply = msgspec.msgpack.decode(letter.body, type=Reply)
@@ -157,13 +167,12 @@ class BusDesk:
 
     def _take(self, key: str, asked: _Asked, reply: Reply) -> None:
         versions = list(_versions(reply))
-        if versions and not asked.errand.at_least <= min(versions) <= max(versions) <= self.newest:
+        if versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
             self._telemetry.warn(
-                f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {asked.errand.at_least} to "
-                f"{self.newest} are allowed; the answer is thrown away, and the errand posted again"
+                f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {asked.oldest} to {self.newest} are "
+                f"allowed; the answer is thrown away, and the errand posted again"
             )
             self.forget(key)
-            self._there.discard(key)
             asked.posted = True  # the audit finds it missing
         elif not asked.reply.done():
             asked.reply.set_result(reply)

@@ -25,7 +25,7 @@ from headrace.weights import Manifest, WeightUpdate
 TICKETS, ANSWERS = "tickets", "answers"
 RUN, WEIGHTS, ALIVE = "run", "weights", "alive"
 
-BEAT = 2.0
+BEAT = 1.0
 """Seconds between two entries of a host."""
 
 SILENT = 10.0

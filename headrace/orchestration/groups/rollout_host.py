@@ -5,7 +5,7 @@
   sessions    another process of the run, or its end       the notice `run`
   weights     newer weights                                the notice `weights`
   errands     a place, then a letter                       an errand that is done; the bus
-  beats       two seconds                                  the clock
+  beats       one second                                   the clock
 
 A host keeps nothing: all that it loses when it is killed is the errands in its hand, which others get as soon as it has been silent for the
 lease of the bus. `drain` ends it without a loss: it takes no more, finishes what it has if that is soon, and gives back the rest.
@@ -179,6 +179,7 @@ class _Session:
         changed.set()
 
     def entry(self, **more: Any) -> HostEntry:
+        self._beat += 1
         return HostEntry(
             self.name,
             host=socket.gethostname(),
@@ -217,7 +218,6 @@ class _Session:
         clock = asyncio.get_running_loop().time
         alive, since = "", clock()
         while True:
-            self._beat += 1
             self._stats = await self.parts.engine.stats()  # an engine that hangs makes the host silent
             await self.bus.sign(self.who, _encode(self.entry()))
             await self.bus.keep(TICKETS, self.who, list(self._hand))
@@ -232,6 +232,7 @@ class _Session:
     async def _weights(self) -> None:
         than, wait, loaded = "", LOOK, dict[str, int]()
         failure: IdentityError | None = None
+        refused = WeightsNotice(self.name)
         while True:
             found = await self.bus.newer(WEIGHTS, than, wait)
             if found is None:
@@ -241,11 +242,16 @@ class _Session:
             than, notice = found.id, msgspec.msgpack.decode(found.body, type=WeightsNotice)
             if notice.session != self.name:
                 continue
-            self._hosts, failure, wait = notice.hosts, None, LOOK
+            self._hosts = notice.hosts
+            if failure and notice.updates == refused.updates:
+                raise failure
+            failure, wait = None, LOOK
             try:
                 await self._load(notice, loaded)
-            except IdentityError as error:  # the trainer may have published others meanwhile, over these
-                failure, wait = error, OVERTAKEN
+            except (
+                IdentityError
+            ) as error:  # the trainer keeps two versions: these may be gone, and newer ones announced
+                failure, refused, wait = error, notice, OVERTAKEN
             self.wake()
 
     async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:
@@ -269,7 +275,12 @@ class _Session:
                 await self._changed.wait()
                 continue
             for letter in await self.bus.claim(TICKETS, self.who, room, LOOK):
-                self._hand[letter.id] = letter, asyncio.ensure_future(self._do(letter))
+                if letter.id in self._hand:  # it was kept too late, and is still in hand
+                    continue
+                if any(letter.key == other.key for other, _ in self._hand.values()):
+                    await self.bus.settle(TICKETS, [letter.id])  # a repetition: its requests would have the same names
+                else:
+                    self._hand[letter.id] = letter, asyncio.ensure_future(self._do(letter))
         until = asyncio.get_running_loop().time() + self.patience.drain
         while self._hand and (left := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait([task for _, task in self._hand.values()], timeout=left)
