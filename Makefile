@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup verifiers-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy headrace
+
+# The sdist and the wheel, in dist/, checked as an index would check them.
+dist: setup
+	rm -rf dist
+	cd $(CURDIR) && $(BIN)/python -c 'import hatchling.build as b; b.build_sdist("dist"); b.build_wheel("dist")'
+	$(BIN)/twine check --strict dist/*
+
+# The pages of docs/ as a site, in build/site; a link that leads nowhere is an error.
+site: setup
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 docs: setup
 	$(BIN)/python docs/make_settings.py
@@ -105,6 +115,16 @@ $(VERIFIERS)/.installed:
 	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 "transformers>=5.17,<6"
 	touch $@
 
+# atroposlib, whose client runs against environment.kind = "atropos" in a slow test.
+ATROPOS := .venv-atropos
+
+atropos-setup: $(ATROPOS)/.installed
+
+$(ATROPOS)/.installed:
+	test -x $(ATROPOS)/bin/python || $(PYTHON) -m venv $(ATROPOS)
+	$(ATROPOS)/bin/python -m pip --quiet --disable-pip-version-check install atroposlib==0.4.0 "transformers>=5.17,<6"
+	touch $@
+
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
 
@@ -112,5 +132,5 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

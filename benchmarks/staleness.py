@@ -135,12 +135,13 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
     from headrace.plan.rates import hardware
+    from headrace.plan.rates.shapes import shape_of
     from headrace.plan.scenario import Scenario
     from headrace.rollouts.rollout import RolloutConfig
     from headrace.rollouts.staleness import StalenessConfig
     from headrace.simulate.distributions import Distribution, fixed
 
-    chip, shape = hardware.gpu("h100"), hardware.shape("7b")
+    chip, shape = hardware.gpu("h100"), shape_of("7b")
     return Scenario(
         rates=hardware.rates(chip, shape, replica=1, trainer=4, max_running=256, name="7b"),
         completions=Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),

@@ -67,10 +67,11 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
+    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
-    "environments": ("workers", "libraries", "gateway", "agents", "verifiers"),
+    "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "bus", "groups", "loops", "fleets", "workers", "clients", "runs"),
     "orchestration.workers": ("launch", "joining"),
     "plan": ("rates", "parts"),
@@ -78,7 +79,7 @@ ROOMS = {
     "scoring": ("workers", "parts", "services", "teacher"),
     "serve": ("routes", "training", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
-    "weight_sync": ("delta", "over_http", "in_vllm"),
+    "weight_sync": ("delta", "over_tcp", "over_http", "push", "in_vllm"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

@@ -1,6 +1,6 @@
-"""The commands of `cli.py` other than training and evaluation: a file for each.
+"""The commands of `cli.py`. A file `*_command.py` has the arguments of its commands and imports the work itself only when it is called.
 
-Read `finding.py` (the run that a name means), `status.py` (the state of a run), `inspect.py` (its rollouts), `rerun.py` and `replay.py` (repeating steps from the journal),
-`diff.py` and `diff_view.py` (the first differences of two runs), `parity.py` and `parity_table.py` (engine against trainer), `serve.py`
-(the engine behind HTTP), `board_command.py` (all runs in the browser), `doctor.py` (the installation) and `running/` (commands that talk to a run while it is under way).
+Read `arguments.py` (arguments that several commands have), `finding.py` (the run that a name means), then `training/` (train, eval),
+`looking/` (status, inspect, diff, report), `again/` (steps that are repeated), `publishing/` (export), `running/` (commands that
+start a run or talk to one), `serving/` (the engine and the board behind HTTP) and `installed/` (the machine, and what is installed on it).
 """

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
+from headrace.environments.kinds import ATROPOS, ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
 from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
@@ -21,10 +21,11 @@ _OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
 _OWN = {
     PROCESS: ("command", "directory", "processes"),
     GATEWAY: ("host", "port"),
+    ATROPOS: ("host", "port"),
     VERIFIERS: ("python", "processes"),
 }
 """The settings of the kinds that ask the gateway for their turns, which functions and libraries do not have."""
-_SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), VERIFIERS: (*_OF_LIBRARIES, "workers", "memory_gib")}
+_SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), ATROPOS: (), VERIFIERS: (*_OF_LIBRARIES, "workers", "memory_gib")}
 """The settings that such a kind shares with functions and libraries."""
 
 
@@ -36,7 +37,8 @@ class EnvironmentConfig:
     the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
     skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
     `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md). gateway: agents elsewhere take the rollouts
-    (headrace gateway). verifiers: a taskset of verifiers, in an interpreter of its own (docs/libraries.md)."""
+    (headrace gateway). atropos: environments of Atropos play them, and draw their own problems (docs/atropos.md).
+    verifiers: a taskset of verifiers, in an interpreter of its own (docs/libraries.md)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
     game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
@@ -59,10 +61,10 @@ class EnvironmentConfig:
     python: str = ""
     """verifiers: the interpreter that has verifiers, such as ~/verifiers/bin/python. Empty: the one that runs headrace."""
     host: str = "127.0.0.1"
-    """gateway: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
+    """gateway, atropos: the address at which agents reach this machine. The default reaches agents on this machine only; with 0.0.0.0
     all of its addresses do."""
     port: int = Field(default=0, ge=0, lt=1 << 16)
-    """gateway: the port. 0: one that is free, another one at each start."""
+    """gateway, atropos: the port. 0: one that is free, another one at each start."""
     max_turns: int = Field(default=8, gt=0)
     """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
     max_tokens: int = Field(default=0, ge=0)
@@ -137,7 +139,7 @@ class EnvironmentConfig:
             raise ValueError(
                 'environment.kind = "verifiers" needs environment.name, the taskset: the name of an installed one, or path/to/file.py'
             )
-        if self.kind == GATEWAY and not self.seconds:
+        if self.is_handed_out and not self.seconds:
             raise ValueError(
                 "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
                 "between its turns"
@@ -190,7 +192,12 @@ class EnvironmentConfig:
     @property
     def is_handed_out(self) -> bool:
         """Whether agents elsewhere play them."""
-        return self.kind == GATEWAY
+        return self.kind in (GATEWAY, ATROPOS)
+
+    @property
+    def is_atropos(self) -> bool:
+        """Whether environments of Atropos play them."""
+        return self.kind == ATROPOS
 
     @property
     def is_taskset(self) -> bool:
@@ -231,8 +238,18 @@ def _changed(config: EnvironmentConfig) -> Iterator[str]:
             yield field.name
 
 
-def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool) -> Iterator[str]:
-    """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question."""
+def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool, measured: int) -> Iterator[str]:
+    """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question;
+    `measured`: held-out prompts that are measured."""
+    if config.is_atropos and not seeds:
+        yield (
+            'environment.kind = "atropos" plays problems that the environments draw, so a task would not be used: set task.kind = "seeds"'
+        )
+    if config.is_atropos and measured:
+        yield (
+            f'environment.kind = "atropos" plays problems that the environments draw, so that none of eval.prompts = {measured} is held out: set '
+            "eval.prompts = 0"
+        )
     if seeds and not config.in_processes:
         yield (
             'task.kind = "seeds" has no questions, and the environment asks none: name another task, or an environment that makes its own '

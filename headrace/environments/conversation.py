@@ -93,6 +93,8 @@ class Conversation:
         """The completion of the last reply."""
         self.prompt_tokens = 0
         """Tokens before it."""
+        self.tokens: tuple[int, ...] = ()
+        """All tokens of the path, the last reply included."""
 
     def branch(self) -> Conversation:
         """Returns a conversation that continues after the last reply, as this one still can."""
@@ -121,8 +123,8 @@ class Conversation:
         if (limit := self._agent.cut_off(context, fresh=fresh, after=self.last)) and not self.limit_said:
             self.limit_said = True
             return ChatReply(over=limit)
-        before = 0 if fresh or not self.last else self.prompt_tokens + len(self.last.tokens)
-        self.prompt_tokens = before + len(context)
+        before = () if fresh else self.tokens
+        self.prompt_tokens = len(before) + len(context)
         if stream:
             stream.begin(self._text_of(format), CallReader(format) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
@@ -141,7 +143,7 @@ class Conversation:
             read=read,
             heard=stream.heard if stream else None,
         )
-        self.last = done
+        self.last, self.tokens = done, (*before, *context, *done.tokens)
         self._keep(given, text, done, replies[-1])
         return replies[-1]
 

@@ -29,6 +29,9 @@ GATEWAY = "gateway"
 ADDRESS_FILE = "gateway.url"
 """The file among a run's logs that has the address where they do. Only the user who started the run can read it."""
 
+ATROPOS = "atropos"
+"""The kind whose rollouts environments of Atropos play (`atropos/`)."""
+
 VERIFIERS = "verifiers"
 """The kind whose rollouts tasksets of verifiers play, in an interpreter of their own (`verifiers/`)."""
 

@@ -67,12 +67,13 @@ def shrink(values: Sequence[float], width: int) -> list[float]:
     return [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draws values as blocks, from the smallest (lowest block) to the largest."""
+def sparkline(values: Sequence[float], width: int = 40, within: tuple[float, float] | None = None) -> str:
+    """Draws values as blocks. `within`: the values of the lowest and the highest block, by default the smallest and the largest value."""
     kept = shrink(values, width)
     if not kept:
         return ""
-    low, span = min(kept), max(kept) - min(kept)
+    low, high = within or (min(kept), max(kept))
+    span = high - low
     if span == 0:
         return BLOCKS[3] * len(kept)
     return "".join(BLOCKS[min(7, int(8 * (value - low) / span))] for value in kept)

@@ -20,6 +20,7 @@ def headline(config: RunConfig) -> str:
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
     if task.kind == "seeds":
         prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
+        prompts = prompts or config.environment.kind
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
@@ -39,10 +40,11 @@ def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
     split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
     experts = ", experts whole" if parallel.expert > 1 else ""
+    experts += f", microbatches in {parallel.context}" if parallel.context > 1 else ""
     who = (
         "own process"
         if parallel.ranks == 1
-        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.shard}{experts})"
+        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.split}{experts})"
     )
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
@@ -54,6 +56,8 @@ def _engine(config: RunConfig, path: str) -> str:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
+    if config.orchestration.bus:
+        return f"rollout hosts on {config.orchestration.bus}, {engine.serving_dtype}, {path}"
     if config.orchestration.joins:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
         return f"{count} of other machines, joining at {config.orchestration.listen}, {engine.serving_dtype}, {path}"
@@ -78,7 +82,7 @@ def _weights(config: RunConfig) -> str:
     return f"{_WAYS[way.kind]}: {form} ({way.why})"
 
 
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files"}
+_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "files": "files", "broadcast": "broadcast"}
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

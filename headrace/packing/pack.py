@@ -42,6 +42,13 @@ class Kept:
         offsets = self.offsets[start : end + 1]
         return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
+    def chosen(self, places: Tensor) -> Kept:
+        """The part for these places, an index [m]."""
+        counts = self.offsets.diff()[places]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        source = torch.repeat_interleave(self.offsets[places] - offsets[:-1], counts)
+        return Kept(self.ids[source + torch.arange(len(source), device=source.device)], offsets)
+
     def padded(self, count: int) -> Kept:
         """The same with `count` more places, each with the whole vocabulary."""
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))

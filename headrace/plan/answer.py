@@ -14,6 +14,7 @@ from headrace.models.resolve import cache_dir
 from headrace.plan.rates import hardware
 from headrace.plan.rates.hardware import NETWORK
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.plan.rates.shapes import shape_of
 from headrace.plan.rates.travel import Travel, travel_of
 from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
@@ -58,13 +59,12 @@ class PlanRequest:
     network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
-    @property
-    def travel(self) -> Travel | None:
-        """The way of new weights, if the size of the model is given."""
+    def travel(self, engines: int = 1) -> Travel | None:
+        """The way of new weights to all engines, if the size of the model is given."""
         if not self.model:
             return None
         settings, rate = self.config.weight_sync, self.config.train.learning_rate
-        return travel_of(settings, rate, hardware.shape(self.model).parameters, self.network)
+        return travel_of(settings, rate, shape_of(self.model).parameters, self.network, engines)
 
 
 @dataclass(frozen=True)
@@ -140,27 +140,27 @@ def _computed(request: PlanRequest) -> Rates:
         raise ConfigError(
             "--hardware computes rates from the size of the model; name it with --model, for example --model 7b"
         )
-    chip, shape = hardware.gpu(request.hardware), hardware.shape(request.model)
-    if request.gpus == 1 and hardware.fits_one(chip, shape):
+    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    context = request.config.train.parallel.context
+    if request.gpus == 1 and context == 1 and hardware.fits_one(chip, shape):
         return hardware.shared_rates(chip, shape, request.config.engine.max_running, request.model)
-    least = hardware.replica_gpus(chip, shape) + hardware.trainer_gpus(chip, shape)
-    if request.gpus < least:
+    replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
+    if request.gpus < replica + trainer:
         raise ConfigError(
-            f"a {request.model} model whose weights are all trained needs at least {least} GPUs of {request.hardware} "
-            f"({hardware.replica_gpus(chip, shape)} to generate, {hardware.trainer_gpus(chip, shape)} to train); raise --gpus, or choose a "
-            "model that fits on one GPU"
+            f"a {request.model} model whose weights are all trained needs at least {replica + trainer} GPUs of {request.hardware} "
+            f"({replica} to generate, {trainer} to train); raise --gpus, or choose a model that fits on one GPU"
         )
-    replica = hardware.replica_gpus(chip, shape)
     running = request.config.engine.max_running
     return hardware.rates(
         chip,
         shape,
         replica=replica,
-        trainer=hardware.trainer_gpus(chip, shape),
+        trainer=trainer,
         max_running=running,
         name=request.model,
-        travel=request.travel,
+        travel=request.travel(request.config.engine.replicas),
         microbatch=request.config.train.microbatch_tokens,
+        context=context,
     )
 
 
@@ -238,15 +238,17 @@ def _assumed_prompts(config: RunConfig, notes: list[str]) -> Distribution:
 
 def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
     """Returns a function that splits `request.gpus` into the trainer's GPUs and as many replicas as fit on the rest."""
-    chip, shape = hardware.gpu(request.hardware), hardware.shape(request.model)
+    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
     replica = hardware.replica_gpus(chip, shape)
-    running = request.config.engine.max_running
+    running, context = request.config.engine.max_running, request.config.train.parallel.context
 
     def split(trainer: int) -> Scenario | None:
         replicas = (request.gpus - trainer) // replica
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
         trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
+        if trainer % context:
+            return None
         rates = hardware.rates(
             chip,
             shape,
@@ -254,8 +256,9 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             trainer=trainer,
             max_running=running,
             name=request.model,
-            travel=request.travel,
+            travel=request.travel(replicas),
             microbatch=request.config.train.microbatch_tokens,
+            context=context,
         )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
@@ -269,6 +272,11 @@ def _nearest(split: Split, request: PlanRequest) -> Scenario:
             f"{request.model} model; choose another, or leave it out"
         )
     found = [one for trainer in range(1, request.gpus) if (one := split(trainer))]
+    if not found:
+        raise ConfigError(
+            f"train.parallel.context = {request.config.train.parallel.context} divides no number of GPUs that --gpus {request.gpus} leaves "
+            "to the trainer; choose another of the two"
+        )
     return min(found, key=lambda one: abs(one.rates.trainer.gpus - request.gpus / 2))
 
 

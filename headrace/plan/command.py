@@ -13,16 +13,20 @@ import msgspec
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.rates import hardware
-from headrace.plan.rates.travel import Travel, changed_share, difference, pays_below, whole
+from headrace.plan.rates.mesh import Traffic
+from headrace.plan.rates.shapes import shape_of
+from headrace.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
+from headrace.rehearsal.memory_needs import token_activations
+from headrace.trainer.parallel import ParallelConfig
 
 
 def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
     print(
-        json.dumps(report(found, request.travel, price, request.config.train.steps), indent=1)
+        json.dumps(report(found, request.travel(), price, request.config.train.steps), indent=1)
         if as_json
         else text(found, request, price)
     )
@@ -77,9 +81,9 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
 
 def _weights(request: PlanRequest) -> list[str]:
     """The way of new weights, whole and as differences."""
-    if not request.travel:
+    if not request.travel():
         return []
-    parameters, share = hardware.shape(request.model).parameters, changed_share(request.config.train.learning_rate)
+    parameters, share = shape_of(request.model).parameters, changed_share(request.config.train.learning_rate)
     full, less = whole(parameters, request.network), difference(parameters, request.network, share)
     return [
         f"  new weights: {gigabytes(full.bytes)} whole, {short_time(full.seconds)} at {request.network / 1e9:g} GB/s; as differences "
@@ -96,16 +100,14 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     """The ranks of the trainer: their mesh, their memory, and what travels between them."""
     if not request.hardware or gpus < 2:
         return []
-    chip, model, tokens = (
-        hardware.gpu(request.hardware),
-        hardware.shape(request.model),
-        request.config.train.microbatch_tokens,
-    )
-    mesh = hardware.trainer_mesh(chip, model, gpus)
+    chip, model, train = hardware.gpu(request.hardware), shape_of(request.model), request.config.train
+    tokens = train.microbatch_tokens
+    mesh = hardware.trainer_mesh(chip, model, gpus, train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
     size = moved.microbatch(tokens)
     computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
     copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
+    copies += f", context = {mesh.context}" if mesh.context > 1 else ""
     copies += f", expert = {mesh.expert}" if mesh.expert > 1 else ""
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
     return [
@@ -113,7 +115,27 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
         f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
         f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
         f"{short_time(size / hardware.link(chip, mesh))}{between}",
+        *_longest(request, mesh, moved),
     ]
+
+
+def _longest(request: PlanRequest, mesh: ParallelConfig, moved: Traffic) -> list[str]:
+    """The activations of the longest row there can be, which has a microbatch of its own."""
+    model, train, row = shape_of(request.model), request.config.train, request.config.engine.context_length
+    kept = BFLOAT16 * row / mesh.context
+    now, other = (token_activations(model, on) * kept for on in (train.gradient_checkpointing, True))
+    lines = [
+        f"  a row of engine.context_length = {number(row)} tokens keeps {gigabytes(now)} of activations on "
+        + ("its rank" if mesh.context == 1 else f"each of its {mesh.context} ranks")
+        + ("" if train.gradient_checkpointing else f" ({gigabytes(other)} with train.gradient_checkpointing)")
+    ]
+    if mesh.context > 1:
+        waits = moved.attended * train.microbatch_tokens
+        seconds = short_time(waits / hardware.attention_link(hardware.gpu(request.hardware), mesh))
+        lines.append(
+            f"  attention brings a rank {gigabytes(waits)} more in a microbatch, and it waits for them: {seconds}"
+        )
+    return lines
 
 
 def _cost(choice: Option, price: float, steps: int) -> str:

@@ -7,7 +7,7 @@ served while the other is written; with a LoRA adapter it holds them once. The a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
@@ -31,6 +31,17 @@ class MemoryNeed(NamedTuple):
     where: Device
     certain: bool = False
     """Whether the number is exact and taken from the start of the run; otherwise it is an upper bound or an estimate."""
+
+
+class Widths(Protocol):
+    """The sizes of a model's layers (`ModelShape`)."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def inner(self) -> int: ...
 
 
 class MemoryPlan(NamedTuple):
@@ -90,7 +101,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
         yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
-    split = shape.parameters * everyone / train.parallel.shard
+    split = shape.parameters * everyone / train.parallel.split
     if plan.adapters:
         kept = BYTES[plan.lora.quantise or plan.train_dtype]
         yield MemoryNeed("trainer", "frozen weights", split * kept, device, certain=True)
@@ -104,16 +115,19 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
-    yield MemoryNeed("trainer", "activations, about", activations(shape, train, computing) * everyone, device)
+    yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
 
 
-def activations(shape: ModelShape, train: TrainConfig, size: float) -> float:
-    """Returns the bytes that one microbatch keeps for its backward pass. A layer keeps, per token, its inputs, queries, keys, values and
-    norms, and three times the inner width of the MLP. With gradient checkpointing it keeps its input alone, and one layer at a time is
-    recomputed in full."""
+def _activations(shape: Widths, train: TrainConfig, size: float) -> float:
+    return train.microbatch_tokens * token_activations(shape, train.gradient_checkpointing) * size
+
+
+def token_activations(shape: Widths, checkpointing: bool) -> int:
+    """Returns the elements that are kept of a token for the backward pass. A layer keeps its inputs, queries, keys, values and norms, and
+    three times the inner width of the MLP. With gradient checkpointing it keeps its input alone, and one layer at a time is recomputed
+    in full."""
     whole = 10 * shape.hidden + 3 * shape.inner
-    layers = shape.layers * shape.hidden + whole if train.gradient_checkpointing else shape.layers * whole
-    return train.microbatch_tokens * layers * size
+    return shape.layers * shape.hidden + whole if checkpointing else shape.layers * whole
 
 
 def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:

@@ -36,8 +36,8 @@ class TrainConfig:
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient of the whole step is scaled down to this norm."""
     microbatch_tokens: int = Field(default=2048, gt=0)
-    """Tokens forwarded at once. This bounds memory and never changes the gradient. A longer row gets a microbatch of
-    its own."""
+    """Tokens that a rank forwards at once. This bounds memory and never changes the gradient. A longer row gets a
+    microbatch of its own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the computation (autocast). auto: the one measured to be faster on this machine (`headrace doctor`
     prints it)."""

@@ -18,8 +18,11 @@ class ParallelConfig:
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
     expert: int = Field(default=1, gt=0)
-    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are those of
-    `shard`, so it is that number, or 1: experts are then split like all other weights."""
+    """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
+    ranks that hold the model together (`shard` × `context`), or 1: experts are then split like all other weights."""
+    context: int = Field(default=1, gt=0)
+    """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
+    one. The model is split among them too, so among `shard` × `context` ranks."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
     them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
@@ -29,7 +32,25 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
+        return self.split * self.replicate
+
+    @property
+    def split(self) -> int:
+        """Ranks that hold the model together."""
+        return self.shard * self.context
+
+    @property
+    def batches(self) -> int:
+        """The number of microbatches that are computed at once."""
         return self.shard * self.replicate
+
+
+def repeats(heads: int, kv_heads: int, context: int) -> int:
+    """Returns how often each key head is sent, so that `context` ranks have as many heads. 0: they cannot, and gather keys and values."""
+    if heads % context:
+        return 0
+    shared = heads // kv_heads
+    return next(times for times in range(1, shared + 1) if shared % times == 0 and kv_heads * times % context == 0)
 
 
 def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
@@ -44,15 +65,16 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
                 yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
         return
     asks = f"train.parallel asks for {ranks} ranks"
-    if parallel.shard == 1:
+    if parallel.split == 1:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
         )
-    if parallel.expert not in (1, parallel.shard):
+    if parallel.expert not in (1, parallel.split):
+        among = "train.parallel.shard" + (" × context" if parallel.context > 1 else "")
         yield (
-            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.shard = {parallel.shard} ranks; set it to "
-            f"{parallel.shard}, or remove it"
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among {among} = {parallel.split} ranks; set it to "
+            f"{parallel.split}, or remove it"
         )
     if parallel.expert > 1 and parallel.replicate > 1:
         yield (

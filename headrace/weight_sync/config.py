@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.types import Struct
 
-Kind = Literal["shared_memory", "tcp", "http", "files"]
+Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast"]
 LOOPBACK = "127.0.0.1"
 FETCH = ("headrace", "vllm")
 """Kinds of servers that can fetch weights over HTTP: vLLM does it where headrace is installed beside it."""
@@ -30,16 +30,17 @@ FULL = Encoding()
 class WeightSyncConfig:
     """The way of new weights from the trainer to the engines (docs/weight_sync.md)."""
 
-    kind: Literal["auto", "shared_memory", "tcp", "http", "files"] = "auto"
+    kind: Literal["auto", "shared_memory", "tcp", "http", "files", "broadcast"] = "auto"
     """shared_memory: engines map the trainer's pages; tcp: they fetch from the trainer's process; http: they fetch from it and from each
-    other; files: a directory that both see. auto: chosen by where the engines are, and `--dry-run` says why."""
+    other; files: a directory that both see; broadcast: the trainer's process sends to all of them at once (gloo, or NCCL). auto: chosen by
+    where the engines are, and `--dry-run` says why."""
     encoding: Literal["full", "delta"] = "full"
     """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
     anchor_every: int = Field(default=50, gt=0)
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
     """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines that join over
-    tcp (default: the host of `orchestration.listen`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
+    tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
 
     @property
     def form(self) -> Encoding:
@@ -55,6 +56,10 @@ class WeightEnds(NamedTuple):
     """Whether adapters are published beside a base that never changes."""
     joined: str = ""
     """The host at which the run listens for engines that join; empty for engines that it starts."""
+    encrypted: bool = False
+    """Whether engines that join talk to the run over TLS."""
+    bus: bool = False
+    """Whether the engines are those of rollout hosts."""
 
 
 class Way(NamedTuple):
@@ -76,6 +81,8 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
         return Way("tcp", 'engines that join share no memory with the trainer (orchestration.kind = "join")')
+    if ends.bus:
+        return Way("tcp", "rollout hosts share no memory with the trainer (orchestration.bus)")
     if ends.server:
         return Way("files", "an engine behind HTTP reads what the trainer writes")
     return Way("shared_memory", "trainer and engine are processes of this machine")
@@ -85,18 +92,29 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
     fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
-    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files")
-    if ends.joined and not ends.server and way.kind != "tcp":
+    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files", "broadcast")
+    if ends.joined and not ends.server and way.kind not in ("tcp", "broadcast"):
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engines that join (orchestration.kind = "join"); use weight_sync.kind = "tcp", '
             "or leave it out"
+        )
+    if ends.bus and way.kind not in ("tcp", "http", "files"):
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach rollout hosts, which come and go (orchestration.bus); use weight_sync.kind = "tcp", '
+            '"http" or (where all see one directory: engine.shared_dir) "files", or leave it out'
+        )
+    if ends.encrypted and way.kind == "broadcast":
+        yield (
+            'weight_sync.kind = "broadcast" cannot be encrypted, and engines join over TLS (orchestration.cert); use weight_sync.kind = "tcp", '
+            "or remove orchestration.cert and key where the network is private"
         )
     if way.kind not in fit:
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
             f'"{fit[-1]}", or leave it out'
         )
-    if settings.host != LOOPBACK and (way.kind != "http" or not ends.server) and not ends.joined:
+    reached = ends.joined or (ends.bus and way.kind != "files") or (ends.server and way.kind == "http")
+    if settings.host != LOOPBACK and not reached:
         yield (
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
             '= "http"), and this run has none; remove it'

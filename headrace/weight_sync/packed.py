@@ -4,7 +4,7 @@ their layout, their fingerprint, or the tensors that an engine sees in them."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import xxhash
@@ -67,10 +67,16 @@ def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
 
     Not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
     """
+    return fingerprint_of(manifest, lambda spec: [buffer[spec.offset : spec.offset + spec.nbytes]])
+
+
+def fingerprint_of(manifest: Manifest, bytes_of: Callable[[TensorSpec], Iterable[memoryview]]) -> str:
+    """The same, of bytes that are found piece by piece. `bytes_of`: is asked for one parameter after the other."""
     whole = xxhash.xxh3_128()
     for spec in manifest.tensors:
         whole.update(f"{spec.name}|{spec.shape}|{spec.dtype}|".encode())
-        whole.update(buffer[spec.offset : spec.offset + spec.nbytes])
+        for piece in bytes_of(spec):
+            whole.update(piece)
     return whole.hexdigest()
 
 

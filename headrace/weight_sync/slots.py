@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.weights import Manifest
 
@@ -35,6 +35,12 @@ def anonymous_memory() -> int:
 
 
 Part = Literal["full", "delta"]
+
+
+class WeightShelf(Protocol):
+    """The versions that a server has."""
+
+    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None: ...
 
 
 PIECE = 1 << 23

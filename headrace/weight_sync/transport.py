@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Union
 from headrace.protocols import Transport
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.over_tcp.tcp import Tcp
+from headrace.weight_sync.push.broadcast import Broadcast
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weight_sync.tcp import Tcp
 
 TRANSPORTS: dict[str, type[Transport]] = {
     "shared_memory": SharedMemory,
     "files": Files,
     "tcp": Tcp,
     "http": Http,
+    "broadcast": Broadcast,
 }
 
 if TYPE_CHECKING:

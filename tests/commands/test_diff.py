@@ -12,8 +12,8 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console
 
 from headrace import cli
-from headrace.commands.diff import RunComparison, compare_runs
-from headrace.commands.diff_view import report
+from headrace.commands.looking.diff import RunComparison, compare_runs
+from headrace.commands.looking.diff_view import report
 from headrace.durable.journal import JOURNAL, AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.errors import ConfigError
 from headrace.types import Group, Prompt

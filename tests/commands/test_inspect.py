@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace import cli
-from headrace.commands.inspect import find_step, inspect
+from headrace.commands.looking.inspect import find_step, inspect
 from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import (

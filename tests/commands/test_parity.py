@@ -12,8 +12,8 @@ from rich.console import Console
 from tiny_models import saved
 
 from headrace import cli
-from headrace.commands import parity, parity_table
-from headrace.commands.parity import LIMITS, ParityRow, measure
+from headrace.commands.installed import parity, parity_table
+from headrace.commands.installed.parity import LIMITS, ParityRow, measure
 
 TOKENS = 12
 

@@ -18,9 +18,10 @@ from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
-from headrace.commands import diff_view, replay
-from headrace.commands.replay import beyond, differing, outcome_of
-from headrace.commands.rerun import Stage, plan_rerun, rerun
+from headrace.commands.again import replay
+from headrace.commands.again.replay import beyond, differing, outcome_of
+from headrace.commands.again.rerun import Stage, plan_rerun, rerun
+from headrace.commands.looking import diff_view
 from headrace.config import dump_config, load_config
 from headrace.durable.journal import (
     JOURNAL,

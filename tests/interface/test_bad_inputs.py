@@ -224,6 +224,7 @@ PAIRS = [
     sets("copies of a whole", "set train.parallel.shard = 2 instead", "train.parallel.replicate=2"),
     sets("experts of one rank", "no meaning for one rank", "train.parallel.expert=2"),
     sets("copies of experts", "set it to 4, or remove it", "train.parallel={shard=4,expert=2}"),
+    sets("experts of half a context", "context = 4 ranks; set it to 4", "train.parallel={shard=2,context=2,expert=2}"),
     sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
     sets("ranks with proven bits", 'set train.parity = "off"', "train.parallel.shard=2", "train.parity=bitwise"),
     sets("ranks with kernels", 'use "auto" or "torch"', "train.parallel.shard=2", "train.path=kernels"),
@@ -302,6 +303,9 @@ ENVIRONMENTS = [
     sets("no such class", "environment.name: there is no file", "environment.kind=gym", "environment.name=absent.py:Game"),
     sets("no such server", "no session could be opened there", "environment.kind=openenv", "environment.name=http://127.0.0.1:9"),
     sets("rows for a game", 'needs prompts with a column seed: set task.kind = "seeds"', "environment.kind=textarena", "environment.name=TowerOfHanoi-v0"),
+    sets("rows for atropos", 'so a task would not be used: set task.kind = "seeds"', "environment.kind=atropos", "eval.prompts=0"),
+    sets("held out from atropos", "is held out: set eval.prompts = 0", "environment.kind=atropos", "eval.prompts=2"),
+    sets("atropos for ever", "would wait for ever for an agent that has vanished", "environment.kind=atropos", "environment.seconds=0"),
 ]  # fmt: skip
 
 REWARD = [

@@ -12,7 +12,8 @@ import pytest
 
 import headrace
 from headrace import cli
-from headrace.commands import doctor
+from headrace.commands.finding import run_directory
+from headrace.commands.installed import doctor
 from headrace.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,11 +129,11 @@ path = '{tiny_llama}'
 def test_a_run_is_named_by_its_directory_or_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    assert cli.run_directory("first") == Path("runs/first")
-    assert cli.run_directory("runs/first") == Path("runs/first")
-    assert cli.run_directory(str(tmp_path / "runs" / "first")) == tmp_path / "runs" / "first"
+    assert run_directory("first") == Path("runs/first")
+    assert run_directory("runs/first") == Path("runs/first")
+    assert run_directory(str(tmp_path / "runs" / "first")) == tmp_path / "runs" / "first"
     with pytest.raises(ConfigError, match=r"did you mean runs/first\?"):
-        cli.run_directory("frist")
+        run_directory("frist")
 
 
 def test_version(capsys):

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fact_stream import FactStream, records_of, write_journal
+from fact_stream import write_run
 from starlette.testclient import TestClient
 
 from headrace import cli
-from headrace.commands.board_command import beside
+from headrace.commands.serving.board_command import beside
 from headrace.observe.board import saved_numbers
 from headrace.observe.board.board_routes import FILES, _changes, make_board_app
 from headrace.observe.board.followed_run import FollowedRun
@@ -26,24 +26,10 @@ from headrace.observe.board.run_list import RunList
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.board.step_columns import StepColumns, merged, trailing_mean
 from headrace.observe.facts import GroupEnded
-from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS
 from headrace.web.server import bind
 
 TOKEN = "a-token-of-the-tests-only"
-
-
-def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = "") -> Path:
-    """A run of 30 steps with its journal. `end`: whether it recorded its end."""
-    directory.mkdir(parents=True)
-    facts = list(FactStream(steps=30, groups=4, tokens=5, seed=seed).facts())
-    recorder = Recorder(directory)
-    for fact in facts if end else facts[:-1]:
-        recorder.record(fact)
-    recorder.close()
-    write_journal(directory, records_of(facts))
-    (directory / "config.toml").write_text(f"seed = {seed}\n{config}")
-    return directory
 
 
 @pytest.fixture(scope="module")

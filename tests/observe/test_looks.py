@@ -12,7 +12,7 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console, RenderableType
 from test_troubles import half_failed
 
-from headrace.commands.inspect import inspect
+from headrace.commands.looking.inspect import inspect
 from headrace.observe.facts import Fact, StepTrained, Warned
 from headrace.observe.health.live_status import LiveStatus, Status
 from headrace.observe.numbers.state import RunState

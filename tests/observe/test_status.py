@@ -19,6 +19,7 @@ from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
+from headrace.commands.looking.status import ask_for_stacks
 from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
@@ -214,7 +215,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
     assert code == 1 and "died while training and left no message" in out and "waited" in out
     assert re.search(r"drawn \d+ = trained", out), "what its facts say is there after its death"
     with pytest.raises(HeadraceError, match="is not running"):
-        cli.status(cli._parser().parse_args(["status", str(directory), "--stacks"]))
+        ask_for_stacks(directory)
     steps = json.loads(asked(capsys, str(directory), "--json")[1])["step"] + 2
     config["train"]["steps"] = steps
     headrace.train(config, resume=directory)

@@ -16,7 +16,7 @@ import fake_servers
 import pytest
 from server_processes import alive
 
-from headrace.commands.doctor import engine_findings
+from headrace.commands.installed.doctor import engine_findings
 from headrace.engine.config import EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState

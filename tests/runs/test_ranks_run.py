@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_run import Config, of, ranks_of, tiny_config, when_step
 
 import headrace
-from headrace.commands.replay import replay
+from headrace.commands.again.replay import replay
 from headrace.errors import WorkerDied
 from headrace.observe.facts import RunEnded, StepTrained
 

@@ -265,8 +265,8 @@ def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
 
 
 def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
-    whole, one = (memory_needs.activations(BILLION, TrainConfig(gradient_checkpointing=on), 2) for on in (False, True))
-    assert whole == 2048 * 10 * (10 * 1000 + 3 * 4000) * 2 and one < whole / 5
+    whole, one = (memory_needs.token_activations(BILLION, on) for on in (False, True))
+    assert whole == 10 * (10 * 1000 + 3 * 4000) and one < whole / 5
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
 
 import headrace
-from headrace.commands.status import report as status
+from headrace.commands.looking.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import (

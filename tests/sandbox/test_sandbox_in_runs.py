@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.commands.doctor import sandbox_findings
+from headrace.commands.installed.doctor import sandbox_findings
 from headrace.config import load_config
 from headrace.environments.workers.environment_pool import check_function
 from headrace.environments.workers.process import FunctionSettings

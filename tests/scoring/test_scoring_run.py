@@ -14,7 +14,7 @@ from rich.console import Console
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.commands import replay
+from headrace.commands.again import replay
 from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.observe.facts import ScorerAsked

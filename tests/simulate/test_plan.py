@@ -30,16 +30,15 @@ from headrace.plan.rates.calibrate import calibrate
 from headrace.plan.rates.from_run import rates_of_run
 from headrace.plan.rates.hardware import (
     GPUS,
-    SHAPES,
     engine_rates,
     replica_gpus,
-    shape,
     trainer_gpus,
     trainer_mesh,
     trainer_rates,
     trainer_traffic,
 )
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.plan.rates.shapes import SHAPES, shape_of
 from headrace.plan.reasons import bias, bottleneck
 from headrace.plan.sweep import Option, recommended, sweep
 from headrace.reports import EngineStats, LoadReport, TrainReport
@@ -144,11 +143,11 @@ def test_mixtures_of_experts_read_little_with_few_sequences():
 @pytest.mark.parametrize("name", ["seven", "7", "0b", "5000b", "7b-a1"])
 def test_strange_models_are_refused(name: str):
     with pytest.raises(ConfigError, match="--model"):
-        shape(name)
+        shape_of(name)
 
 
 def test_other_sizes_have_the_shape_of_the_nearest():
-    assert shape("9B").cache_bytes == SHAPES["8b"].cache_bytes and shape("9b").parameters == 9e9
+    assert shape_of("9B").cache_bytes == SHAPES["8b"].cache_bytes and shape_of("9b").parameters == 9e9
 
 
 # -- a run's metrics ------------------------------------------------------------------------------------------------------

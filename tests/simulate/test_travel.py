@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.plan.rates.hardware import SHAPES
+from headrace.plan.rates.shapes import SHAPES
 from headrace.plan.rates.travel import (
     CHANGED,
     INDEX_AND_VALUE,
     bytes_per_change,
     changed_share,
+    copies,
     difference,
     pays_below,
     travel_of,
@@ -67,6 +68,19 @@ def test_the_share_of_changed_values_goes_through_what_was_measured_and_on() -> 
     assert 0.0064 < changed_share(3e-6) < 0.0208
     assert 0.001 < changed_share(1e-7) < 0.0064
     assert changed_share(1.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines", "times"),
+    [
+        *[("auto", 8, 1), ("tcp", 1, 1), ("tcp", 8, 8), ("broadcast", 1, 1), ("broadcast", 3, 2), ("broadcast", 8, 4)],
+        *[("http", 1, 1), ("http", 2, 2), ("http", 8, 4), ("http", 26, 6)],
+    ],
+)
+def test_how_often_the_bytes_pass_until_all_have_them(kind: str, engines: int, times: int) -> None:
+    assert copies(kind, engines) == times
+    settings = WeightSyncConfig(kind=kind)  # type: ignore[arg-type]
+    assert travel_of(settings, 1e-6, 1e9, 1e9, engines).fetch == pytest.approx(2.0 * times)
 
 
 def test_a_difference_pays_on_a_slow_network_only() -> None:

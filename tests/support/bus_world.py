@@ -136,8 +136,8 @@ async def bus_world(directory: Path | None, fleet: Fleet, resume: bool = False, 
     clock = asyncio.get_running_loop().time
     telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1e5, 1e6))
 
-    async def opened() -> Bus:
-        return fleet.open_bus()
+    async def opened() -> tuple[Bus, str]:
+        return fleet.open_bus(), "in memory"
 
     engine = BusEngine("a bus", opened, "", telemetry)
     await engine.launch()

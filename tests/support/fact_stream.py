@@ -27,6 +27,7 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.numbers.tickets import Tickets
+from headrace.observe.recorder import Recorder
 from headrace.observe.resume import Resume
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
@@ -284,3 +285,16 @@ def _row(prompt: Prompt, scored: Scored, advantage: float) -> Row:
     return Row(
         prompt.tokens, done.tokens, done.logprobs, (advantage,) * length, (True,) * length, tuple(done.versions())
     )
+
+
+def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = "") -> Path:
+    """A run of 30 steps with its journal. `end`: whether it recorded its end."""
+    directory.mkdir(parents=True)
+    facts = list(FactStream(steps=30, groups=4, tokens=5, seed=seed).facts())
+    recorder = Recorder(directory)
+    for fact in facts if end else facts[:-1]:
+        recorder.record(fact)
+    recorder.close()
+    write_journal(directory, records_of(facts))
+    (directory / "config.toml").write_text(f"seed = {seed}\n{config}")
+    return directory

@@ -72,6 +72,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nine-heads": ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
+    "one-key-head": ("gemma3_text", {**GEMMA, "num_key_value_heads": 1}),
+}
+"""Numbers of heads that two ranks cannot have equal parts of."""
 MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
 
 
@@ -87,7 +92,7 @@ def saved(name: str, seed: int = 0) -> Path:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
-    model_type, extra = (MODELS | OTHERS).get(name, (name, {}))
+    model_type, extra = (MODELS | OTHERS | HEADS).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -20,8 +20,8 @@ import transformers
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import token_mean
-from headrace.commands import parity
-from headrace.commands.parity import ParityRow
+from headrace.commands.installed import parity
+from headrace.commands.installed.parity import ParityRow
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir

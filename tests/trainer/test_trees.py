@@ -323,7 +323,7 @@ def test_a_varlen_kernel_is_tried_before_it_is_trusted():
 
 def calls(tree: Tree) -> list[int]:
     """Queries of each."""
-    return [block.query_count for block in tree.blocks]
+    return [len(block.asking) for block in tree.blocks]
 
 
 def test_which_calls_a_tree_is_cut_into():

@@ -19,8 +19,9 @@ from headrace.protocols import Transport, WeightSender
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
+from headrace.weight_sync.over_tcp.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.packed import lay_out
-from headrace.weight_sync.tcp import LONGEST, Question, Tcp, WeightReply, _read_message, _send_message
+from headrace.weight_sync.sockets import LONGEST, read_message, send_message
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import WeightUpdate
 
@@ -72,7 +73,7 @@ def ends_of(kind: str, form: Encoding) -> Iterator[Both]:
     both.transport.close()
 
 
-@pytest.fixture(params=["tcp", "http", "files"])
+@pytest.fixture(params=["tcp", "http", "files", "broadcast"])
 def deltas(request: pytest.FixtureRequest) -> Iterator[Both]:
     yield from ends_of(request.param, Encoding(delta=True, anchor_every=5))
 
@@ -236,8 +237,8 @@ class Relay:
         while True:
             here, _ = self._listening.accept()
             with here, socket.create_connection(self._to) as there:
-                question = _read_message(here)
-                _send_message(there, msgspec.msgpack.decode(question, type=Question))
+                question = read_message(here)
+                send_message(there, msgspec.msgpack.decode(question, type=Question))
                 heard = b""
                 while more := there.recv(1 << 20):
                     heard += more

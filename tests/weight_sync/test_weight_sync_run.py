@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, WeightsLive
 from headrace.orchestration.wording import placement
 
-WAYS = [("tcp", "full"), ("tcp", "delta"), ("http", "full"), ("http", "delta"), ("files", "full"), ("files", "delta")]
+WAYS = list(itertools.product(("tcp", "http", "files", "broadcast"), ("full", "delta")))
 
 
 def config_of(directory: Path, model: Path, kind: str, encoding: str, **tables: Any) -> Config:
@@ -79,6 +80,7 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
             {"weight_sync": {"kind": "tcp", "encoding": "delta"}},
             'TCP: deltas, full every 50 (weight_sync.kind = "tcp")',
         ),
+        ({"weight_sync": {"kind": "broadcast"}}, 'broadcast: full (weight_sync.kind = "broadcast")'),
         (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),
         (
             {**server, "weight_sync": {"host": "10.0.0.1"}},
@@ -99,6 +101,17 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
         ),
         ({"weight_sync": {"kind": "tcp", "encoding": "delta"}, "lora": {"rank": 4}}, "this run publishes adapters"),
         ({"weight_sync": {"anchor_every": 3}}, 'weight_sync.anchor_every is about weight_sync.encoding = "delta"'),
+        (
+            {"weight_sync": {"kind": "broadcast"}, "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
+            'does not reach engine.kind = "vllm", which is a server; use weight_sync.kind = "files"',
+        ),
+        (
+            {
+                "weight_sync": {"kind": "broadcast"},
+                "orchestration": {"kind": "join", "token_file": "t", "cert": "c", "key": "k"},
+            },
+            'cannot be encrypted, and engines join over TLS .orchestration.cert.; use weight_sync.kind = "tcp"',
+        ),
         (
             {"weight_sync": {"kind": "tcp"}, "engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
             'does not reach engine.kind = "headrace", which is a server; use weight_sync.kind = "files"',

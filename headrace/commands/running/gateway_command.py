@@ -51,6 +51,6 @@ def address_of(run_dir: Path) -> str:
         return (run_dir / "logs" / ADDRESS_FILE).read_text().strip()
     except FileNotFoundError:
         raise ConfigError(
-            f'{run_dir} hands out no rollouts: it does not run, has no environment.kind = "gateway", or has not come to its first rollout; '
+            f'{run_dir} hands out no rollouts: it does not run, has no environment.kind = "gateway" or "atropos", or has not come to its first rollout; '
             f"headrace status {run_dir} shows what it does"
         ) from None

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from headrace.environments.agents.agent_process import agent_addresses
 from headrace.environments.agents.printed_reward import NAME
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of, publish_address
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
@@ -106,7 +106,7 @@ class Desk:
         offer = Offer(rollout=rollout, given={"id": prompt.id, **given_of(prompt, seed)})
         rollout.routes["end"] = partial(self._end, offer)
         if not self._address.exists():
-            _write_private(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
+            publish_address(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
         self._offers.put_nowait(offer)
         return offer
 
@@ -205,15 +205,3 @@ class HandedOut:
                 "environment_timeout", f"{said}; turns that it had: {rollout.answered}{refused}"
             ) from None
         return rewards or {}  # none: it has failed, and the session knows why
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Writes a file that nobody else can read, as a whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
-    part.rename(path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.environments.config import EnvironmentConfig
@@ -44,3 +46,15 @@ def given_of(prompt: Prompt, seed: int) -> dict[str, Any]:
     columns = dict(prompt.columns)
     asked: Any = columns.pop(prompt.chat) if prompt.chat else prompt.text
     return {"prompt": asked, "columns": columns, "seed": seed}
+
+
+def publish_address(path: Path, text: str) -> None:
+    """Writes the address at which agents elsewhere reach the run, as a whole file that nobody else can read."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(handle, text.encode())
+    finally:
+        os.close(handle)
+    part.rename(path)

@@ -27,8 +27,11 @@ STARTED = int(time.time())
 
 
 async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
-    data = [{"id": MODEL, "object": "model", "created": STARTED, "owned_by": "headrace"}]
-    return json_response({"object": "list", "data": data})
+    return json_response(models_body())
+
+
+def models_body() -> dict[str, Any]:
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": STARTED, "owned_by": "headrace"}]}
 
 
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:

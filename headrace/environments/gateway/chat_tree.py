@@ -31,6 +31,8 @@ class TreeReply(NamedTuple):
     completion: Completion | None
     """None if nothing was sampled, because the rollout is at a limit."""
     prompt_tokens: int
+    path: tuple[int, ...] = ()
+    """All tokens up to the end of the completion; empty if nothing was sampled."""
 
 
 class ChatTree:
@@ -54,7 +56,7 @@ class ChatTree:
         Raises ConfigError for messages that the chat template refuses, and what `Agent.turn` raises."""
         given = for_template(messages)
         digests = _digests(given)
-        known = next((place for place in range(len(given) - 1, 0, -1) if digests[place] in self._after), 0)
+        known = self._known(digests)
         talk = self._after[digests[known]].branch() if known else self._begin()
         talk.limit_said = self._limit_replies >= LIMIT_REPLIES
         reply = await talk.say(given[known:], list(tools), most, stream)
@@ -62,7 +64,15 @@ class ChatTree:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)
         self._after[_digest(digests[-1], reply_as_sent(reply))] = talk
-        return TreeReply(reply, talk.last, talk.prompt_tokens)
+        return TreeReply(reply, talk.last, talk.prompt_tokens, talk.tokens)
+
+    def continues(self, messages: Sequence[ChatMessage]) -> bool:
+        """Whether the messages begin with those of an earlier turn and its reply."""
+        return self._known(_digests(for_template(messages))) > 0
+
+    def _known(self, digests: Sequence[bytes]) -> int:
+        """The number of messages up to the last known reply that others follow; 0 if there is none."""
+        return next((place for place in range(len(digests) - 2, 0, -1) if digests[place] in self._after), 0)
 
 
 def reply_as_sent(reply: ChatReply) -> dict[str, Any]:

@@ -38,7 +38,7 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
     if body.logprobs:
         said = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
         raise Refused(400, said, "unsupported_parameter")
-    prompt, most = _prompt(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
+    prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
     turn = TurnRequest(rollout, lambda stream: rollout.texts.ask(prompt, most, stream))
     made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=rules.written)
     if body.stream:
@@ -47,7 +47,7 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
     return GONE if answer is None else json_response(made.whole(answer))
 
 
-def _prompt(body: Completions) -> str | list[int]:
+def prompt_of(body: Completions) -> str | list[int]:
     """The prompt of the request, which may be written as a list of one."""
     match body.prompt:
         case str(text) | [str(text)]:

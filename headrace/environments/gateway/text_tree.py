@@ -89,22 +89,31 @@ class TextTree:
         )
         self._keep(prompt, place, done)
         stop = "length" if done.stop == "length" else "stop"
-        return TreeReply(ChatReply(text=self._said(done), stop=stop, tokens=len(done.tokens)), done, count)
+        reply = ChatReply(text=self._said(done), stop=stop, tokens=len(done.tokens))
+        return TreeReply(reply, done, count, (*place.before, *done.tokens))
+
+    def continues(self, prompt: str | Sequence[int]) -> bool:
+        """Whether the prompt begins with an earlier one and its completion."""
+        return bool(self._with_text(prompt) if isinstance(prompt, str) else self._with_tokens(tuple(prompt)))
 
     def _of_text(self, prompt: str) -> _Next:
-        known = [one for one in self._paths if one.text and prompt.startswith(one.text)]
-        if not known:
+        if not (known := self._with_text(prompt)):
             return _Next(self._encoder.encode_text(prompt), None)
         path = max(known, key=lambda one: len(one.text))
         glue = self._encoder.encode_completion(prompt[len(path.text) :], False)
         return _Next((*path.tokens[:-1], *glue), None) if path.ended else _Next(glue, path)
 
     def _of_tokens(self, prompt: tuple[int, ...]) -> _Next:
-        known = [one for one in self._paths if prompt[: len(one.tokens)] == one.tokens]
-        if not known:
+        if not (known := self._with_tokens(prompt)):
             return _Next(prompt, None)
         path = max(known, key=lambda one: len(one.tokens))
         return _Next(prompt[len(path.tokens) :], path)
+
+    def _with_text(self, prompt: str) -> list[_Path]:
+        return [one for one in self._paths if one.text and prompt.startswith(one.text)]
+
+    def _with_tokens(self, prompt: tuple[int, ...]) -> list[_Path]:
+        return [one for one in self._paths if prompt[: len(one.tokens)] == one.tokens]
 
     def _keep(self, prompt: str | Sequence[int], place: _Next, done: Completion) -> None:
         text, last = self._encoder.decode(done.tokens), done.tokens[-1:]

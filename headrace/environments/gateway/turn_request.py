@@ -118,11 +118,11 @@ class TurnRequest:
 
     async def whole(self, request: HttpRequest) -> TreeReply | None:
         """Returns the turn; None if the client has left. Raises Refused."""
-        return await while_there(request, self._sampled(None))
+        return await while_there(request, self.sampled())
 
     async def pieces(self) -> AsyncGenerator[TurnPiece, None]:
         """Yields the turn while it is sampled. Raises Refused, before the first piece if nothing was sampled."""
-        sampling = asyncio.ensure_future(self._sampled(self._stream))
+        sampling = asyncio.ensure_future(self.sampled(self._stream))
         sampling.add_done_callback(lambda _: self._stream.changed.set())
         try:
             while await self._stream.changed.wait() and not sampling.done():
@@ -146,7 +146,8 @@ class TurnRequest:
         """Tokens before the turn, once there is a piece."""
         return self._stream.prompt_tokens
 
-    async def _sampled(self, stream: TurnStream | None) -> TreeReply:
+    async def sampled(self, stream: TurnStream | None = None) -> TreeReply:
+        """Returns the turn. Raises Refused."""
         rollout = self._rollout
         try:
             answer = await rollout.do(self._ask(stream))

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from html import escape
 from pathlib import Path
-from typing import Any
 
-from headrace.observe.numbers.rollout_view import settings_of
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report import page, plots, sieves
 from headrace.observe.report.data import ReportData, bins
-from headrace.observe.report.draw.tables import table
 from headrace.observe.report.lag_charts import kl_by_lag, lag_table
-from headrace.observe.texts import clip
-
-MAX_SETTING = 80
-"""Characters of a setting in the table of differences."""
 
 
 def overview(data: ReportData) -> str:
@@ -53,27 +45,3 @@ def part(name: str, run_dir: Path, state: RunState) -> str:
         bins=tuple(bins(state)) if name == "drawn" else (),
     )
     return PARTS[name](data)
-
-
-def differences(runs: Mapping[str, Path]) -> str:
-    """Returns the table of the settings in which runs differ; a sentence if there are none."""
-    flat = {name: _flat(settings_of(path)) for name, path in runs.items()}
-    keys = sorted(set().union(*flat.values())) if flat else []
-    rows = [
-        (escape(key), *(escape(clip(one.get(key, "not set"), MAX_SETTING)) for one in flat.values()))
-        for key in keys
-        if len({one.get(key) for one in flat.values()}) > 1
-    ]
-    if not rows:
-        return '<p class="empty">These runs have the same settings.</p>'
-    return table(("setting", *runs), rows, "differences")
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = str(value)
-    return found

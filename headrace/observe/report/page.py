@@ -23,6 +23,7 @@ from headrace.observe.texts import clip, counted, duration, percent, plural, sho
 
 HERE = Path(__file__).parent
 STYLE, SCRIPT = HERE / "style.css", HERE / "script.js"
+THEME = '<button type="button" id="theme" title="light or dark">◐</button>'
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
 
 
@@ -30,11 +31,19 @@ def page(data: ReportData) -> str:
     state = data.state
     name = state.started.name if state.started else data.run_dir.name
     parts = "".join(_section(anchor, part.title, part.draw(data)) for anchor, part in PARTS.items())
-    body = _header(state, name) + cards(state) + parts
+    return document(
+        name,
+        _header(state, name) + cards(state) + parts,
+        "Made by headrace from metrics.jsonl and journal.jsonl of this run.",
+    )
+
+
+def document(name: str, body: str, made: str) -> str:
+    """Returns a page that needs no network. `made`: the sentence at its end."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · headrace</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE.read_text()}</style></head>'
-        f"<body><main>{body}<footer>Made by headrace from metrics.jsonl and journal.jsonl of this run.</footer></main>"
+        f"<body><main>{body}<footer>{escape(made)}</footer></main>"
         f'<div id="tip"></div><script>{SCRIPT.read_text()}</script></body></html>'
     )
 
@@ -90,7 +99,7 @@ def _header(state: RunState, name: str) -> str:
     links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in PARTS)
     return (
         f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
-        f'<button type="button" id="theme" title="light or dark">◐</button></div>{headline(state)}</header>{banner(state)}'
+        f"{THEME}</div>{headline(state)}</header>{banner(state)}"
     )
 
 

@@ -12,5 +12,5 @@ Whoever needs it exactly once removes repetitions by the letter's key. Letters m
 
 Read `port.py` (the protocol), `letterbox.py` (the rules of a queue, as a value), `memory.py` (the bus that ships for tests),
 `faulty.py` (any bus, with messages lost, repeated, reordered and late), `jsonl.py` with `lines.py` (a shared directory) and
-`redis_streams.py` (a Redis server).
+`redis_streams.py` (a Redis server), and `open_bus.py` (a bus by its address).
 """

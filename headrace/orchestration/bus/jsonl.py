@@ -34,6 +34,9 @@ POLL = 0.01
 COMPACT = 8 << 20
 """Bytes of a queue's file from which on it is written anew without what was settled."""
 
+LIVE = "live"
+"""A file that a run has in its directory until it is over."""
+
 T = TypeVar("T")
 
 
@@ -84,6 +87,10 @@ class JsonlBus:
             (directory / folder).mkdir(parents=True, exist_ok=True)
         self._directory, self._lease, self._poll, self._clock = directory, lease, poll, clock
         self._queues: dict[str, _Queue] = {}
+
+    async def register(self) -> None:
+        """Enters the run into the list of runs."""
+        (self._directory / LIVE).touch()
 
     async def post(self, posting: Posting) -> None:
         await asyncio.to_thread(self._append, posting.queue, _post(_letter(posting)))
@@ -144,6 +151,7 @@ class JsonlBus:
                 file.replace([])
         for path in (self._directory / "list").iterdir():
             path.unlink(missing_ok=True)
+        (self._directory / LIVE).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Does nothing: no file is open between two calls."""
@@ -182,6 +190,11 @@ class JsonlBus:
             if (found := await asyncio.to_thread(look)) or loop.time() >= until:
                 return found
             await asyncio.sleep(self._poll)
+
+
+def runs_in(directory: Path) -> list[str]:
+    """Returns the runs that have a directory there, by name."""
+    return sorted(path.parent.name for path in directory.glob(f"*/{LIVE}"))
 
 
 def _letter(posting: Posting) -> Letter:

@@ -32,8 +32,11 @@ GOODBYE = 10.0
 class BusEngine:
     """Protocol `Engine`. Hosts carry out `partial.mode` themselves, so that there is nothing here to drain or to abort."""
 
-    def __init__(self, where: str, open_bus: Callable[[], Awaitable[Bus]], adapter: str, telemetry: Telemetry) -> None:
-        """`where`: the bus, in words; `adapter`: the policy's; empty if all weights are trained."""
+    def __init__(
+        self, where: str, open_bus: Callable[[], Awaitable[tuple[Bus, str]]], adapter: str, telemetry: Telemetry
+    ) -> None:
+        """`where`: the address of the bus. `open_bus` also returns what it keeps, in words. `adapter`: the policy's; empty if all weights
+        are trained."""
         self._where, self._open, self._adapter, self._telemetry = where, open_bus, adapter, telemetry
         self.capabilities = Capabilities(context_length=0)
         self._session = secrets.token_hex(4)
@@ -47,7 +50,7 @@ class BusEngine:
 
     async def launch(self) -> None:
         """Opens the bus. Raises ConfigError if it cannot be used."""
-        self._bus = await self._open()
+        self._bus, self._kept = await self._open()
         self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed)
         await self._desk.begin()
 
@@ -59,7 +62,8 @@ class BusEngine:
         await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
         self._working = asyncio.ensure_future(self._desk.run())
         async with self._telemetry.waits.named("start", f"a rollout host on {self._where} (headrace rollouts)"):
-            self.capabilities = await self._until(self._first_capabilities)
+            first = await self._until(self._first_capabilities)
+        self.capabilities = msgspec.structs.replace(first, path=f"{first.path} ({self._kept})")
 
     def groups(self, in_flight: Collection[int]) -> BusGroups:
         """`in_flight`: the tickets that were in flight when an earlier process of the run ended."""

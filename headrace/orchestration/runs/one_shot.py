@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import tempfile
 import time
@@ -90,6 +91,7 @@ async def _choose_and_evaluate(
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
+    config = dataclasses.replace(config, orchestration=config.orchestration.at_home)
     with tempfile.TemporaryDirectory() as logs:
         telemetry = open_telemetry(config, _Stderr(), time.monotonic)
         waits = telemetry.waits

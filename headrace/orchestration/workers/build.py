@@ -23,9 +23,8 @@ from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.tcp import Tcp
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
@@ -42,14 +41,11 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
     return TRANSPORTS[kind].open(form)
 
 
-def open_http(form: Encoding, host: str) -> Http:
+def open_network(kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str) -> Transport:
     """`host`: the address at which the trainer's process listens for engines."""
-    return msgspec.structs.replace(Http.open(form), host=host)
-
-
-def open_tcp(form: Encoding, host: str) -> Tcp:
-    """`host`: the address at which the trainer's process listens for engines."""
-    return msgspec.structs.replace(Tcp.open(form), host=host)
+    made = TRANSPORTS[kind].open(form)
+    assert isinstance(made, NetworkTransport)
+    return msgspec.structs.replace(made, host=host)
 
 
 def open_files(directory: Path, form: Encoding = FULL) -> Transport:

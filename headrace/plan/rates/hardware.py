@@ -3,7 +3,7 @@
     a pass of n sequences   fixed + max(weights read / bandwidth, 2 · active parameters · n / compute) + cache read / bandwidth
     a prompt token          2 · active parameters / compute
     a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
-                            or what travels between ranks for it, if that takes longer (`mesh.py`)
+                            or what travels between ranks for it, if that takes longer (`mesh.py`); and what travels for attention
     an update on its way    bytes of the weights / network (`travel.py`)
 
 Peaks are from the manufacturers; the shares of them that are reached are assumptions for well-tuned stacks, written below. A short
@@ -12,16 +12,16 @@ measurement on the machine itself (`--calibrate`) or a finished run gives better
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
 from headrace.errors import ConfigError
-from headrace.plan.rates.mesh import RankMemory, Traffic, rank_memory, traffic
+from headrace.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.plan.rates.shapes import Architecture
 from headrace.plan.rates.travel import BFLOAT16, Travel, whole
 from headrace.trainer.parallel import ParallelConfig
 
@@ -65,75 +65,12 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    parameters: float
-    active: float
-    """Parameters that a token passes: fewer than all in a mixture of experts."""
-    layers: int
-    kv_heads: int
-    head: int
-    outer: float
-    """Parameters of embedding and head."""
-    experts: float = 0.0
-    """Parameters of all experts."""
-    width: float = 0.0
-    """Elements that a token sends to experts: layers · chosen experts · hidden size."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * BFLOAT16 * self.layers * self.kv_heads * self.head
-
-
-# From the published config.json of each: Qwen2.5 (dense), Qwen3 (8b and mixtures of experts), Llama 3.3 (70b).
-SHAPES = {
-    "0.5b": Architecture(parameters=0.494e9, active=0.494e9, layers=24, kv_heads=2, head=64, outer=0.136e9),
-    "1.5b": Architecture(parameters=1.54e9, active=1.54e9, layers=28, kv_heads=2, head=128, outer=0.233e9),
-    "3b": Architecture(parameters=3.09e9, active=3.09e9, layers=36, kv_heads=2, head=128, outer=0.311e9),
-    "7b": Architecture(parameters=7.62e9, active=7.62e9, layers=28, kv_heads=4, head=128, outer=1.09e9),
-    "8b": Architecture(parameters=8.19e9, active=8.19e9, layers=36, kv_heads=8, head=128, outer=1.24e9),
-    "14b": Architecture(parameters=14.8e9, active=14.8e9, layers=48, kv_heads=8, head=128, outer=1.56e9),
-    "32b": Architecture(parameters=32.8e9, active=32.8e9, layers=64, kv_heads=8, head=128, outer=1.56e9),
-    "70b": Architecture(parameters=70.6e9, active=70.6e9, layers=80, kv_heads=8, head=128, outer=2.10e9),
-    "72b": Architecture(parameters=72.7e9, active=72.7e9, layers=80, kv_heads=8, head=128, outer=2.49e9),
-    "30b-a3b": Architecture(
-        parameters=30.5e9,
-        active=3.3e9,
-        layers=48,
-        kv_heads=4,
-        head=128,
-        outer=0.622e9,
-        experts=29.0e9,
-        width=48 * 8 * 2048,
-    ),
-    "235b-a22b": Architecture(
-        parameters=235e9, active=22e9, layers=94, kv_heads=4, head=128, outer=1.24e9, experts=227e9, width=94 * 8 * 4096
-    ),
-}
-
-
 def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(
             f"--hardware {name} is not known; choose one of {', '.join(GPUS)}, or cpu:FILE for measured rates"
         )
     return GPUS[name]
-
-
-def shape(name: str) -> Architecture:
-    """Returns a known architecture, or an estimate for any other size (`9b`). Raises ConfigError with the accepted forms."""
-    key = name.lower()
-    if key in SHAPES:
-        return SHAPES[key]
-    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)b", key)):
-        raise ConfigError(f"--model {name}: write a size such as 9b, or one of {', '.join(SHAPES)}")
-    parameters = float(match[1]) * 1e9
-    dense = [one for one in SHAPES.values() if one.active == one.parameters]
-    near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
-    if not 0.1e9 <= parameters <= 1e12:
-        raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
-    return dataclasses.replace(near, parameters=parameters, active=parameters)
 
 
 def replica_gpus(chip: Gpu, model: Architecture) -> int:
@@ -146,16 +83,19 @@ def trainer_gpus(chip: Gpu, model: Architecture) -> int:
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
-def trainer_mesh(chip: Gpu, model: Architecture, gpus: int) -> ParallelConfig:
+def trainer_mesh(chip: Gpu, model: Architecture, gpus: int, context: int = 1) -> ParallelConfig:
     """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it.
-    Experts are split whole where tokens need not leave the machine."""
-    for shard in range(min(gpus, NODE), gpus):
-        mesh = ParallelConfig(shard=shard, replicate=max(1, gpus // shard), gather="bfloat16")
+    Experts are split whole where tokens need not leave the machine. `context`: ranks of a microbatch, which divide `gpus`."""
+    for split in range(min(gpus, NODE), gpus):
+        if gpus % split or split % context:
+            continue
+        mesh = ParallelConfig(shard=split // context, context=context, replicate=gpus // split, gather="bfloat16")
         memory = trainer_memory(model, mesh)
-        if gpus % shard == 0 and memory.held + memory.gathered <= TRAINING_USABLE * chip.memory:
+        if memory.held + memory.gathered <= TRAINING_USABLE * chip.memory:
             return mesh
     expert = gpus if model.experts and 1 < gpus <= NODE else 1
-    return ParallelConfig(shard=gpus, expert=expert, gather="bfloat16" if gpus > 1 else "float32")
+    gather: Literal["bfloat16", "float32"] = "bfloat16" if gpus > 1 else "float32"
+    return ParallelConfig(shard=gpus // context, context=context, expert=expert, gather=gather)
 
 
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
@@ -166,14 +106,20 @@ def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
 
 def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
     inner = model.parameters - model.outer - (model.experts if mesh.expert > 1 else 0.0)
-    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width)
+    heads = Heads(model.heads, model.kv_heads, model.head)
+    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width, heads=heads)
 
 
 def link(chip: Gpu, mesh: ParallelConfig) -> float:
     """Returns the bytes per second that a rank receives from those among which the model is split. Between machines, each GPU of a
     machine has a part of the ring pass through its own link."""
     within = READS * chip.link
-    return within if mesh.shard <= NODE else min(within, NODE * NETWORK)
+    return within if mesh.split <= NODE else min(within, NODE * NETWORK)
+
+
+def attention_link(chip: Gpu, mesh: ParallelConfig) -> float:
+    """Returns the bytes per second that a rank receives from those with which it computes a microbatch: its neighbours."""
+    return READS * chip.link if mesh.context <= NODE else NETWORK
 
 
 def fits_one(chip: Gpu, model: Architecture) -> bool:
@@ -213,18 +159,25 @@ def engine_rates(
 
 
 def trainer_rates(
-    chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH, travel: Travel | None = None
+    chip: Gpu,
+    model: Architecture,
+    gpus: int,
+    microbatch: int = MICROBATCH,
+    travel: Travel | None = None,
+    *,
+    context: int = 1,
 ) -> TrainerRates:
     """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
-    compares them with the version before if `travel` says so. Ranks gather weights while they compute. `microbatch`: tokens that a
-    rank forwards at once."""
-    mesh = trainer_mesh(chip, model, gpus)
+    compares them with the version before if `travel` says so. Ranks gather weights while they compute, but wait for attention. `microbatch`:
+    tokens that a rank forwards at once; `context`: as for `trainer_mesh`."""
+    mesh = trainer_mesh(chip, model, gpus, context)
     moved = trainer_traffic(model, mesh)
     between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
+    waits = moved.attended / attention_link(chip, mesh) / gpus
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=max(6 * model.active / (TRAINS * chip.compute * joint), between),
+        token=max(6 * model.active / (TRAINS * chip.compute * joint), between) + waits,
         step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
         publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
         gpus=gpus,
@@ -241,11 +194,12 @@ def rates(
     name: str = "",
     microbatch: int = MICROBATCH,
     travel: Travel | None = None,
+    context: int = 1,
 ) -> Rates:
     """Returns the rates of pools that have their own GPUs."""
     return Rates(
         engine_rates(chip, model, replica, max_running, travel),
-        trainer_rates(chip, model, trainer, microbatch, travel),
+        trainer_rates(chip, model, trainer, microbatch, travel, context=context),
         source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
         model=name,
     )

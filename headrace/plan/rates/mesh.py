@@ -1,12 +1,14 @@
 """Ranks of a trainer on their mesh: the memory of each, and what travels between them (`trainer/placement/sharded.py`).
 
-    a rank holds            weights, gradients and AdamW's state of parameters / shard
+    a rank holds            weights, gradients and AdamW's state of parameters / split, where split = shard · context
     gathered at once        the root (embedding, head) and two layers, with their gradients
     all-gather              every layer `passes` times a microbatch, the root once
     reduce-scatter          every layer and the root once a microbatch, in float32
     all-reduce              the rank's part of all gradients once a step, if there are copies of the split
     all-to-all              a token's hidden state to each of its experts and back, forward and backward, if experts are split whole;
                             these are neither gathered nor reduced
+    attention               between ranks that compute a microbatch together (`context`): queries, keys, values and results of all
+                            tokens, forward and backward; or keys and values alone, where the ranks do not divide the heads
 
 A rank receives (n - 1) / n of what n ranks gather, reduce or exchange, and twice that in an all-reduce (ring; Patarasuk and Yuan, 2009).
 tests/trainer/ranks/test_traffic.py compares with what torch sends.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.parallel import ParallelConfig, repeats
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -33,28 +35,57 @@ class Traffic:
     """Bytes of all-reduces between copies of the split."""
     exchanged: float = 0.0
     """Bytes for each token that it forwards, to and from experts."""
+    attended: float = 0.0
+    """Bytes for each token that it forwards, of attention."""
 
     def microbatch(self, tokens: int) -> float:
-        """Bytes of a microbatch."""
+        """Bytes of a microbatch, without those of attention."""
         return self.gathered + self.reduced + self.exchanged * tokens
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a layer."""
+
+    query: int
+    key: int
+    size: int
+    """Elements of each."""
+
+
 def traffic(
-    mesh: ParallelConfig, *, layers: int, inner: float, outer: float, width: float = 0.0, computed: int = BFLOAT16
+    mesh: ParallelConfig,
+    *,
+    layers: int,
+    inner: float,
+    outer: float,
+    width: float = 0.0,
+    computed: int = BFLOAT16,
+    heads: Heads | None = None,
 ) -> Traffic:
     """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained.
-    `width`: elements of hidden states that a token sends to experts; `computed`: bytes of each."""
+    `width`: elements of hidden states that a token sends to experts; `computed`: bytes of each. `heads`: of every layer, needed where
+    microbatches are computed together."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
-    share = (mesh.shard - 1) / mesh.shard
+    share = (mesh.split - 1) / mesh.split
     copies = 2 * (mesh.replicate - 1) / mesh.replicate
     return Traffic(
         gathers=passes * layers + 1,
         gathered=share * (passes * inner * size + outer * FLOAT32),
         reductions=layers + 1,
         reduced=share * (inner + outer) * FLOAT32,
-        copied=copies * (inner + outer) / mesh.shard * FLOAT32,
+        copied=copies * (inner + outer) / mesh.split * FLOAT32,
         exchanged=share * 4 * width * computed if mesh.expert > 1 else 0.0,
+        attended=layers * _attended(mesh.context, heads, computed) if heads else 0.0,
     )
+
+
+def _attended(context: int, heads: Heads, computed: int) -> float:
+    """Bytes for each token in a layer. Gradients of gathered keys and values are summed in float32."""
+    times = repeats(heads.query, heads.key, context)
+    if not times:
+        return (context - 1) * 2 * heads.key * heads.size * (computed + FLOAT32)
+    return (context - 1) / context * 2 * (2 * heads.query + 2 * times * heads.key) * heads.size * computed
 
 
 @dataclass(frozen=True)
@@ -76,5 +107,5 @@ def rank_memory(
     whole = min(2, layers) if mesh.reshard else layers
     weights = inner * whole / layers * size + outer * FLOAT32
     gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
-    split = (inner + outer + experts) / mesh.shard
-    return RankMemory(split * each, weights + gradients if mesh.shard > 1 else 0.0)
+    split = (inner + outer + experts) / mesh.split
+    return RankMemory(split * each, weights + gradients if mesh.split > 1 else 0.0)

@@ -68,8 +68,26 @@ def difference(parameters: float, network: float, share: float, each: float | No
     return Travel(size, compare=full / COMPARES, fetch=size / network, apply=full / APPLIES)
 
 
-def travel_of(settings: WeightSyncConfig, learning_rate: float, parameters: float, network: float) -> Travel:
+def copies(kind: str, engines: int) -> int:
+    """Returns how many times the seconds of one copy pass until all engines have a version, if every machine has one link.
+
+    tcp: the trainer sends to each. http: whoever has it sends to two at a time. broadcast: a binomial tree (gloo). Otherwise one, as with
+    links for every engine."""
+    match kind:
+        case "tcp":
+            return engines
+        case "http":
+            return min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
+        case "broadcast":
+            return math.ceil(math.log2(engines + 1))
+    return 1
+
+
+def travel_of(
+    settings: WeightSyncConfig, learning_rate: float, parameters: float, network: float, engines: int = 1
+) -> Travel:
     """Returns the way that a run with these settings takes, once the first version has arrived."""
+    network /= copies(settings.kind, engines)
     if settings.encoding == "delta":
         return difference(parameters, network, changed_share(learning_rate))
     return whole(parameters, network)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.errors import ConfigError
 from headrace.packing import ROOT, Kept, Pack, Segment
+from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
 from headrace.trainer.forward.root import within
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
@@ -47,6 +49,8 @@ class Forward:
     """Whether whole trees are forwarded at once; otherwise row after row through the model's own attention."""
     chunked_head: bool
     """Whether logits are made in chunks; otherwise by the model itself, [T, V] for one row at a time."""
+    context: Context | None = None
+    """The ranks that compute each pack together; all of them call with the same one. None: every rank has packs of its own."""
 
     @property
     def path(self) -> str:
@@ -60,14 +64,11 @@ class Forward:
         return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
 
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
-        if self.packed:
-            tree = tree_of(pack.segments, pack.tokens.device)
-            hidden = _packed_hidden(self.model, pack.tokens, pack.positions, tree)
-        else:
-            hidden = torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+        hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
         softcap = softcap_of(self.model)
-        predictor, target, kept = _asked(pack, pack.predictor)
+        asked = _asked(pack, pack.predictor)
+        predictor, target, kept = asked if self.context is None else _asked_here(self.context, *asked)
 
         def of_head() -> Head:
             return token_logprobs(
@@ -83,7 +84,18 @@ class Forward:
                 packed=getattr(head, "packed", None),
             )
 
-        return _scores(pack, within(head, of_head))
+        found = within(head, of_head)
+        return _scores(pack, found if self.context is None else _of_all(self.context, found, asked[0], asked[2]))
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        """[N, H] hidden states, of this rank's tokens where they are spread over several."""
+        if not self.packed:
+            return torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+        context, device = self.context, pack.tokens.device
+        if context is None:
+            return _packed_hidden(self.model, pack.tokens, pack.positions, tree_of(pack.segments, device))
+        tree = tree_of(context.segments(pack), device, context=context)
+        return _packed_hidden(self.model, context.part(pack.tokens), context.part(pack.positions), tree)
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> TokenScores:
         """Forwards row after row: every row is one segment, and loss tokens have the order of their rows."""
@@ -107,6 +119,21 @@ def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
     more = predictor.repeat_interleave(pack.top_ids.shape[1])
     kept = None if pack.kept is None else pack.kept.padded(len(more))
     return torch.cat([predictor, more]), torch.cat([pack.target, pack.top_ids.flatten()]), kept
+
+
+def _asked_here(
+    context: Context, predictor: Tensor, target: Tensor, kept: Kept | None
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """The same for the tokens of this rank: their predictors are places among these."""
+    mine = context.places(predictor)
+    return predictor[mine] // context.size, target[mine], None if kept is None else kept.chosen(mine)
+
+
+def _of_all(context: Context, found: Head, predictor: Tensor, kept: Kept | None) -> Head:
+    """The numbers of all loss tokens, from those of this rank's. `predictor` and `kept`: of all."""
+    values = torch.stack([found.logprob, found.entropy])
+    logprob, entropy = context.collected(values, context.places(predictor), len(predictor))
+    return Head(logprob, entropy.detach(), found.outside if kept is None else context.added(found.outside))
 
 
 def _scores(pack: Pack, head: Head) -> TokenScores:
@@ -166,6 +193,30 @@ def _inner(model: Any) -> Any:
 def own_logits(model: Any, tokens: Tensor) -> Tensor:
     """[T, V] logits of one sequence."""
     return model(input_ids=tokens[None], use_cache=False).logits[0]
+
+
+def together(forward: Forward, context: Context | None) -> Forward:
+    """The forward pass of packs that the ranks of `context` compute together. Raises ConfigError if it cannot be spread over them."""
+    if context is None:
+        return forward
+    kind, asked = type(forward.model).__name__, f"train.parallel.context = {context.size}"
+    if not (forward.packed and forward.chunked_head):
+        raise ConfigError(
+            f"{asked} spreads packed trees over ranks, and {kind} is run {forward.path}; set train.parallel.shard = {context.size} and remove "
+            "train.parallel.context"
+        )
+    if kinds := _kinds_of_rope(forward.model) & {"dynamic", "longrope"}:
+        raise ConfigError(
+            f"{asked}, and the rotary embedding of {kind} ({kinds.pop()}) depends on the longest position among the tokens of a rank, which "
+            f"differs from rank to rank; set train.parallel.shard = {context.size} and remove train.parallel.context"
+        )
+    return replace(forward, context=context)
+
+
+def _kinds_of_rope(model: Any) -> set[str]:
+    """The kinds of rotary embedding, which may differ between kinds of layers."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return {one.get("rope_type", "") for one in (rope, *rope.values()) if isinstance(one, dict)}
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.packing import Pack, pack_sequence
+from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.forward import Forward
 
 TOLERANCE = 1e-4
@@ -62,7 +63,7 @@ class RoutingReplay:
 
         Costs three forward passes of a dozen tokens.
         """
-        self._forward, self._dtype = forward, dtype
+        self._forward, self._dtype = replace(forward, context=None), dtype
         self._routers = _routers_of(forward.model)
         self._routes: Tensor | None = None
         self._place = 0
@@ -72,7 +73,9 @@ class RoutingReplay:
         self._again = False
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
-        self._probe()
+        self._context: Context | None = None
+        self._probe()  # by each rank alone
+        self._context = forward.context
 
     @property
     def layers(self) -> int:
@@ -88,13 +91,16 @@ class RoutingReplay:
             return
         routes = pack.routing.long()
         self._check(routes)
+        missing = int((routes < 0).any(-1).sum())
+        if self._context:
+            routes = self._context.part(routes, fill=-1)
         with ExitStack() as hooks:
             for layer, router in enumerate(self._routers):
                 for module in router.modules:
                     hooks.callback(module.register_forward_hook(partial(self._force, layer)).remove)
             self._routes, self._place, passed = routes, 0, False
             try:
-                yield Replayed(total, int((routes < 0).any(-1).sum()))
+                yield Replayed(total, missing)
                 passed = True
             finally:
                 left, seen = self._place, self._now is not None

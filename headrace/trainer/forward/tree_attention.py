@@ -5,12 +5,14 @@ arguments of the model's forward: the tree travels as `tree=`.
 
 On CUDA in half precision one varlen call serves the whole pack (`varlen.py`). Elsewhere a tree is cut into calls of
 scaled_dot_product_attention: one for each segment with what lies above it, or a single masked one for a whole subtree.
+
+A tree whose tokens lie on several ranks (`context.py`) is attended to by each of them, for its part of the heads or of the queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.packing import ROOT, Segment
+from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.varlen import Varlen, varlen_kernel, varlen_of
 
 NAME = "headrace_tree"
@@ -59,11 +62,12 @@ class Block:
     keys: tuple[int, ...]
     """Indices of the pieces that they may see, the root first and their own last."""
     seen: Tensor
-    """[3, keys] int64, the queries last: place in the pack; where the subtree ends to whose root segment the key belongs;
-    position in the sequence. Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
-    query_count: int
+    """[3, keys] int64: place in the pack; where the subtree ends to whose root segment the key belongs; position in the sequence.
+    Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
+    asking: range
+    """Which of the keys are the queries: the last ones, or every n-th of these."""
     alone: bool
-    """Whether it is a root segment, for which plain causal attention is enough."""
+    """Whether it is a root segment with all its queries, for which plain causal attention is enough."""
     _parts: dict[tuple[int, torch.dtype], list[Part]] = field(default_factory=dict)
 
     def parts(self, window: int | None, dtype: torch.dtype) -> list[Part]:
@@ -74,14 +78,15 @@ class Block:
         return self._parts[asked]
 
     def _make_parts(self, reach: int, dtype: torch.dtype) -> list[Part]:
-        count, total = self.query_count, self.seen.shape[1]
+        count, total = len(self.asking), self.seen.shape[1]
         if self.alone and not 0 < reach < total:
             return [Part(slice(0, count), slice(0, total), None)]
         size = max(MASK_ELEMENTS // total, 128)
         return [self._part(slice(start, min(start + size, count)), reach, dtype) for start in range(0, count, size)]
 
     def _part(self, queries: slice, reach: int, dtype: torch.dtype) -> Part:
-        mine = self.seen[:, self.seen.shape[1] - self.query_count :][:, queries]
+        asking = self.asking[queries]
+        mine = self.seen[:, asking.start : asking.stop : asking.step]
         place, end, position = self.seen
         candidates = (place <= mine[0].max()) & (end > mine[0].min())
         if reach:
@@ -95,7 +100,7 @@ class Block:
         return Part(queries, keys, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Tree:
     """The attention pattern of a pack: which tokens attend to which."""
 
@@ -104,16 +109,35 @@ class Tree:
     """Lengths of the pieces. The pack is split into them once, which costs less in the backward pass than a slice for every call."""
     blocks: list[Block]
     """The calls, one for each piece, in order."""
+    context: Context | None = None
+    """The ranks that the tokens are spread over; None: all are here."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
     _varlen: Varlen | None = None
+    _own: list[Block] | None = None
 
     def varlen(self, device: torch.device) -> Varlen:
         self._varlen = self._varlen or varlen_of(self.segments, device)
         return self._varlen
 
+    def own_blocks(self, context: Context) -> list[Block]:
+        """The calls for the queries of this rank, with all their keys. `Block.queries` counts these calls."""
+        if self._own is None:
+            self._own, start = [], 0
+            for block, length in zip(self.blocks, self.pieces, strict=True):
+                asking = block.asking[(context.rank - start) % context.size :: context.size]
+                if asking:
+                    self._own.append(replace(block, queries=len(self._own), asking=asking, alone=False, _parts={}))
+                start += length
+        return self._own
 
-def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int = CALL_PRICE) -> Tree:
+
+def tree_of(
+    segments: Sequence[Segment],
+    device: torch.device,
+    call_price: int = CALL_PRICE,
+    context: Context | None = None,
+) -> Tree:
     """The attention calls for the segments of a pack, which are in preorder. A higher `call_price` means fewer calls."""
     above = [0] * len(segments)  # tokens of all ancestors
     for i, segment in enumerate(segments):
@@ -121,7 +145,7 @@ def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int =
             above[i] = above[segment.parent] + segments[segment.parent].length
     ends = _subtree_ends(segments)
     whole = _whole_is_cheaper(segments, above, ends, call_price)
-    tree = Tree(tuple(segments), [], [])
+    tree = Tree(segments=tuple(segments), pieces=[], blocks=[], context=context)
     columns = _columns(segments, above, ends)
     piece_of: dict[int, int] = {}
     i = 0
@@ -134,11 +158,10 @@ def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int =
             spans = [slice(segments[j].start, segments[j].end) for j in chain]
             seen = torch.cat([*(columns[:, span] for span in spans), seen], 1)
         keys = (*(piece_of[j] for j in chain), piece)
-        alone = segment.parent == ROOT and own.stop == segment.end
-        tree.blocks.append(
-            Block(queries=piece, keys=keys, seen=seen.to(device), query_count=own.stop - own.start, alone=alone)
-        )
-        tree.pieces.append(own.stop - own.start)
+        alone, length, total = segment.parent == ROOT and own.stop == segment.end, own.stop - own.start, seen.shape[1]
+        asking = range(total - length, total)
+        tree.blocks.append(Block(queries=piece, keys=keys, seen=seen.to(device), asking=asking, alone=alone))
+        tree.pieces.append(length)
         i = ends[i] if whole[i] else i + 1
     return tree
 
@@ -208,16 +231,47 @@ def tree_attention(
     tree: Tree | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None). Dropout is ignored: RL has none."""
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None). Dropout is ignored: RL has none.
+
+    N are the tokens of this rank where they are spread over several.
+    """
     if tree is None or attention_mask is not None or query.shape[0] != 1:
         raise UnsupportedModel("the model does not pass the tree to its attention")
     foreign = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if foreign:
         raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
     tree.windows.append(sliding_window)
+    context = tree.context
+    if context is None:
+        return _whole(tree, query, key, value, scaling=scaling, window=sliding_window), None
+    if context.divides(query.shape[1]):
+        query, key, value = context.to_heads(query, key, value)
+        return context.to_tokens(_whole(tree, query, key, value, scaling=scaling, window=sliding_window)), None
+    key, value = context.gathered(key, value)
+    blocks = tree.own_blocks(context)
+    return _by_blocks(tree, blocks, query, key, value, scaling=scaling, window=sliding_window), None
+
+
+def _whole(
+    tree: Tree, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
+) -> Tensor:
     if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
-        return tree.varlen(query.device).attend(kernel, query, key, value, scaling=scaling, window=sliding_window), None
-    queries, keys, values = (x.split(tree.pieces, 2) for x in (query, key, value))
+        return tree.varlen(query.device).attend(kernel, query, key, value, scaling=scaling, window=window)
+    return _by_blocks(tree, tree.blocks, query, key, value, scaling=scaling, window=window)
+
+
+def _by_blocks(
+    tree: Tree,
+    blocks: Sequence[Block],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    queries = query.split([len(block.asking) for block in blocks], 2)
+    keys, values = (x.split(tree.pieces, 2) for x in (key, value))
     outputs = [
         _attend(
             block,
@@ -225,17 +279,17 @@ def tree_attention(
             k=_join([keys[i] for i in block.keys]),
             v=_join([values[i] for i in block.keys]),
             scaling=scaling,
-            window=sliding_window,
+            window=window,
         )
-        for block in tree.blocks
+        for block in blocks
     ]
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 def _attend(block: Block, q: Tensor, *, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
     # under autocast, rotary embeddings leave q and k in float32 and v in bf16
-    dtype = torch.float32 if small else v.dtype
+    dtype = torch.promote_types(v.dtype, torch.float32) if small else v.dtype
     lowered, outputs = [x.to(dtype) for x in (q, k, v)], []
     with torch.autocast(q.device.type, enabled=False):
         for part in block.parts(window, dtype):

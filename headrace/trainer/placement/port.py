@@ -11,7 +11,7 @@ plain torch call (`single.py`).
     gather    whole, part                       for checkpoints, exports and the weight sender; and back
     optimizer                                   its state lies where the parameters lie, is saved by `whole`, restored by `part`
 
-All but `leads`, `plain` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
+All but `leads`, `plain`, `context` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
 ranks, never means (C9). The forward pass runs within the call of the root module (`forward/root.py`), and the head's matrix is read within
 the call of the head, so that hooks which gather parameters have fired.
 """
@@ -29,6 +29,7 @@ from torch import Tensor
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.forward.context import Context
 from headrace.types import Row
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
@@ -46,6 +47,10 @@ class Placement(Protocol):
     @property
     def plain(self) -> bool:
         """Whether parameters are ordinary tensors that hold all of their values at any time, so that C++ kernels may read them."""
+
+    @property
+    def context(self) -> Context | None:
+        """The ranks that compute each microbatch together with this one; None: it computes its own alone."""
 
     def load(self, directory: Path, device: torch.device) -> Any:
         """The whole model in float32, as `causal_lm.load_model`; the device is that of `spread`."""
@@ -69,7 +74,8 @@ class Placement(Protocol):
         step: int,
         share: bool,
     ) -> StepPlan:
-        """The microbatches of this rank (arguments as of `pack_rows`). All ranks have the same number of them."""
+        """The microbatches of this rank (arguments as of `pack_rows`). All ranks have the same number of them. `budget`: tokens that a
+        rank forwards at once."""
 
     def accumulate(
         self,
@@ -87,13 +93,13 @@ class Placement(Protocol):
         """
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise over the ranks' microbatches; float64 on the CPU."""
+        """Elementwise over the ranks' microbatches; float64 on the CPU. A microbatch that several ranks compute together counts once."""
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum, otherwise as `sum`."""
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
-        """[c, M of this rank] -> ([c, M of the step], which of them are this rank's)."""
+        """[c, M of this rank] -> ([c, M of the step], which of them are this rank's). Microbatches count as for `sum`."""
 
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, a plain scalar that is the same on all ranks."""

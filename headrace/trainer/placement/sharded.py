@@ -7,6 +7,8 @@ the last norm, and weights of tied models then drift (docs/design-notes.md).
 
 Parameters that would not fit into a unit, because they are trained in another dtype or beside frozen weights (adapters), are small:
 every rank holds them whole, and `accumulate` adds up their gradients.
+
+Neighbouring ranks may compute each microbatch together (`forward/context.py`). The model is split among them like among others.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
@@ -44,15 +47,27 @@ class Sharded:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         assert self._ranks == config.ranks, f"{self._ranks} processes have met for {config.ranks} ranks"
         names = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-        sizes = [getattr(config, name) for name in names]
+        sizes = (config.replicate, config.split)[-len(names) :]
         self._all = init_device_mesh(device.type, (*sizes, 1), mesh_dim_names=(*names, "alone"))
         self._mesh = self._all[names]
+        self.context = self._context() if config.context > 1 else None
         self._roots: list[FSDPModule] = []
         """The models that were spread."""
+
+    def _context(self) -> Context:
+        names = ("batches", "context")
+        mesh = init_device_mesh(self._device.type, (self._config.batches, self._config.context), mesh_dim_names=names)
+        together = mesh["context"]
+        return Context(together.get_group(), together.get_local_rank(), together.size(), self._device)
 
     @property
     def leads(self) -> bool:
         return self._rank == 0
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the microbatches of this rank count in sums: of those that compute them together, one does."""
+        return self.context is None or self.context.rank == 0
 
     def load(self, directory: Path, device: torch.device) -> Any:
         """Loads into the host's memory: a device never holds more than its part and one layer."""
@@ -102,10 +117,17 @@ class Sharded:
         step: int,
         share: bool,
     ) -> StepPlan:
+        context = self._config.context
         plans = split_ranks(
-            rows, aggregation, constant=constant, budget=budget, ranks=self._ranks, step=step, share=share
+            rows,
+            aggregation,
+            constant=constant,
+            budget=budget * context,
+            ranks=self._config.batches,
+            step=step,
+            share=share,
         )
-        return plans[self._rank]
+        return plans[self._rank // context]
 
     def accumulate(
         self,
@@ -136,7 +158,7 @@ class Sharded:
             parameter.grad = summed.view_as(parameter)
 
     def sum(self, values: Tensor) -> Tensor:
-        total = values.clone()
+        total = values.clone() if self._counts else torch.zeros_like(values)
         dist.all_reduce(total)
         return total
 
@@ -153,7 +175,7 @@ class Sharded:
         padded[:, : columns.shape[1]] = columns
         found = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(found, padded)
-        start = sum(counts[: self._rank])
+        start = sum(counts[: self._rank - (self.context.rank if self.context else 0)])
         joined = torch.cat([one[:, :count] for one, count in zip(found, counts, strict=True)], 1)
         return joined, slice(start, start + columns.shape[1])
 

@@ -71,6 +71,7 @@ class Simulated:
     """Protocol `Placement`."""
 
     plain = False
+    context = None
 
     def __init__(self, rank: int, ring: Ring) -> None:
         self._rank, self._ring = rank, ring

@@ -25,6 +25,7 @@ class Single:
 
     leads: bool = True
     plain: bool = True
+    context: None = None
 
     def load(self, directory: Path, device: torch.device) -> Any:
         return load_model(directory, device)

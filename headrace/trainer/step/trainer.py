@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.packing import Pack, StepPlan, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward.forward import choose_forward
+from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.fused_products import reserve
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
@@ -70,7 +70,7 @@ class TorchTrainer:
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = self._placement.load(model_dir, self._device)
-        self._forward = choose_forward(self._model)
+        self._forward = together(choose_forward(self._model), self._placement.context)
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(bool(adapters))
         self._assignments = adapters or {"": Assignment(config, algo)}

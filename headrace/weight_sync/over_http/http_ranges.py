@@ -27,7 +27,7 @@ import msgspec
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
-from headrace.weight_sync.slots import Manifests, Part, send_all
+from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -75,13 +75,11 @@ def _path(name: str, fingerprint: str) -> str:
 # -- a server -----------------------------------------------------------------------------------------------------------------
 
 
-class Shelves(Protocol):
-    """The versions that a server has."""
+class Shelves(WeightShelf, Protocol):
+    """The same, with their layouts."""
 
     @property
     def manifests(self) -> Manifests: ...
-
-    def find(self, name: str, fingerprint: str, part: Part) -> memoryview | None: ...
 
 
 class Relays:

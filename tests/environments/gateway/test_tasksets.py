@@ -21,7 +21,7 @@ from tiny_run import of, tiny_config
 from written_turns import Model, check_rows, encoder_of
 
 import headrace
-from headrace.commands.doctor import taskset_findings
+from headrace.commands.installed.doctor import taskset_findings
 from headrace.config import load_config
 from headrace.durable.journal import read_steps
 from headrace.environments.config import EnvironmentConfig

@@ -310,7 +310,7 @@ def _faults(s: dict[str, Any]) -> BusFaults:
     return BusFaults(**{name: s[name] for name in names}, shuffled=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(schedule=SCHEDULES)
 def test_every_contract_holds_whatever_the_bus_does(schedule: dict[str, Any]):
     async def case() -> None:

@@ -39,7 +39,7 @@ from headrace.simulate.world import FactList
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Sampling
 from headrace.version import __version__
-from headrace.weight_sync.tcp import Tcp
+from headrace.weight_sync.over_tcp.tcp import Tcp
 
 TOKEN = "a token of many characters"
 

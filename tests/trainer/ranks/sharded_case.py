@@ -1,4 +1,4 @@
-"""What is trained by ranks in processes of their own, and by one device."""
+"""What is trained by ranks in processes of their own, and by one device, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import plain_trainer
+import pytest
 import tiny_models
 import torch
+from rank_processes import RankProcesses
+from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
 from headrace.models.lora import LoraConfig
@@ -17,6 +20,7 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
 
@@ -62,6 +66,48 @@ class Case(dict[str, Any]):
 def sharded(directory: Path, case: Case) -> TorchTrainer:
     """The trainer of this rank."""
     return case.trainer(directory, Sharded(case.ranks, CPU))
+
+
+Gradients = tuple[float, float, dict[str, Tensor], int]
+
+
+def gradients(one: TorchTrainer, case: Case) -> Gradients:
+    given = case.batch(0)
+    if "lora" in case:  # B is zero at the start, and A has no gradient then
+        generator = torch.Generator().manual_seed(0)
+        for parameter in one._learners[""].parameters.values():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    plan = one._plan(given)
+    pairs = pairs_of(given) if "pairs" in case else None
+    sums = one._gradients(plan, given.temperature, pairs=pairs)
+    parameters = one._learners[""].parameters
+    found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+    norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
+    one._learners[""].forget()
+    return sums.loss, float(norm), found, len(plan.packs)
+
+
+def gradients_of_rank(directory: Path, case: Case) -> Gradients:
+    return gradients(sharded(directory, case), case)
+
+
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to its largest value."""
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[name].double() - one.double()).abs().max() / one.double().abs().max().clamp(min=1e-30))
+        for name, one in expected.items()
+    )
+
+
+def compare(ranks: RankProcesses, case: Case, tolerance: float = 3e-6, least: int = 3) -> None:
+    directory = tiny_models.saved(case["model"])
+    one = case.trainer(directory)
+    loss, norm, expected, _ = gradients(one, case)
+    for found_loss, found_norm, found, packs in ranks.run(gradients_of_rank, directory, case):
+        assert packs >= least
+        assert (found_loss, found_norm) == pytest.approx((loss, norm), rel=max(tolerance, 3e-6))
+        assert distance(found, expected) <= tolerance
 
 
 def _scored(row: Row) -> Scored:

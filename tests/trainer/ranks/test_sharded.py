@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, sharded
+from sharded_case import CPU, GROUPS, Case, compare, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -23,50 +23,7 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.single import Single
-from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
-
-Gradients = tuple[float, float, dict[str, Tensor], int]
-
-
-def gradients(one: TorchTrainer, case: Case) -> Gradients:
-    given = case.batch(0)
-    if "lora" in case:  # B is zero at the start, and A has no gradient then
-        generator = torch.Generator().manual_seed(0)
-        for parameter in one._learners[""].parameters.values():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    plan = one._plan(given)
-    pairs = pairs_of(given) if "pairs" in case else None
-    sums = one._gradients(plan, given.temperature, pairs=pairs)
-    parameters = one._learners[""].parameters
-    found = {name: one._placement.whole(p.grad) for name, p in parameters.items() if p.grad is not None}
-    norm = one._placement.norm([p for p in parameters.values() if p.grad is not None])
-    one._learners[""].forget()
-    return sums.loss, float(norm), found, len(plan.packs)
-
-
-def gradients_of_rank(directory: Path, case: Case) -> Gradients:
-    return gradients(sharded(directory, case), case)
-
-
-def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a tensor, relative to its largest value."""
-    assert actual.keys() == expected.keys()
-    return max(
-        float((actual[name].double() - one.double()).abs().max() / one.double().abs().max().clamp(min=1e-30))
-        for name, one in expected.items()
-    )
-
-
-def compare(ranks: RankProcesses, case: Case, tolerance: float = 3e-6, least: int = 3) -> None:
-    directory = tiny_models.saved(case["model"])
-    one = case.trainer(directory)
-    loss, norm, expected, _ = gradients(one, case)
-    for found_loss, found_norm, found, packs in ranks.run(gradients_of_rank, directory, case):
-        assert packs >= least
-        assert (found_loss, found_norm) == pytest.approx((loss, norm), rel=max(tolerance, 3e-6))
-        assert distance(found, expected) <= tolerance
-
 
 CASES = {
     "llama": Case(model="llama"),
@@ -228,6 +185,13 @@ STEPS = {
         parallel={"expert": 2},
     ),
     "LoRA": Case(model="gemma3_text", lora={"rank": 4}),
+    "microbatches together": Case(
+        model="nine-heads",
+        masks=True,
+        algo={"kl": {"coef": 0.1}},
+        train={"max_grad_norm": 0.1, "weight_decay": 0.1, "microbatch_tokens": 6},
+        parallel={"shard": 1, "context": 2},
+    ),
 }
 
 
@@ -275,6 +239,9 @@ RESUMED = {
     "bfloat16": Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16", "learning_rate": 1e-2}),
     "whole experts": Case(model="qwen3_moe", parallel={"expert": 2}),
     "LoRA": Case(model="qwen3", lora={"rank": 4}),
+    "microbatches together": Case(
+        model="gemma3_text", train={"microbatch_tokens": 6}, parallel={"shard": 1, "context": 2}
+    ),
 }
 
 
@@ -314,7 +281,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four(
     directory = tiny_models.saved(case["model"])
     two.run(save_after_two, directory, case, tmp_path)
     expected, _ = two.run(three_in_a_row, directory, case)[0]
-    for parallel in ({"shard": 4}, {"shard": 2, "replicate": 2}):
+    for parallel in ({"shard": 4}, {"shard": 2, "replicate": 2}, {"shard": 1, "context": 4}, {"context": 2}):
         for found, _ in four.run(third_step, directory, Case(case, parallel=parallel), tmp_path / "checkpoint"):
             for key, tensor in expected.items():  # Adam makes ±lr of the rounding of a gradient near zero
                 assert (tensor - found[key]).abs().max() <= 3e-5, key

@@ -13,20 +13,23 @@ from rank_processes import RankProcesses
 from sharded_case import CPU, GROUPS, Case, sharded
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.plan.rates.mesh import rank_memory, traffic
+from headrace.plan.rates.mesh import Heads, rank_memory, traffic
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
+from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.sharded import layers_of
 
 
 class Collectives(TorchDispatchMode):
     """Counts collectives on gradients and weights, and the bytes that they give this rank. Sums of numbers are in float64."""
 
-    def __init__(self, shard: int, replicate: int) -> None:
+    def __init__(self, mesh: ParallelConfig) -> None:
         super().__init__()
+        context, replicate = mesh.context, mesh.replicate
         self._received = {
-            "c10d::_allgather_base_": lambda output, given: (shard - 1) * given.nbytes,
-            "c10d::_reduce_scatter_base_": lambda output, given: (shard - 1) * output.nbytes,
+            "c10d::_allgather_base_": lambda output, given: output.nbytes - given.nbytes,
+            "c10d::_reduce_scatter_base_": lambda output, given: given.nbytes - output.nbytes,
+            "c10d::alltoall_base_": lambda output, given: (context - 1) / context * given.nbytes,
             "_c10d_functional::all_to_all_single": lambda given, rows: sum(rows) * given.shape[-1] * given.itemsize,
             "c10d::allreduce_": lambda given, *_: 2 * (replicate - 1) / replicate * sum(one.nbytes for one in given),
         }
@@ -47,7 +50,7 @@ def counted(directory: Path, case: Case) -> tuple[int, Counter[str], Counter[str
     one = sharded(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
-    with Collectives(case.ranks.shard, case.ranks.replicate) as collectives:
+    with Collectives(case.ranks) as collectives:
         one._gradients(plan, given.temperature)
     return len(plan.packs), collectives.calls, collectives.bytes
 
@@ -97,7 +100,7 @@ def exchanged(directory: Path, case: Case) -> tuple[int, int]:
     one = sharded(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
-    with Collectives(2, 1) as collectives:
+    with Collectives(case.ranks) as collectives:
         one._gradients(plan, given.temperature)
     return sum(len(pack.tokens) for pack in plan.packs), collectives.bytes["_c10d_functional::all_to_all_single"]
 
@@ -111,6 +114,53 @@ def test_whole_experts_are_never_gathered_and_tokens_travel_to_them(two: RankPro
     expected = traffic(case.ranks, layers=1, inner=0, outer=0, width=width, computed=4).exchanged
     tokens, found = map(sum, zip(*two.run(exchanged, directory, case), strict=True))
     assert found / 2 == pytest.approx(tokens * expected, rel=1e-6)  # of two ranks, half is a rank's own on average
+
+
+def attended(directory: Path, case: Case) -> tuple[int, int, Counter[str], Counter[str]]:
+    """Microbatches, and the tokens that this rank forwards of them, those that fill up included."""
+    one = sharded(directory, case)
+    given = case.batch(0)
+    plan = one._plan(given)
+    with Collectives(case.ranks) as collectives:
+        one._gradients(plan, given.temperature)
+    tokens = sum(-(-len(pack.tokens) // case.ranks.context) for pack in plan.packs)
+    return len(plan.packs), tokens, collectives.calls, collectives.bytes
+
+
+def compare_attention(ranks: RankProcesses, case: Case, gathers: bool) -> None:
+    directory = tiny_models.saved(case["model"])
+    layers, inner, outer = parts(directory)
+    shape = load_model(directory, CPU).config
+    heads = Heads(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    expected = traffic(case.ranks, layers=layers, inner=inner, outer=outer, computed=4, heads=heads)
+    for microbatches, tokens, calls, found in ranks.run(attended, directory, case):
+        assert microbatches >= 3
+        once = microbatches * layers
+        assert calls["c10d::alltoall_base_"] == (0 if gathers else 4 * once)
+        assert calls["c10d::_allgather_base_"] == microbatches * expected.gathers + once * gathers
+        assert calls["c10d::_reduce_scatter_base_"] == microbatches * expected.reductions + once * gathers
+        received = (
+            found["c10d::alltoall_base_"] + found["c10d::_allgather_base_"] + found["c10d::_reduce_scatter_base_"]
+        )
+        weights = microbatches * (expected.gathered + expected.reduced)
+        assert received == pytest.approx(weights + tokens * expected.attended, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "nine-heads"])
+def test_what_attention_brings_to_two_ranks_is_what_the_planner_says(model: str, two: RankProcesses) -> None:
+    case = Case(model=model, parallel={"shard": 1, "context": 2}, train={"microbatch_tokens": 6})
+    compare_attention(two, case, gathers=model == "nine-heads")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"shard": 1, "context": 4}, {"shard": 2, "context": 2}], ids=["four", "split"])
+@pytest.mark.parametrize("model", ["qwen3", "nine-heads"])
+def test_what_attention_brings_to_four_ranks_is_what_the_planner_says(
+    model: str, parallel: dict[str, int], four: RankProcesses
+) -> None:
+    train = {"microbatch_tokens": 12 // parallel["context"]}
+    case = Case(model=model, parallel=parallel, train=train, groups=(*GROUPS, *GROUPS))
+    compare_attention(four, case, gathers=model == "nine-heads")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.commands.rerun import Stage, plan_rerun, rerun
+from headrace.commands.again.rerun import Stage, plan_rerun, rerun
 from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError

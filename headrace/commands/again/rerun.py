@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.advantage.groups import Algorithm, algorithm_of
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError
@@ -109,16 +109,25 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
     restore, at = course.checkpoint, course.begins
     with tempfile.TemporaryDirectory() as scratch:
         for config, end in _by_settings(course):
-            async with _trainer(config, restore, Path(scratch)) as trainer:
-                plan = plan_of(config, config.lora.served_name)
+            async with open_trainer(config, resolve_model(config.model.path), restore, Path(scratch)) as trainer:
                 algorithm = algorithm_of(config.algo, config.longest_rollout, reward_weights(config))
                 for journaled in islice(steps, end - at):
-                    batch = plan.batch_again(journaled, algorithm)
-                    batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
-                    yield Stage(trainer, config, journaled, batch)
+                    yield Stage(trainer, config, journaled, batch_of(config, journaled, algorithm))
                 at, restore = end, Path(scratch) / f"after-{end}"
                 if end < course.last:  # the trainer with the next settings starts from here
                     await trainer.save(restore, config.lora.served_name)
+
+
+def batch_of(config: RunConfig, journaled: JournalStep, algorithm: Algorithm) -> Batch:
+    """Returns the batch that the step consumed."""
+    batch = plan_of(config, config.lora.served_name).batch_again(journaled, algorithm)
+    return replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
+
+
+def settings_at(run_dir: Path, step: int) -> RunConfig:
+    """Returns the settings that did a step, counted from 1: a resumed run may have changed them."""
+    *_, (config, _) = _by_settings(RerunPlan(run_dir, None, step, step))
+    return config
 
 
 def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
@@ -149,11 +158,14 @@ def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
 
 
 @asynccontextmanager
-async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> AsyncIterator[Trainer]:
+async def open_trainer(
+    config: RunConfig, model_dir: Path, restore: Path | None, scratch: Path
+) -> AsyncIterator[Trainer]:
+    """Starts a trainer with the weights and the optimizer of `restore`, or with those of the model. `scratch`: where its log goes."""
     transport = open_transport()
     log = scratch / "trainer.log"
     adapter = config.lora.served_name
-    start = trainer_start(config, resolve_model(config.model.path), {adapter: restore} if restore else {}, transport)
+    start = trainer_start(config, model_dir, {adapter: restore} if restore else {}, transport)
     trainer = ProcessTrainer(open_launcher(scratch), start, cores_here(config))
     try:
         await trainer.open()

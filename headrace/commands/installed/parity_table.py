@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from headrace.commands.parity import DTYPES, LIMITS, Dtype, ParityRow, measure
+from headrace.commands.installed.parity import DTYPES, LIMITS, Dtype, ParityRow, measure
 from headrace.models.resolve import resolve_model
 
 COLUMNS = ("dtype", "engine", "sampling", "replayed in the trainer", "tokens", "mean", "p99", "max", "")

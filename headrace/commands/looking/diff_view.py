@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.commands.diff import KINDS, RunComparison, compare_runs
+from headrace.commands.looking.diff import KINDS, RunComparison, compare_runs
 from headrace.observe.texts import clip, plural
 
 

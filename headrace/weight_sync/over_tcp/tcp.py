@@ -3,34 +3,37 @@
     engine    length, {token, name, fingerprint, part}      part: full or delta
     trainer   length, {nbytes} or {refused}; then the bytes
 
-A connection serves one question. Whoever does not know the token is answered nothing. The place in an update (`host`, `port`) is recorded
+Where the trainer's weights are split over ranks, each rank answers for its own part (`part_sender.py`), and the engine asks all of them. A
+connection serves one question. Whoever does not know the token is answered nothing. The place in an update (`host`, `port`) is recorded
 in metrics; the token is in the start messages only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import socket
-import struct
 import threading
 import time
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from headrace.errors import IdentityError
 from headrace.types import Struct
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
-from headrace.weight_sync.slots import Manifests, Part, send_all
+from headrace.weight_sync.ranges import ByteRange, make_up
+from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
+from headrace.weight_sync.sockets import family_of, read_message, receive_into, send_message
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
-    from headrace.weight_sync.offers import OfferedVersion, OfferingSender, Offers
+    from headrace.weight_sync.offers import OfferedVersion, OfferingSender
 
-LONGEST = 4096
-"""Bytes of a question, and of the answer before the weights."""
+T = TypeVar("T")
+
 PATIENCE = 60.0
 """Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
 INTRODUCTION = 10.0
@@ -39,8 +42,10 @@ AT_ONCE = 64
 """Connections that are served at a time. More are closed."""
 TRIES = 3
 """Connections that an engine makes for an update before it gives it up."""
-
-_LENGTH = struct.Struct("<I")
+RANGES = "ranges"
+"""Asked for instead of a fingerprint: where the part of a rank lies in the packed buffer."""
+LONGEST_RANGES = 1 << 26
+"""Bytes of that answer."""
 
 
 class Tcp(NetworkTransport, frozen=True, tag="tcp"):
@@ -76,13 +81,17 @@ class WeightReply(Struct, frozen=True):
 class TcpServer:
     """Answers in threads, while the trainer trains."""
 
-    def __init__(self, offers: Offers, host: str, token: str) -> None:
+    def __init__(self, offers: WeightShelf, host: str, token: str) -> None:
         """Raises OSError if it cannot listen at that address."""
         self._offers, self._token = offers, token
-        self._listening = socket.create_server((host, 0), family=_family(host))
+        self._listening = socket.create_server((host, 0), family=family_of(host))
         self._host, self._port = host, self._listening.getsockname()[1]
         self._places = threading.BoundedSemaphore(AT_ONCE)
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._host, self._port
 
     def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
         return {"host": self._host, "port": self._port}
@@ -100,7 +109,7 @@ class TcpServer:
         try:
             with connection, contextlib.suppress(OSError, ValueError):
                 connection.settimeout(INTRODUCTION)
-                asked = msgspec.msgpack.decode(_read_message(connection), type=Question)
+                asked = msgspec.msgpack.decode(read_message(connection), type=Question)
                 if hmac.compare_digest(asked.token.encode(), self._token.encode()):
                     connection.settimeout(PATIENCE)
                     self._answer(connection, asked)
@@ -110,9 +119,9 @@ class TcpServer:
     def _answer(self, connection: socket.socket, asked: Question) -> None:
         found = self._offers.find(asked.name, asked.fingerprint, asked.part)
         if found is None:
-            _send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
+            send_message(connection, WeightReply(refused="the trainer no longer has them, or never had"))
         else:
-            _send_message(connection, WeightReply(len(found)))
+            send_message(connection, WeightReply(len(found)))
             send_all(connection, found)
 
 
@@ -124,37 +133,75 @@ class TcpSource:
 
     def __init__(self, token: str) -> None:
         self._token = token
+        self._ranges: dict[tuple[str, ...], list[list[ByteRange]]] = {}
+        """Those of each rank, by what is published, and where."""
 
     def full(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
+        if "parts" in update.where:
+            return self._parts(update, manifest, into)
+
         def read(connection: socket.socket, nbytes: int) -> int:
             if nbytes != len(into):
                 raise IdentityError(
                     f"version {update.version} has {nbytes} bytes, and this engine's weights {len(into)}"
                 )
-            _read_into(connection, into)
+            receive_into(connection, into)
             return nbytes
 
-        return self._asked(update, "full", read)
+        return self._asked(update, _place(update), update.fingerprint, read)
 
     def delta(self, update: WeightUpdate, limit: int) -> bytes:
-        def read(connection: socket.socket, nbytes: int) -> bytes:
-            if nbytes > limit:
-                raise IdentityError(f"the delta of version {update.version} has {nbytes} bytes, more than the weights")
-            buffer = bytearray(nbytes)
-            _read_into(connection, memoryview(buffer))
-            return bytes(buffer)
+        reading = functools.partial(_whole_answer, limit=limit, what=f"the delta of version {update.version}")
+        return self._asked(update, _place(update), update.fingerprint, reading, part="delta")
 
-        return self._asked(update, "delta", read)
+    def _parts(self, update: WeightUpdate, manifest: Manifest, into: memoryview) -> int:
+        """Fetches the part of each rank to its place."""
+        places = [(str(host), int(port)) for host, port in update.where["parts"]]
+        ranges = self._ranges_at(update, manifest, places)
+        for place, own in zip(places, ranges, strict=True):
 
-    def _asked(self, update: WeightUpdate, part: Part, read: Any) -> Any:
-        host, port = str(update.where["host"]), int(update.where["port"])
+            def read(connection: socket.socket, nbytes: int, own: list[ByteRange] = own) -> None:
+                if nbytes != sum(one.nbytes for one in own):
+                    raise IdentityError(
+                        f"a part of version {update.version} has {nbytes} bytes, which is another length"
+                    )
+                for one in own:
+                    receive_into(connection, into[one.offset : one.offset + one.nbytes])
+
+            self._asked(update, place, str(update.where["label"]), read)
+        return manifest.payload
+
+    def _ranges_at(
+        self, update: WeightUpdate, manifest: Manifest, places: list[tuple[str, int]]
+    ) -> list[list[ByteRange]]:
+        """Raises IdentityError if the parts do not make up the whole."""
+        name = update.adapter.name if update.adapter else ""
+        key = name, *(f"{host}:{port}" for host, port in places)
+        if key not in self._ranges:
+            reading = functools.partial(_whole_answer, limit=LONGEST_RANGES, what="the layout of a part")
+            answers = [self._asked(update, place, RANGES, reading) for place in places]
+            found = [msgspec.msgpack.decode(answer, type=list[ByteRange]) for answer in answers]
+            if not make_up(manifest, found):
+                raise IdentityError(f"the parts of version {update.version} do not make up this engine's weights")
+            self._ranges = {key: found} | {other: one for other, one in self._ranges.items() if other[1:] == key[1:]}
+        return self._ranges[key]
+
+    def _asked(
+        self,
+        update: WeightUpdate,
+        place: tuple[str, int],
+        fingerprint: str,
+        read: Callable[[socket.socket, int], T],
+        part: Part = "full",
+    ) -> T:
+        host, port = place
         name = update.adapter.name if update.adapter else ""
         for tried in range(1, TRIES + 1):
             try:
-                with socket.create_connection((host, port), INTRODUCTION) as connection:
+                with socket.create_connection(place, INTRODUCTION) as connection:
                     connection.settimeout(PATIENCE)
-                    _send_message(connection, Question(self._token, name, update.fingerprint, part))
-                    reply = msgspec.msgpack.decode(_read_message(connection), type=WeightReply)
+                    send_message(connection, Question(self._token, name, fingerprint, part))
+                    reply = msgspec.msgpack.decode(read_message(connection), type=WeightReply)
                     if not reply.refused:
                         return read(connection, reply.nbytes)
                     raise IdentityError(
@@ -171,34 +218,13 @@ class TcpSource:
         raise AssertionError
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------------------
+def _place(update: WeightUpdate) -> tuple[str, int]:
+    return str(update.where["host"]), int(update.where["port"])
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _send_message(connection: socket.socket, message: Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _read_message(connection: socket.socket) -> bytes:
-    """Raises ValueError for a message that is too long, OSError if it ends early."""
-    head = bytearray(_LENGTH.size)
-    _read_into(connection, memoryview(head))
-    (length,) = _LENGTH.unpack(head)
-    if length > LONGEST:
-        raise ValueError(f"a message of {length} bytes")
-    body = bytearray(length)
-    _read_into(connection, memoryview(body))
-    return bytes(body)
-
-
-def _read_into(connection: socket.socket, buffer: memoryview) -> None:
-    at = 0
-    while at < len(buffer):
-        got = connection.recv_into(buffer[at:])
-        if not got:
-            raise ConnectionError(f"the connection ended {len(buffer) - at} bytes too early")
-        at += got
+def _whole_answer(connection: socket.socket, nbytes: int, *, limit: int, what: str) -> bytes:
+    if nbytes > limit:
+        raise IdentityError(f"{what} has {nbytes} bytes, more than it may")
+    buffer = bytearray(nbytes)
+    receive_into(connection, memoryview(buffer))
+    return bytes(buffer)

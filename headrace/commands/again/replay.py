@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.commands.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
+from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.errors import CheckpointError
@@ -156,14 +156,19 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint=fingerprint,
         recorded=expected.fingerprints.get(journaled.version, ""),
-        exact=expected.machines.get(stage.step) == (here := machine_mark(cores_here(config), config.train.threads))
-        and not _on_gpu(config, here),
-        tolerance=TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
+        exact=is_exact(config, expected.machines.get(stage.step)),
+        tolerance=tolerance_of(config),
     )
 
 
-def _on_gpu(config: RunConfig, machine: Mapping[str, str]) -> bool:
-    return config.train.device != "cpu" and "gpu" in machine
+def is_exact(config: RunConfig, machine: Mapping[str, str] | None) -> bool:
+    """Whether a step that `machine` did is expected here bit for bit."""
+    here = machine_mark(cores_here(config), config.train.threads)
+    return machine == here and (config.train.device == "cpu" or "gpu" not in here)
+
+
+def tolerance_of(config: RunConfig) -> float:
+    return TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"]
 
 
 def outcome_of(
@@ -177,11 +182,11 @@ def outcome_of(
 ) -> Outcome:
     """`recorded`: the fingerprint that the run recorded, or an empty string. `exact`: compare bit for bit, not within `tolerance`."""
     if exact:
-        problem = _differences(report, before, differing(report, before))
+        problem = worded(report, before, differing(report, before))
         if not problem and recorded and fingerprint != recorded:
             problem = f"the weights are {fingerprint} instead of {recorded}"
     else:
-        problem = _differences(report, before, beyond(report, before, tolerance))
+        problem = worded(report, before, beyond(report, before, tolerance))
     return Outcome(
         step=before.step + 1,
         report=report,
@@ -203,7 +208,8 @@ def _near(a: float, b: float, tolerance: float) -> bool:
     return repr(a) == repr(b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
-def _differences(report: TrainReport, before: TrainReport, names: list[str]) -> str:
+def worded(report: TrainReport, before: TrainReport, names: list[str]) -> str:
+    """Returns the first differences in words; an empty string if `names` is empty."""
     shown = [f"{name} {_short(getattr(report, name))} instead of {_short(getattr(before, name))}" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

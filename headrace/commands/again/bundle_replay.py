@@ -1,0 +1,113 @@
+"""`headrace replay FILE`: does the step of a bundle again, stage by stage, and names the first one whose result differs."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.commands.again.bundle import CODE, STATE, Bundle, read_bundle
+from headrace.commands.again.stages import (
+    StageName,
+    StageResult,
+    advantage_stage,
+    not_done,
+    reward_stage,
+    trained_stages,
+)
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.models.resolve import resolve_model
+from headrace.settings.paths import resolve_paths
+from headrace.settings.toml import build
+from headrace.version import __version__
+
+TRAINED: tuple[StageName, ...] = ("loss", "backward", "optimizer")
+
+
+def replay_bundle(file: Path, model: str = "", trust: bool = False, console: Console | None = None) -> int:
+    """Returns 0 if no stage that could be done differs, else 1. `model`: the base model here, if the bundle's was a directory. `trust`:
+    whether code in the bundle may run. Raises ConfigError if the file is no bundle, or holds code that nobody trusts."""
+    console = console or Console(highlight=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bundle"
+        bundle = read_bundle(file, folder)
+        code = sorted(path.name for path in folder.glob(f"{CODE}/*"))
+        if code and not trust:
+            raise ConfigError(
+                f"{file} holds code that a replay runs ({', '.join(code)}): read it (unzip -p {file} '{CODE}/*'), then add --trust"
+            )
+        console.print(_headline(bundle))
+        results = asyncio.run(_stages(bundle, folder, model=model, scratch=Path(scratch)))
+    console.print(_table(results))
+    for sentence in bundle.left_out:
+        console.print(f"[dim]not in the bundle: {escape(sentence)}[/]")
+    return _conclude(results, console)
+
+
+def _headline(bundle: Bundle) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in bundle.packages.items())
+    where = f"on {bundle.machine.get('cpu', 'an unknown machine')}"
+    here = "" if bundle.headrace == __version__ else f" (here {__version__})"
+    return f"step {bundle.step}, done with headrace {bundle.headrace}{here} and {versions}, {escape(where)}"
+
+
+async def _stages(bundle: Bundle, folder: Path, *, model: str, scratch: Path) -> list[StageResult]:
+    code = folder / CODE
+    config = build(RunConfig, resolve_paths(_tree(bundle), code))
+    made, algorithm = advantage_stage(bundle, config)
+    results = [await reward_stage(bundle, config, code), made]
+    problem = _cannot_train(bundle, folder, config, model)
+    if problem or algorithm is None:
+        why = problem or "the advantages cannot be made"
+        return [*results, *(not_done(name, why) for name in TRAINED)]
+    model_dir = resolve_model(model or bundle.model)
+    where = {"folder": folder, "model_dir": model_dir, "scratch": scratch}
+    return [*results, *await trained_stages(bundle, config, algorithm, **where)]
+
+
+def _tree(bundle: Bundle) -> dict[str, object]:
+    """The settings of a config, which needs a model and a task; neither is used."""
+    return {**bundle.settings, "model": {"path": bundle.model}, "task": {"kind": "python", "rows": "a bundle"}}
+
+
+def _cannot_train(bundle: Bundle, folder: Path, config: RunConfig, model: str) -> str:
+    """Returns why the trainer cannot do the step, or an empty string."""
+    if bundle.step > 1 and not (folder / STATE).is_dir():
+        kind = "adapter" if config.lora.rank else "weights"
+        return f"the bundle has no state before the step (--include {kind} packs it)"
+    if bundle.local and not model:
+        return f"the model was a directory called {bundle.model}: --model DIR names it here"
+    if missing := [
+        one for one in (config.algo.loss,) if one and ".py:" in one and not Path(one.rpartition(":")[0]).is_file()
+    ]:
+        return f"the bundle has no code of {Path(missing[0]).name} (--include code packs it)"
+    return ""
+
+
+def _table(results: list[StageResult]) -> Table:
+    drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in ("stage", "done again", ""):
+        drawn.add_column(name, overflow="fold")
+    for one in results:
+        verdict = f"DIFFERS: {one.problem}" if one.problem else "the same" if one.done else "not done"
+        drawn.add_row(
+            one.name, escape(one.did), escape(verdict), style="bold red" if one.problem else "" if one.done else "dim"
+        )
+    return drawn
+
+
+def _conclude(results: list[StageResult], console: Console) -> int:
+    first = next((one for one in results if one.problem), None)
+    if first:
+        console.print(f"[bold red]{first.name} is the first stage that differs[/]")
+        return 1
+    done = [one.name for one in results if one.done]
+    console.print(
+        f"[green]the same result in {', '.join(done)}[/]" if done else "[yellow]no stage could be done again[/]"
+    )
+    return 0

@@ -1,0 +1,59 @@
+"""The arguments of `headrace replay`."""
+
+from __future__ import annotations
+
+import argparse
+import zipfile
+from pathlib import Path
+
+from headrace.commands.arguments import Commands, add_command, add_run, positive
+from headrace.commands.finding import run_directory
+from headrace.errors import ConfigError
+
+
+def add_replay(commands: Commands) -> None:
+    summary = "do training steps of a run, or the step of a bundle, again and compare them"
+    one = add_command(commands, "replay", _replay, summary)
+    add_run(one, metavar="RUN|FILE")
+    one.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1; a bundle has one")
+    one.add_argument("--to", type=positive, metavar="M", help="the last of several (default: the same)")
+    one.add_argument(
+        "--export", type=Path, metavar="FILE", help="pack the step into a bundle, to be done again elsewhere"
+    )
+    one.add_argument(
+        "--include",
+        nargs="+",
+        default=[],
+        choices=("code", "adapter", "weights"),
+        help="pack with it: your functions' source, or the state that the trainer had before the step",
+    )
+    one.add_argument("--model", default="", metavar="MODEL", help="of a bundle: the base model on this machine")
+    one.add_argument("--trust", action="store_true", help="of a bundle: run the code in it, which you have read")
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    one = arguments
+    if Path(one.run).is_file() and (zipfile.is_zipfile(one.run) or not one.step):
+        if one.step or one.to or one.export or one.include:
+            raise ConfigError(f"{one.run} is a bundle of one step: leave out --step, --to, --export and --include")
+        from headrace.commands.again.bundle_replay import replay_bundle
+
+        return replay_bundle(Path(one.run), one.model, one.trust)
+    if one.model or one.trust:
+        raise ConfigError(
+            f"{one.run} is no bundle: --model and --trust belong to a file of headrace replay RUN --export FILE"
+        )
+    run_dir = run_directory(one.run)
+    if not one.step:
+        raise ConfigError("--step N says which step of the run is done again")
+    if one.export:
+        if one.to:
+            raise ConfigError("a bundle holds one step: leave out --to")
+        from headrace.commands.again.bundle_export import export_bundle
+
+        return export_bundle(run_dir, one.step, one.export, one.include)
+    if one.include:
+        raise ConfigError("--include says what a bundle holds: name its file with --export FILE")
+    from headrace.commands.again.replay import replay
+
+    return replay(run_dir, one.step, one.to)

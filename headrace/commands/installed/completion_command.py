@@ -1,0 +1,27 @@
+"""`headrace completion SHELL`: prints the script with which a shell completes commands, flags, runs, settings and files."""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.commands.arguments import Commands, add_command
+
+HOW = {
+    "bash": '  echo "source <(headrace completion bash)" >> ~/.bashrc',
+    "zsh": '  echo "source <(headrace completion zsh)" >> ~/.zshrc      (below the line with compinit)',
+    "fish": "  headrace completion fish > ~/.config/fish/completions/headrace.fish",
+}
+
+
+def add_completion(commands: Commands) -> None:
+    one = add_command(commands, "completion", _completion, "a script that lets bash, zsh or fish complete a line")
+    one.add_argument("shell", choices=tuple(HOW), metavar="SHELL", help=" or ".join(HOW))
+    one.epilog = "\n".join(["to have it in every new shell:", *HOW.values()])
+    one.formatter_class = argparse.RawDescriptionHelpFormatter
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import argcomplete
+
+    print(argcomplete.shellcode(["headrace"], shell=arguments.shell))
+    return 0

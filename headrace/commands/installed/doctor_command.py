@@ -1,0 +1,34 @@
+"""The arguments of `headrace doctor`."""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.commands.arguments import Commands, add_command
+from headrace.errors import ConfigError
+
+
+def add_doctor(commands: Commands) -> None:
+    one = add_command(commands, "doctor", _doctor, "what is installed, what would run where, and what is missing")
+    one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    one.add_argument(
+        "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
+    )
+    one.add_argument(
+        "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
+    )
+    one.add_argument(
+        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="the dtypes of --parity (default: both)"
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.parity:
+        from headrace.commands.installed import parity_table
+
+        return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
+    if arguments.dtype:
+        raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
+    from headrace.commands.installed.doctor import examine
+
+    return examine(full=arguments.full, pythons=arguments.python)

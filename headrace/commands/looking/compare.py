@@ -1,0 +1,111 @@
+"""`headrace compare RUN RUN [...]`: the settings that differ, the last numbers side by side, and the curves, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.durable.atomic_files import replace_file
+from headrace.errors import ConfigError
+from headrace.observe.health.live_status import judge, read_live
+from headrace.observe.records import METRICS
+from headrace.observe.report.apart import settings_apart
+from headrace.observe.report.data import load
+from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, comparison_page, final_numbers
+from headrace.observe.texts import number, sparkline
+from headrace.orchestration.store.run_directory import held
+
+CURVE = 60
+"""Characters of a curve in the terminal."""
+
+
+def compare(runs: Sequence[Path], page: Path | None = None, console: Console | None = None) -> int:
+    """Prints the comparison, or writes it to `page`. Raises ConfigError if a directory holds no run, or if there are too many."""
+    console = console or Console(highlight=False)
+    if not 2 <= len(runs) <= len(COLOURS):
+        raise ConfigError(
+            f"{len(runs)} runs were named; compare takes two to {len(COLOURS)} (headrace board overlays more)"
+        )
+    named = dict(zip(_names(runs), runs, strict=True))
+    for run in runs:
+        if not (run / METRICS).is_file():
+            raise ConfigError(f"{run} is not the directory of a run: it has no {METRICS}")
+    data = {name: _read(run) for name, run in named.items()}
+    if page:
+        if page.suffix != ".html":
+            raise ConfigError(f"--html {page}: name a file that ends in .html")
+        replace_file(page, comparison_page(data).encode(), flush=False)
+        console.print(escape(str(page)))
+        return 0
+    _settings(named, console)
+    _numbers(data, console)
+    _curves(data, console)
+    return 0
+
+
+def _read(run: Path) -> ComparedRun:
+    data = load(run)
+    return ComparedRun(data, judge(data.state, read_live(run), held(run), time.time()).life)
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Returns the directories' own names, or whole paths if two have the same."""
+    short = [run.resolve().name for run in runs]
+    if len(set(short)) == len(short):
+        return short
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError("one run was named twice; compare takes different runs")
+    return [str(run) for run in runs]
+
+
+def _table(first: str, names: Sequence[str], justify: str = "left") -> Table:
+    drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    drawn.add_column(first)
+    for name in names:
+        drawn.add_column(escape(name), justify="right" if justify == "right" else "left", overflow="fold")
+    return drawn
+
+
+def _settings(runs: Mapping[str, Path], console: Console) -> None:
+    apart = settings_apart(runs)
+    if not apart:
+        console.print("[dim]these runs have the same settings[/]")
+        return
+    drawn = _table("setting", list(runs))
+    for name, values in apart.items():
+        drawn.add_row(name, *map(escape, values))
+    console.print(drawn)
+
+
+def _numbers(data: Mapping[str, ComparedRun], console: Console) -> None:
+    columns = [final_numbers(one) for one in data.values()]
+    drawn = _table("", list(data), "right")
+    for name in columns[0]:
+        values = [one[name] for one in columns]
+        drawn.add_row(name, *map(escape, values), style="" if len(set(values)) > 1 else "dim")
+    console.print()
+    console.print(drawn)
+
+
+def _curves(data: Mapping[str, ComparedRun], console: Console) -> None:
+    """Prints a line of blocks for each run, drawn on one scale of values and one of steps."""
+    widest = max(len(name) for name in data)
+    longest = max(len(one.data.state.rows) for one in data.values())
+    for curve in CURVES[:3]:
+        lines = {name: [curve.value(row) for row in one.data.state.rows] for name, one in data.items()}
+        finite = [value for line in lines.values() for value in line if math.isfinite(value)]
+        if not finite:
+            continue
+        within = min(finite), max(finite)
+        console.print(f"\n{curve.title}, {number(within[0])} to {number(within[1])} [dim]({escape(curve.note)})[/]")
+        for name, line in lines.items():
+            width = max(1, round(CURVE * len(line) / longest)) if line else 0
+            last = next((value for value in reversed(line) if math.isfinite(value)), math.nan)
+            drawn = sparkline(line, width, within)
+            console.print(f"  {escape(name.ljust(widest))}  {drawn.ljust(CURVE)}  {number(last)}", soft_wrap=True)

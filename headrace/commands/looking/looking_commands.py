@@ -1,0 +1,102 @@
+"""The arguments of `headrace ls`, `report`, `status`, `inspect`, `diff` and `compare`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace.commands.arguments import Commands, add_command, add_run, positive
+from headrace.commands.finding import run_directory
+
+
+def add_ls(commands: Commands) -> None:
+    one = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward")
+    one.add_argument(
+        "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
+    )
+    one.add_argument("--json", action="store_true", help="for programs")
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.run_table import list_runs
+
+    return list_runs(arguments.directory, arguments.json)
+
+
+def add_compare(commands: Commands) -> None:
+    summary = "runs side by side: the settings that differ, the last numbers, the curves"
+    one = add_command(commands, "compare", _compare, summary)
+    add_run(one, "runs", nargs="+")
+    one.add_argument("--html", type=Path, metavar="FILE.html", help="write a page with charts instead")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.compare import compare
+
+    return compare([run_directory(run) for run in arguments.runs], arguments.html)
+
+
+def add_report(commands: Commands) -> None:
+    add_run(add_command(commands, "report", _report, "write a run's report.html again, also while it is running"))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from headrace.observe.report import write_report
+    from headrace.orchestration.runs.pieces import pieces_of
+
+    run_dir = run_directory(arguments.run)
+    print(write_report(run_dir, pieces_of(run_dir)))
+    return 0
+
+
+def add_status(commands: Commands) -> None:
+    one = add_command(commands, "status", _status, "whether a run is alive, what it does and what it waits for")
+    add_run(one)
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="update every 2 seconds until the run has ended")
+    how.add_argument("--json", action="store_true", help="for programs")
+    how.add_argument("--stacks", action="store_true", help="print the stacks of all its processes (SIGUSR1)")
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking import status
+
+    run_dir = run_directory(arguments.run)
+    if arguments.stacks:
+        return status.ask_for_stacks(run_dir)
+    return status.report(run_dir, arguments.watch, arguments.json)
+
+
+def add_inspect(commands: Commands) -> None:
+    summary = "rollouts of a step, token by token: versions, rewards, masks, log-probs"
+    one = add_command(commands, "inspect", _inspect, summary)
+    add_run(one)
+    one.add_argument("--step", type=positive, metavar="N", help="the step, counted from 1 (default: the last)")
+    one.add_argument("--ticket", type=int, metavar="T", help="one group, by its ticket")
+    one.add_argument("--worst", type=positive, metavar="K", default=3, help="number of rollouts shown token by token: those "
+                     "with the lowest rewards, or the largest differences (default: %(default)s)")  # fmt: skip
+    one.add_argument(
+        "--rescore", action="store_true", help="compute the log-probs of the trainer at that step (starts it)"
+    )
+    one.add_argument("--tokens", action="store_true", help="show all numbers of these tokens, one per line")
+    one.add_argument("--json", action="store_true", help="for programs: all of it")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.inspect import inspect
+
+    run, one = run_directory(arguments.run), arguments
+    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
+    return inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
+
+
+def add_diff(commands: Commands) -> None:
+    one = add_command(commands, "diff", _diff, "the first differences of two runs: step, group and token")
+    add_run(one, "one", metavar="RUN_A")
+    add_run(one, "other", metavar="RUN_B")
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from headrace.commands.looking.diff_view import report
+
+    return report(run_directory(arguments.one), run_directory(arguments.other))

@@ -1,0 +1,103 @@
+"""`headrace demo` and `headrace recipes`: the recipes that ship with the package, for people who have no checkout."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import headrace
+from headrace.errors import ConfigError
+from headrace.settings.extras import install, is_installed
+
+DEMO = "demo"
+DEMO_IS = "a first run: a small model learns to add, in about six minutes"
+RECIPES_ARE = "runs to start from: list, or copy one"
+NAMED = re.compile(r'(?:"|recipes/)(\w[\w-]*\.(?:py|jsonl))\b')
+"""A file that a recipe or its Python file names; such files lie beside it."""
+
+
+def recipes_directory() -> Path:
+    """The folder of recipes: inside the installed package, or beside it in a checkout."""
+    package = Path(headrace.__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a setting; may be repeated")
+    parser.add_argument("--name", help="the run's directory under runs/ (default: demo- and the time)")
+    parser.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
+
+
+def demo(train: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Returns the command, which is `train` with the demo's recipe and a directory of its own for every run."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        if not is_installed("reasoning_gym"):
+            raise ConfigError(f"headrace demo takes its problems from reasoning-gym: {install('tasks')}")
+        arguments.config, arguments.resume, arguments.dry_run = str(recipe(DEMO)), None, False
+        arguments.name = arguments.name or time.strftime("demo-%Y%m%d-%H%M%S")
+        return train(arguments)
+
+    return run
+
+
+def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="copy this one; if left out: list them")
+    parser.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="where to (default: here)")
+
+
+def recipes(arguments: argparse.Namespace) -> int:
+    """Lists the recipes, or copies one with the files that it names. Raises ConfigError if a file is there already."""
+    if not arguments.recipe:
+        width = max(len(one.stem) for one in _all())
+        for one in _all():
+            print(f"{one.stem:<{width}}  {_first_words(one)}")
+        return 0
+    files = list(_with_named_files(recipe(arguments.recipe)))
+    there = [one.name for one in files if (arguments.to / one.name).exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)} exists in {arguments.to} already; name another directory by --to")
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    for one in files:
+        shutil.copyfile(one, arguments.to / one.name)
+    print(f"{', '.join(one.name for one in files)}; now: headrace train {arguments.to / files[0].name}")
+    return 0
+
+
+def recipe(name: str) -> Path:
+    """The file of a recipe. Raises ConfigError, with the names that there are."""
+    known = {one.stem: one for one in _all()}
+    if name.removesuffix(".toml") not in known:
+        raise ConfigError(f"there is no recipe {name}; there are: {', '.join(known)}")
+    return known[name.removesuffix(".toml")]
+
+
+def _all() -> list[Path]:
+    return sorted(recipes_directory().glob("*.toml"))
+
+
+def _first_words(one: Path) -> str:
+    """The first sentence of the comment at the top."""
+    lines = []
+    for line in one.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line[2:].strip())
+    return re.split(r"(?<=[.:]) ", " ".join(lines), maxsplit=1)[0]
+
+
+def _with_named_files(first: Path) -> Iterator[Path]:
+    """A recipe and, through it, all files of the folder that it names."""
+    found, unread = [first], [first]
+    while unread:
+        for name in NAMED.findall(unread.pop().read_text(encoding="utf-8")):
+            path = first.parent / name
+            if path.is_file() and path not in found:
+                found.append(path)
+                unread.append(path)
+    yield from found

@@ -1,0 +1,105 @@
+"""`headrace train CONFIG` and `headrace eval CONFIG|RUN`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, add_step, positive
+from headrace.commands.finding import is_config, run_directory
+from headrace.commands.serving import board_command as boarding
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config import RunConfig
+
+
+def add_train(commands: Commands) -> None:
+    one = add_command(commands, "train", train, "train a model")
+    one.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
+    add_set(one)
+    one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
+    one.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
+    how = one.add_mutually_exclusive_group()
+    how.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
+    )
+    how.add_argument("--board", action="store_true", help="show the run in the browser while it trains")
+
+
+def train(arguments: argparse.Namespace) -> int:
+    run_dir = run_directory(arguments.resume) if arguments.resume else None
+    sets = [*arguments.set, *([f'name="{arguments.name}"'] if arguments.name else [])]
+    config = _config(arguments.config, run_dir, sets)
+    if arguments.dry_run:
+        return _rehearse(config, run_dir)
+    from headrace.orchestration.runs import run
+
+    with boarding.beside((run_dir or config.run_dir).parent, arguments.board):
+        result = run.train(config, resume=run_dir)
+    return INTERRUPTED if result.reason == "interrupted" else 0
+
+
+def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
+    """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
+    import asyncio
+
+    from headrace.config import dump_config
+    from headrace.orchestration.runs.rehearse import rehearse
+
+    done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
+    print(f"{dump_config(done.config)}\n{done.page()}")
+    return 0
+
+
+def add_eval(commands: Commands) -> None:
+    one = add_command(commands, "eval", _evaluate, "measure the reward on held-out prompts")
+    one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
+    one.add_argument("--prompts", type=positive, metavar="N", help="held-out prompts (default: eval.prompts)")
+    add_step(one)
+    add_set(one)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from headrace.observe.diagnosis.troubles import measured_on
+    from headrace.orchestration.runs import one_shot
+
+    named = is_config(arguments.source)
+    run_dir = None if named else run_directory(arguments.source)
+    config = _config(arguments.source if named else None, run_dir, arguments.set)
+    measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
+    which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
+    print(
+        f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
+        f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
+    )
+    return 0
+
+
+def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
+    """The named config, or the config of the run."""
+    from headrace.config import adapter_runs, config_of_run, load_config
+    from headrace.orchestration.choosing import resumed_settings
+    from headrace.orchestration.python_inputs import refuse_python_inputs
+
+    source = file or (run_dir and config_of_run(run_dir))
+    if not source:
+        raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to resume a run)")
+    if file and (Path(file) / "config.toml").is_file():
+        raise ConfigError(
+            f"{file} is the directory of a run, not a config; resume it with: headrace train --resume {file}"
+        )
+    config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
+    for run in adapter_runs(config) or (config,):
+        refuse_python_inputs(run)
+        # A command takes no function, unlike `headrace.train`.
+        if not (run.reward.given or run.teachers or run.environment.rewards):
+            raise ConfigError(
+                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
+                "passed from Python are not in the config"
+            )
+    return config

@@ -1,0 +1,142 @@
+"""The environment kind `atropos`: a rollout of a ticket waits until an environment of Atropos has played and scored it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, publish_address
+from headrace.environments.atropos.inference_routes import InferenceRoutes
+from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
+from headrace.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.gateway.gateway import Gateway
+from headrace.environments.gateway.gateway_rollout import SECRET_BYTES
+from headrace.environments.kinds import ADDRESS_FILE
+from headrace.errors import RolloutFailed
+from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.types import Prompt
+from headrace.web.errors import Refused
+from headrace.web.limits import ServerLimits
+from headrace.web.server import bind
+
+NAME = "score"
+"""The name of the reward that is an environment's score."""
+
+Answer = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def open_atropos(
+    config: EnvironmentConfig,
+    encoder: GatewayEncoder,
+    facts: TrainerFacts,
+    *,
+    system: str,
+    sampling: Mapping[str, object],
+    stop: Sequence[str],
+    alone: bool,
+    log: Path,
+) -> EnvironmentKind:
+    """Makes the environments that environments of Atropos play. `log` receives lines on what they post, and its directory the file with
+    the address. The others as for `open_agents`. Raises ConfigError if the port cannot be had."""
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), bind(config.host, config.port, "environment."))
+    atropos = Atropos(ServedRollouts(config, encoder, gateway, system), facts, encoder, alone=alone, log=log)
+    said = "environments of Atropos, which find the run at the address that headrace gateway shows"
+    return EnvironmentKind(
+        atropos.make, config.limits, resumes="restarted", close=atropos.close, remarks=gateway.remarks, players=said
+    )
+
+
+class Atropos:
+    """The gateway and the open rollouts of a run."""
+
+    def __init__(
+        self, rollouts: ServedRollouts, facts: TrainerFacts, encoder: GatewayEncoder, *, alone: bool, log: Path
+    ) -> None:
+        """`alone`: whether the environments' scores are the only rewards."""
+        self.rollouts, self.alone, self._log = rollouts, alone, log
+        self.open = OpenRollouts(facts.group_size)
+        self._address, self._secret = log.parent / ADDRESS_FILE, secrets.token_urlsafe(SECRET_BYTES)
+        trajectories = TrajectoryRoutes(facts, self.open, encoder.written, encoder.decode, self._said)
+        inference = InferenceRoutes(self.open, rollouts.gateway)
+        self._routes: Mapping[tuple[str, str], Answer] = {
+            ("GET", ""): trajectories.root,
+            ("GET", "info"): trajectories.info,
+            ("GET", "wandb_info"): trajectories.wandb_info,
+            ("GET", "status"): trajectories.status,
+            ("GET", "status-env"): trajectories.status_env,
+            ("POST", "register-env"): trajectories.register_env,
+            ("POST", "disconnect-env"): trajectories.disconnect_env,
+            ("POST", "scored_data"): trajectories.scored_data,
+            ("POST", "scored_data_list"): trajectories.scored_data_list,
+            ("GET", "health"): inference.health,
+            ("GET", "v1/models"): inference.models,
+            ("POST", "generate"): inference.generate,
+            ("POST", "v1/chat/completions"): inference.chat,
+            ("POST", "v1/completions"): inference.completions,
+        }
+        rollouts.gateway.doors[self._secret] = self._answer
+
+    def make(self, prompt: Prompt, seed: int) -> Environment:
+        return AtroposEnvironment(prompt, self)
+
+    def publish(self) -> None:
+        """Writes the address, once the server has one."""
+        if not self._address.exists():
+            publish_address(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
+
+    async def close(self) -> None:
+        self._address.unlink(missing_ok=True)
+        await self.open.close()
+        await self.rollouts.gateway.close()
+
+    async def _answer(self, request: HttpRequest, path: str) -> Response:
+        if answer := self._routes.get((request.method, path.rstrip("/"))):
+            return await answer(request)
+        known = ", ".join(f"{method} /{one}" for method, one in self._routes)
+        raise Refused(404, f"{request.method} /{path} is not served here; there are: {known}")
+
+    def _said(self, line: str) -> None:
+        with self._log.open("a") as file:
+            file.write(f"{line}\n")
+
+
+class AtroposEnvironment:
+    """Protocol `Environment`."""
+
+    def __init__(self, prompt: Prompt, atropos: Atropos) -> None:
+        self._prompt, self._atropos = prompt, atropos
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        atropos = self._atropos
+        async with atropos.rollouts.open(agent) as served:
+            with atropos.open.offered(served, self._prompt.id) as rollout:
+                atropos.publish()
+                taken = asyncio.ensure_future(rollout.taken.wait())
+                try:
+                    awaited: set[asyncio.Future[Any]] = {taken, rollout.ended}
+                    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    taken.cancel()
+                score = await self._scored(rollout)
+        return {NAME: score} if atropos.alone and score is not None else {}
+
+    async def _scored(self, rollout: OpenRollout) -> float | None:
+        """Returns the score; None if the rollout has failed, and the session knows why."""
+        seconds, served = self._atropos.rollouts.config.seconds, rollout.served
+        try:
+            return await served.until(rollout.ended, seconds, os.getpid())
+        except TimeoutError:
+            said = f"no environment has posted its group within {seconds:g} s after its last turn (environment.seconds)"
+            refused = f"; it was refused: {served.error}" if served.error else ""
+            hint = "; groups with equal scores are posted with --env.ensure_scores_are_not_same false only"
+            raise RolloutFailed(
+                "environment_timeout", f"{said}; turns that it had: {served.answered}{refused}{hint}"
+            ) from None

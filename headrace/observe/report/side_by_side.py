@@ -1,0 +1,124 @@
+"""Several runs compared: their final numbers, the settings that differ, and curves over each other. Data for a terminal, and a page made of
+the report's parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from headrace.observe.numbers import measures
+from headrace.observe.records import StepRow
+from headrace.observe.report.apart import differences
+from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
+from headrace.observe.report.draw.tables import table
+from headrace.observe.report.page import THEME, document
+from headrace.observe.texts import duration, number, percent
+
+COLOURS = ("c1", "c2", "c3", "c4", "c5")
+"""The classes of the runs' curves, so at most five runs."""
+
+
+class ComparedRun(NamedTuple):
+    data: ReportData
+    life: str
+    """Its state in a word: finished, alive, died."""
+
+
+class ComparedCurve(NamedTuple):
+    title: str
+    value: Callable[[StepRow], float]
+    note: str = ""
+
+
+def _mean_length(row: StepRow) -> float:
+    return sum(row.lengths) / len(row.lengths) if row.lengths else math.nan
+
+
+CURVES = (
+    ComparedCurve("Reward", lambda row: row.reward_drawn, "all groups drawn: the policy's mean"),
+    ComparedCurve("Completion length", _mean_length, "tokens, mean of the trained completions"),
+    ComparedCurve("Entropy", lambda row: row.report.entropy, "nats, mean over trained tokens"),
+    ComparedCurve("KL(sampler ‖ trainer)", lambda row: row.report.kl, "k3 estimate, nats"),
+    ComparedCurve("Gradient norm", lambda row: row.report.grad_norm, "before clipping"),
+    ComparedCurve("Loss", lambda row: row.report.loss, "of the optimizer step; it need not fall when rewards rise"),
+)
+
+
+def final_numbers(run: ComparedRun) -> dict[str, str]:
+    """Returns the last numbers of a run by their names, as texts; "–" if the run has none."""
+    state = run.data.state
+    total = state.shares.total
+    engine, trainer = measures.idle_shares(state)
+    measured = [one for one in state.evals if one.prompts and math.isfinite(one.reward_mean)]
+    held_out = [f"{one.reward_mean:.3f} ± {one.reward_sem:.3f}" for one in measured]
+    return {
+        "state": run.life,
+        "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",
+        "time": duration(state.now),
+        "reward of the last steps": _or_dash(measures.recent_reward(state), "{:.3f}"),
+        "held-out reward, first": held_out[0] if held_out else "–",
+        "held-out reward, last": held_out[-1] if len(held_out) > 1 else "–",
+        "tokens trained": f"{sum(row.report.loss_tokens for row in state.rows):,}",
+        "tokens a second sampled": _or_dash(state.engine.rate(state.windows), "{:,.0f}"),
+        "tokens a second trained": _or_dash(measures.trainer_rate(state), "{:,.0f}"),
+        "engine idle": percent(engine) if engine is not None else "–",
+        "trainer idle": percent(trainer) if trainer is not None else "–",
+        "mean lag": _or_dash(measures.mean_lag(state), "{:.2f}"),
+        "largest lag": str(max(state.lags)) if state.lags else "–",
+        "rollouts cut off": percent(total.truncated_share),
+        "rollouts failed": percent(total.failed_share),
+        "groups without contrast": percent(total.no_contrast_share),
+        "groups dropped otherwise": percent(total.dropped_share),
+    }
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def comparison_page(runs: Mapping[str, ComparedRun]) -> str:
+    """Returns a page that needs no network. `runs`: two to five, by the names that the page gives them."""
+    head = f'<header><div class="top"><h1>{escape(" · ".join(runs))}</h1>{THEME}</div></header>'
+    settings = differences({name: run.data.run_dir for name, run in runs.items()})
+    body = (
+        f"<section><h2>Settings that differ</h2>{settings}</section>"
+        f"<section><h2>Last numbers</h2>{_numbers(runs)}</section>"
+        f'<section><h2>Curves</h2><div class="figures">{_curves(runs)}</div></section>'
+    )
+    return document(f"{len(runs)} runs", head + body, "Made by headrace from the files of these runs.")
+
+
+def _numbers(runs: Mapping[str, ComparedRun]) -> str:
+    columns = [final_numbers(run) for run in runs.values()]
+    rows = [(escape(name), *(escape(one[name]) for one in columns)) for name in columns[0]]
+    return table(("", *(f"#{name}" for name in runs)), rows)
+
+
+def _curves(runs: Mapping[str, ComparedRun]) -> str:
+    if not any(run.data.bins for run in runs.values()):
+        return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>'
+    return "".join(_overlaid(one, runs) for one in CURVES)
+
+
+def _overlaid(one: ComparedCurve, runs: Mapping[str, ComparedRun]) -> str:
+    lines = [[(each.x, each.mean(one.value)) for each in run.data.bins] for run in runs.values()]
+    steps = [edge for run in runs.values() for each in run.data.bins for edge in (each.first - 0.5, each.last + 0.5)]
+    chart = Chart((min(steps), max(steps)), extent(y for line in lines for _, y in line))
+    for line, colour in zip(lines, COLOURS, strict=False):
+        chart.line(line, colour)
+    longest = max((run.data.bins for run in runs.values()), key=len)
+    for each in longest:
+        chart.hover(each.first - 0.5, each.last + 0.5, _tip(one, each, runs))
+    return figure(one.title, chart.html(one.title), list(zip(COLOURS, runs, strict=False)), one.note)
+
+
+def _tip(one: ComparedCurve, at: Bin, runs: Mapping[str, ComparedRun]) -> str:
+    lines = [at.name]
+    for name, run in runs.items():
+        near: Sequence[Bin] = [each for each in run.data.bins if each.first <= at.x <= each.last]
+        lines.append(f"{name} {number(near[0].mean(one.value)) if near else '–'}")
+    return "\n".join(lines)

@@ -1,0 +1,299 @@
+"""The trainer's end of a broadcast: in rounds, each of which brings one version to the engines that ask for it.
+
+A round begins when every engine that is connected has asked, or `GATHER` seconds after the first one did. Its members form a process group,
+which stays for the next round if that has the same members. Every member acknowledges every bucket, so that the trainer is never more
+than two of them ahead, and knows who is behind. A round is aborted as soon as a member's connection ends, and when nothing has moved for
+`patience` seconds. Then the group is left (a broadcast cannot be ended from outside), all members are told, and those that are left ask
+again: for a new group. Whoever was behind when nothing moved is served alone from then on, until that has worked, so that it delays nobody.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import queue
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from headrace.weight_sync.push.buckets import BUCKET, READY, BucketGroup, own_gpu
+from headrace.weight_sync.push.keys import LONGEST_VALUE, GroupStore, Keys
+from headrace.weight_sync.push.round_messages import (
+    AbortRound,
+    AskWeights,
+    Backend,
+    BeginRound,
+    FromEngine,
+    FromTrainer,
+    GetKey,
+    GotBucket,
+    JoinGroup,
+    KeyValue,
+    PutKey,
+    RefuseWeights,
+    RoundFailed,
+)
+from headrace.weight_sync.sockets import family_of, read_message, send_message
+
+if TYPE_CHECKING:
+    from headrace.weight_sync.offers import OfferedVersion, Offers
+
+GATHER = 0.5
+"""Seconds for which those that have asked wait for the others. Whoever has not asked by then is waited for no more until it asks."""
+INTRODUCTION = 10.0
+"""Seconds for a first message to arrive."""
+AT_ONCE = 256
+"""Connections at a time. More are closed."""
+
+
+class RoundLost(Exception):
+    """A round cannot end. Its text says why."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GroupMember:
+    """An engine, as the trainer knows it."""
+
+    connection: socket.socket
+    gpu: str
+    asked: AskWeights | None = None
+    buckets: int = 0
+    """Number of buckets of the current round that it has acknowledged."""
+    waited_for: bool = True
+    alone: bool = False
+
+    def send(self, message: FromTrainer) -> None:
+        """The end of a connection is reported by the thread that reads from it."""
+        with suppress(OSError):
+            send_message(self.connection, message)
+
+
+@dataclass(frozen=True)
+class StandingGroup:
+    number: int
+    members: tuple[GroupMember, ...]
+    carrier: BucketGroup
+    backend: Backend
+
+
+Event = tuple[Any, Any]
+"""(member, its message, or None at its end), or (number of a group, what its `Tell` was called with)."""
+
+
+class BroadcastServer:
+    """Answers engines in threads, and broadcasts in another one, beside the trainer's own."""
+
+    def __init__(self, offers: Offers, host: str, token: str, patience: float) -> None:
+        """Raises OSError if it cannot listen at that address."""
+        self._offers, self._token, self._patience = offers, token, patience
+        self._listening = socket.create_server((host, 0), family=family_of(host))
+        self._host, self._port = host, self._listening.getsockname()[1]
+        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._keys, self._events = Keys(), queue.SimpleQueue[Event]()
+        self._members: list[GroupMember] = []
+        self._group: StandingGroup | None = None
+        self._groups = self._rounds = 0
+        for work in (self._accept, self._run):
+            threading.Thread(target=work, name="weights", daemon=True).start()
+
+    def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
+        return {"host": self._host, "port": self._port}
+
+    # -- connections ------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listening.accept()
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, suppress(OSError, ValueError):
+                connection.settimeout(INTRODUCTION)
+                message = msgspec.msgpack.decode(read_message(connection, LONGEST_VALUE), type=FromEngine)
+                token = getattr(message, "token", "")
+                if not hmac.compare_digest(token.encode(), self._token.encode()):
+                    return
+                match message:
+                    case JoinGroup():
+                        self._listen(GroupMember(connection=connection, gpu=message.gpu))
+                    case PutKey():
+                        self._keys.put(message.group, message.key, message.value)
+                        send_message(connection, KeyValue())
+                    case GetKey():
+                        value = self._keys.get(message.group, message.key, self._patience)
+                        send_message(connection, KeyValue(value or b"", value is None))
+        finally:
+            self._places.release()
+
+    def _listen(self, member: GroupMember) -> None:
+        """Reads what a member says, for as long as it is there."""
+        member.connection.settimeout(None)
+        # a stopped engine reads nothing, and may not hold up who writes to it
+        patience = struct.pack("ll", math.ceil(self._patience), 0)
+        member.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        try:
+            while True:
+                self._events.put((member, msgspec.msgpack.decode(read_message(member.connection), type=FromEngine)))
+        finally:
+            self._events.put((member, None))
+
+    # -- rounds -----------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            members = self._gathered()
+            try:
+                self._round(members)
+            except RoundLost as lost:
+                self._leave_group()
+                for member in members:
+                    member.send(AbortRound(self._rounds, str(lost)))
+
+    def _gathered(self) -> list[GroupMember]:
+        """Waits until somebody asks, and for those who may still do."""
+        since = 0.0
+        while True:
+            asking = [one for one in self._members if one.asked]
+            missing = [one for one in self._members if not one.asked and one.waited_for]
+            since = (since or time.monotonic()) if asking else 0.0
+            left = since + GATHER - time.monotonic()
+            if asking and (not missing or left <= 0):
+                for one in missing:
+                    one.waited_for = False
+                return _together(asking)
+            with suppress(queue.Empty):
+                self._note(*self._events.get(timeout=left if asking else None))
+
+    def _note(self, who: Any, what: Any) -> None:
+        if not isinstance(who, GroupMember):
+            return  # of a group that was left
+        if what is None:
+            who.asked = None
+            with suppress(ValueError):
+                self._members.remove(who)
+        elif isinstance(what, AskWeights):
+            who.asked, who.waited_for = what, True
+            if who not in self._members:
+                self._members.append(who)
+
+    def _round(self, members: Sequence[GroupMember]) -> None:
+        """Raises RoundLost."""
+        asked = members[0].asked
+        assert asked
+        found = self._offers.find(asked.name, asked.fingerprint, asked.part)
+        if found is None:
+            for member in members:
+                member.asked = None
+                member.send(RefuseWeights("the trainer no longer has them, or never had"))
+            return
+        self._rounds += 1
+        group = self._joined(members)
+        for rank, member in enumerate(members, 1):
+            member.asked, member.buckets = None, 0
+            begin = BeginRound(
+                round=self._rounds,
+                group=group.number,
+                rank=rank,
+                size=len(members) + 1,
+                backend=group.backend,
+                nbytes=len(found),
+            )
+            member.send(begin)
+        self._carry(group, found)
+        for member in members:
+            member.alone = False
+
+    def _joined(self, members: Sequence[GroupMember]) -> StandingGroup:
+        """Returns the group of these members: the one that is there, or a new one that they have yet to join."""
+        standing, held = self._group, {one.asked.group for one in members if one.asked}
+        if standing and standing.members == tuple(members) and held == {standing.number}:
+            return standing
+        self._leave_group()
+        self._groups += 1
+        number = self._groups
+        gpus = {own_gpu(), *(one.gpu for one in members)}
+        backend: Backend = "nccl" if len(gpus) > len(members) and "" not in gpus else "gloo"
+        carrier = BucketGroup(
+            GroupStore(self._keys, number, self._patience),
+            0,
+            len(members) + 1,
+            backend=backend,
+            address=self._host,
+            patience=self._patience,
+            tell=lambda what: self._events.put((number, what)),
+        )
+        self._group = StandingGroup(number, tuple(members), carrier, backend)
+        return self._group
+
+    def _leave_group(self) -> None:
+        if self._group:
+            self._group.carrier.leave()
+            self._keys.close(self._group.number)
+            self._group = None
+
+    def _carry(self, group: StandingGroup, found: memoryview) -> None:
+        """Raises RoundLost."""
+        writable = memoryview(bytearray(found)) if found.readonly else found  # torch warns of others
+        source, count = torch.frombuffer(writable, dtype=torch.uint8), -(-len(found) // BUCKET)
+        started, carried = 0, 0
+        while True:
+            acknowledged = min(member.buckets for member in group.members)
+            if acknowledged == carried == count:
+                return
+            while started < min(count, carried + 2, acknowledged + 2):
+                piece = source[started * BUCKET : (started + 1) * BUCKET]
+                group.carrier.buckets[started % 2][: len(piece)].copy_(piece)
+                group.carrier.carry(started, len(piece))
+                started += 1
+            carried += self._progress(group, acknowledged)
+
+    def _progress(self, group: StandingGroup, acknowledged: int) -> int:
+        """Waits until something has moved. Returns the number of buckets that the group has carried meanwhile."""
+        end = time.monotonic() + self._patience
+        while True:
+            try:
+                who, what = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                for member in group.members:
+                    member.alone = len(group.members) > 1 and member.buckets == acknowledged
+                raise RoundLost(f"nothing has moved for {self._patience:g} seconds") from None
+            self._note(who, what)
+            if who == group.number:
+                if isinstance(what, Exception):
+                    raise RoundLost(f"the trainer's end failed: {what}")
+                return int(what != READY)
+            if who not in group.members:
+                continue
+            if what is None:
+                raise RoundLost("the connection of an engine has ended")
+            if isinstance(what, RoundFailed) and what.round == self._rounds:
+                raise RoundLost(f"an engine's end failed: {what.why}")
+            if isinstance(what, GotBucket) and what.round == self._rounds:
+                who.buckets = what.number + 1
+                return 0
+
+
+def _together(asking: Sequence[GroupMember]) -> list[GroupMember]:
+    """Returns those who want the same as most; or one of those who are served alone, if there is nobody else."""
+    many = [one for one in asking if not one.alone]
+    if not many:
+        return [asking[0]]
+
+    def wanted(one: GroupMember) -> Any:
+        return one.asked and (one.asked.name, one.asked.fingerprint, one.asked.part)
+
+    ((most, _),) = Counter(map(wanted, many)).most_common(1)
+    return [one for one in many if wanted(one) == most]

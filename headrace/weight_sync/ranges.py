@@ -1,0 +1,78 @@
+"""The packed buffer in parts: each rank of a trainer fills the ranges whose values it holds, and none needs the whole model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ValueRun(NamedTuple):
+    """Values of one parameter that follow each other."""
+
+    name: str
+    first: int
+    """The number of its first value, in row-major order."""
+    values: torch.Tensor
+    """[n]"""
+
+
+class RankParts(NamedTuple):
+    """The share of one rank, and its way to the other ranks."""
+
+    rank: int
+    runs: Callable[[str], Iterator[ValueRun]]
+    """The runs of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
+    exchange: Callable[[Any], Sequence[Any]]
+    """Gives every rank the values of all ranks, in their order. Every rank calls it at the same time."""
+
+
+class ByteRange(NamedTuple):
+    offset: int
+    """The first byte in the packed buffer."""
+    nbytes: int
+
+
+def ranges_of(manifest: Manifest, runs: Iterable[ValueRun]) -> list[ByteRange]:
+    """Returns where the runs lie in the packed buffer."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    found = []
+    for run in runs:
+        spec, count = specs[run.name], run.values.numel()
+        if count:
+            each = spec.nbytes // math.prod(spec.shape)
+            found.append(ByteRange(spec.offset + run.first * each, count * each))
+    return found
+
+
+def make_up(manifest: Manifest, parts: Sequence[Sequence[ByteRange]]) -> bool:
+    """Returns whether every byte of every parameter lies in one of the ranges of one of the parts, and in no other."""
+    left = iter(sorted(itertools.chain(*parts)))
+    for spec in manifest.tensors:
+        at = spec.offset
+        while at < spec.offset + spec.nbytes:
+            one = next(left, None)
+            if one is None or one.offset != at:
+                return False
+            at += one.nbytes
+        if at != spec.offset + spec.nbytes:
+            return False
+    return next(left, None) is None
+
+
+def follower_update(version: int, adapter: AdapterSpec | None) -> WeightUpdate:
+    """The update that a rank returns which does not lead: nobody reads it."""
+    return WeightUpdate(
+        version=version,
+        kind="adapter" if adapter else "full",
+        fingerprint="of rank 0",
+        nbytes=0,
+        seconds=0.0,
+        adapter=adapter,
+    )

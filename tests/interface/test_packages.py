@@ -1,0 +1,134 @@
+"""What the wheel holds, and that it does in an empty directory what a checkout does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from headrace.cli import main
+from headrace.commands.running.demo_command import recipes_directory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> Path:
+    """A folder with the wheel and the sdist, each made from the files of the checkout."""
+    made = tmp_path_factory.mktemp("dist")
+    code = f"import os, hatchling.build as b; os.chdir({str(ROOT)!r}); b.build_wheel({str(made)!r}); b.build_sdist({str(made)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    return made
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def tracked(*folders: str) -> set[str]:
+    """The files that git has or would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(listed.stdout.splitlines())
+
+
+def test_the_wheel_holds_the_package_with_its_recipes_pages_and_kernels(packages: Path):
+    with ZipFile(one(packages, "*.whl")) as wheel:
+        inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    wanted = tracked("headrace") | {f"headrace/{name}" for name in tracked("recipes")}
+    assert inside == wanted
+    assert {Path(name).suffix for name in inside} >= {".py", ".cpp", ".js", ".css", ".toml", ".jsonl"}
+
+
+def test_the_sdist_holds_what_its_tests_need(packages: Path):
+    with tarfile.open(one(packages, "*.tar.gz")) as sdist:
+        inside = {name.partition("/")[2] for name in sdist.getnames()}
+    assert inside >= tracked("headrace", "recipes", "tests", "docs") | {
+        "pyproject.toml",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+    }
+
+
+def test_recipes_are_listed_and_copied_with_the_files_that_they_name(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert (
+        all(path.stem in listed for path in (ROOT / "recipes").glob("*.toml"))
+        and "learns to add and subtract" in listed
+    )
+    assert main(["recipes", "sums", "--to", "mine"]) == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"sums.toml", "sums.jsonl", "proposer.py"}
+    assert (
+        main(["recipes", "service.toml", "--to", "mine"]) == 0 and (tmp_path / "mine" / "reward_service.py").is_file()
+    )
+    assert main(["recipes", "sums", "--to", "mine"]) == 2
+    assert "sums.toml, sums.jsonl, proposer.py exists in mine already" in capsys.readouterr().err
+    assert main(["recipes", "sum"]) == 2 and "there are: agent, " in capsys.readouterr().err
+
+
+def test_every_file_of_the_recipes_is_named_by_one():
+    """Files that no recipe names would not be copied with it."""
+    texts = "".join(path.read_text() for path in recipes_directory().iterdir() if path.suffix in (".toml", ".py"))
+    assert [
+        path.name for path in recipes_directory().iterdir() if path.suffix != ".toml" and path.name not in texts
+    ] == []
+
+
+def test_the_citation_the_changelog_and_the_package_state_one_version():
+    version = next(line for line in (ROOT / "headrace" / "version.py").read_text().splitlines() if "=" in line).split(
+        '"'
+    )[1]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extras_are_installed_by_all_or_named_as_their_own():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    in_all = set(extras["all"][0].partition("[")[2].rstrip("]").split(","))
+    assert set(extras) - in_all == {"all", "dev", "demo", "vllm"}  # vllm: for the environment of a server of its own
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_runs_the_demo_in_an_empty_directory(packages: Path, tmp_path: Path):
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    place = Path(
+        subprocess.run(
+            [python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    )
+    with ZipFile(one(packages, "*.whl")) as wheel:
+        wheel.extractall(place)
+    # The dependencies are those of this environment; headrace itself, which is editable there, comes from the wheel.
+    (place / "theirs.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    small = (
+        "train.steps=2",
+        "train.warmup_steps=1",
+        "eval.prompts=8",
+        "staleness.groups_per_step=2",
+        "rollout.group_size=4",
+    )
+    sets = [word for setting in small for word in ("--set", setting)]
+    command = [python, "-m", "headrace", "demo", "--name", "first", *sets]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=empty, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 2 of 2" in done.stdout and (empty / "runs" / "first" / "report.html").is_file()
+    code = "import headrace; print(headrace.__file__)"
+    where = subprocess.run(
+        [python, "-c", code], cwd=empty, env=alone, check=True, capture_output=True, text=True
+    ).stdout
+    assert where.startswith(str(place))
