@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ class RedisServer:
             return False
 
 
+@contextmanager
 def a_redis_server(directory: Path, *options: str) -> Iterator[RedisServer]:
     """Skips the test where there is none."""
     pytest.importorskip("redis", reason="the Python package redis is not installed: pip install 'headrace[redis]'")

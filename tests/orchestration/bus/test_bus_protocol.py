@@ -32,7 +32,8 @@ Opening = Callable[[], Bus]
 
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from a_redis_server(tmp_path_factory.mktemp("redis"))
+    with a_redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 KINDS = ("memory", "jsonl", "redis")
@@ -396,7 +397,7 @@ def test_a_server_that_is_not_there_is_refused_with_a_remedy() -> None:
 
 
 def test_a_server_that_is_killed_loses_no_letter_and_is_waited_for(tmp_path: Path) -> None:
-    for server in a_redis_server(tmp_path):
+    with a_redis_server(tmp_path) as server:
         asyncio.run(_killed(server))
 
 
