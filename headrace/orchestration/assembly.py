@@ -16,8 +16,8 @@ from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.groups.source import GroupSource
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe

@@ -27,8 +27,8 @@ from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.open_bus import open_for_run
-from headrace.orchestration.bus.port import Bus
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet

@@ -33,7 +33,7 @@ def bus_problems(config: Any) -> Iterator[str]:
 
 
 def _of_the_whole_run(config: Any) -> Iterator[str]:
-    """What one place must know or do for all rollouts."""
+    """Yields the settings that one place must follow for all rollouts."""
     if config.teachers:
         yield "teachers have engines in the run's own processes, which rollout hosts do not reach; remove orchestration.bus, or the teachers"
     if config.algo.reference_in_reward:

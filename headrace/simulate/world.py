@@ -27,7 +27,7 @@ from headrace.observe.facts import Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
-from headrace.orchestration.groups.source import GroupSource
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import EarlierMetrics

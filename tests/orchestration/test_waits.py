@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bus_world import Fleet, bus_world
 from fake_world import FakeWorld
 
 import headrace
@@ -42,6 +43,7 @@ from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, build, open_telemetry
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
 from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
@@ -495,6 +497,31 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
 
+def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:
+    async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+        waits = spoil(here(lambda fact: None, 300.0, 600.0))
+        fleet = Fleet(
+            open_bus=functools.partial(MemoryBus, MemoryServer()),
+            staleness=StalenessConfig(groups_per_step=3, max_lag=1),
+            engine=lambda: FakeEngine(load_seconds=weights_after),
+            waits=waits,
+        )
+        for _ in range(hosts):
+            fleet.join()
+        try:
+            world = await bus_world(None, fleet, evaluate_every=2)
+            running = asyncio.ensure_future(world.run())
+            await asyncio.wait([running, *fleet.tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in fleet.tasks:
+                if task.done():
+                    task.result()
+            await running
+        finally:
+            await fleet.end()
+
+    return scenario
+
+
 HANDED_OUT = dataclasses.replace(SINGLE_TURN, players="agents that take them")
 
 STALLS: dict[tuple[str, str], Scenario] = {
@@ -521,6 +548,10 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
     ("start", "an engine to join at * as *"): of_joining,
+    ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
+    ("rollouts", "a rollout host"): over_bus(),
+    ("evaluation", "a rollout host"): over_bus(),
+    ("rollouts", "the weights of version *"): over_bus(weights_after=5.0),
     ("start", "the first weights to be live"): of_start,
     ("start", "the *"): of_teacher_s_start,
     ("trainer", "the swap in the teacher (of the version before)"): of_self_teaching,
@@ -538,7 +569,11 @@ ENDLESS: dict[tuple[str, str], Callable[..., Awaitable[None]]] = {
 }
 """What is reported again and again and never stopped."""
 
-WITH_PROCESSES = {("start", "the trainer to load the model"), ("start", "the engine to make room for it")}
+WITH_PROCESSES = {
+    ("start", "the trainer to load the model"),
+    ("start", "the engine to make room for it"),
+    ("start", "the engine to load the model"),
+}
 """Those that are between the controller and real processes; see below."""
 
 

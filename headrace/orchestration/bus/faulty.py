@@ -7,10 +7,10 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from headrace.orchestration.bus.port import Bus, Letter, Notice, Posting
+from headrace.orchestration.bus.bus_port import Bus, Letter, Notice, Posting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BusFaults:
     """Each is the share of calls that it befalls."""
 

@@ -1,24 +1,24 @@
-"""One queue as a value: which letters are in it, and who holds them. It knows no clock and no disk; `memory.py` and `jsonl.py` use it."""
+"""One queue as a value: which letters are in it, and who holds them. It knows no clock and no disk; `memory_bus.py` and `jsonl.py` use it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from headrace.orchestration.bus.port import Letter
+from headrace.orchestration.bus.bus_port import Letter
 
 
 class Held(NamedTuple):
     who: str
     since: float
-    """When this process last heard from the holder, on its own clock: the clocks of several machines are never compared."""
+    """The time at which this process last heard from the holder, on its own clock: the clocks of several machines are never compared."""
 
 
 class LetterBox:
     def __init__(self, lease: float) -> None:
         self._lease = lease
         self._letters: dict[str, Letter] = {}
-        """In the order in which they were posted."""
+        """Ordered as they were posted."""
         self._holders: dict[str, Held] = {}
 
     def post(self, letter: Letter) -> None:

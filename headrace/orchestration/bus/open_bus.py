@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.jsonl import JsonlBus, runs_in
-from headrace.orchestration.bus.port import Bus
 from headrace.orchestration.bus.redis_streams import RedisBus, runs_of
 from headrace.settings.extras import install, is_installed
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.errors import ConfigError
-from headrace.orchestration.bus.port import LEASE, Letter, Notice, Posting
+from headrace.orchestration.bus.bus_port import LEASE, Letter, Notice, Posting
 
 RUNS = b"headrace:runs"
 GROUP = "headrace"
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Persistence(NamedTuple):
-    """What a server keeps of what it is told."""
+    """The part of its content that a server keeps over a restart."""
 
     version: str
     aof: bool
@@ -67,9 +67,9 @@ class RedisBus:
         self._prefix, self._run, self._lease = f"headrace:{run}", run, lease
         self._down = False
         self._backlog: dict[str, list[Letter]] = {}
-        """What an earlier process under this name held, by queue, until it is claimed."""
+        """The letters that an earlier process under this name held, by queue, until they are claimed."""
         self._looked = 0.0
-        """When the letters of silent claimants were last asked for."""
+        """The time at which the letters of silent claimants were last asked for."""
 
     async def register(self) -> None:
         """Enters the run into the list of runs."""

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.engine.scoring_request import scoring
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.port import Bus
+from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.groups.bus_groups import BusGroups
 from headrace.orchestration.groups.desk import BusDesk
 from headrace.orchestration.groups.errands import RUN, WEIGHTS, RequestErrand, RunNotice, WeightsNotice

@@ -1,6 +1,6 @@
-"""Where the rollouts of a run are sampled and scored: in its own process, or by rollout hosts on a bus.
+"""The places where rollouts of a run are sampled and scored: in its own process, or by rollout hosts on a bus.
 
-Read `source.py` (the port that the loops call) and `own_groups.py` (this process's engine, environments and scorers). Then, for a run with a
+Read `group_source.py` (the port that the loops call) and `own_groups.py` (this process's engine, environments and scorers). Then, for a run with a
 bus, `errands.py` (the messages), `desk.py` (the run's end), `bus_groups.py` (the port over it) and `rollout_host.py` (the other end, which
 works with `own_groups.py`).
 """

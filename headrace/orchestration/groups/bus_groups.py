@@ -7,7 +7,7 @@ import itertools
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.groups.desk import BusDesk
 from headrace.orchestration.groups.errands import GroupErrand, HeldOutErrand
-from headrace.orchestration.groups.source import PlayedGroup, Seen
+from headrace.orchestration.groups.group_source import PlayedGroup, Seen
 from headrace.types import Prompt
 
 

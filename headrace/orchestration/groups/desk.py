@@ -22,8 +22,8 @@ import msgspec
 
 from headrace.observe.facts import EngineSample, FleetSample, MemberSample, WorkerJoined
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.port import Bus, Letter, Posting
-from headrace.orchestration.groups.errands import ALIVE, ANSWERS, SILENT, TICKETS, Errand, HostEntry, Reply
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
+from headrace.orchestration.groups.errands import ALIVE, ANSWERS, SILENT, TICKETS, Errand, ErrandReply, HostEntry
 from headrace.reports import TOTALS, EngineStats
 
 LOOK = 1.0
@@ -41,19 +41,19 @@ _encode = msgspec.msgpack.Encoder().encode
 @dataclass
 class _Asked:
     errand: Errand
-    reply: asyncio.Future[Reply]
+    reply: asyncio.Future[ErrandReply]
     oldest: int
     """The oldest version that the reply may have. 0 for an errand that an earlier process of the run posted: its letter names another one."""
     posted: bool = False
 
 
 @dataclass
-class Host:
+class KnownHost:
     """A rollout host that has signed."""
 
     entry: HostEntry
     heard: float
-    """When its entry last changed, on the run's clock."""
+    """The time at which its entry last changed, on the run's clock."""
     rate: float = 0.0
     """Sampled tokens per second between its last two entries."""
 
@@ -64,7 +64,7 @@ class BusDesk:
         self._bus, self._session, self._telemetry, self._changed = bus, session, telemetry, changed
         self._clock = telemetry.clock
         self._asked: dict[str, _Asked] = {}
-        self._early: dict[str, Reply | None] = {}
+        self._early: dict[str, ErrandReply | None] = {}
         """Replies by key that an earlier process of the run is owed; None until they come."""
         self._expecting = asyncio.Event()
         self._there: set[str] = set()
@@ -72,7 +72,7 @@ class BusDesk:
         self._replies: dict[str, str] = {}
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, KnownHost] = {}
         self.newest = -1
         """The newest version that was announced."""
         self.repeated = 0
@@ -92,9 +92,9 @@ class BusDesk:
         self._early = dict.fromkeys(keys)
         self._expecting.set()
 
-    async def ask(self, key: str, errand: Errand) -> Reply:
+    async def ask(self, key: str, errand: Errand) -> ErrandReply:
         known = key in self._there
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[ErrandReply] = asyncio.get_running_loop().create_future()
         asked = self._asked[key] = _Asked(errand, reply, oldest=0 if known else errand.at_least)
         try:
             if early := self._early.pop(key, None):
@@ -150,7 +150,7 @@ class BusDesk:
             return  # it was taken, and waits for the journal
         asked = self._asked.get(letter.key)
         try:
-            reply = msgspec.msgpack.decode(letter.body, type=Reply)
+            reply = msgspec.msgpack.decode(letter.body, type=ErrandReply)
         except msgspec.MsgspecError as error:
             self._telemetry.warn(f"an answer on the bus cannot be read ({error}); it is thrown away")
             self._to_settle.append(letter.id)
@@ -165,7 +165,7 @@ class BusDesk:
         else:
             self._take(letter.key, asked, reply)
 
-    def _take(self, key: str, asked: _Asked, reply: Reply) -> None:
+    def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
         versions = list(_versions(reply))
         if versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
             self._telemetry.warn(
@@ -221,7 +221,7 @@ class BusDesk:
             if entry.session != self._session:
                 continue
             if known is None:
-                self.hosts[who] = Host(entry, now)
+                self.hosts[who] = KnownHost(entry, now)
                 self._telemetry.record(WorkerJoined(now, f"rollout host {who}", entry.host, entry.pid, entry.host))
             elif entry.beat != known.entry.beat:
                 if (seconds := now - known.heard) > 0:
@@ -246,7 +246,7 @@ class BusDesk:
             self._telemetry.warn(self._farewell(who, host))
         return bool(parted)
 
-    def _farewell(self, who: str, host: Host) -> str:
+    def _farewell(self, who: str, host: KnownHost) -> str:
         left = f"{len(self.hosts)} left" if self.hosts else "none is left: start one with headrace rollouts"
         if host.entry.leaving:
             return f"the rollout host {who} has left{f': {host.entry.trouble}' if host.entry.trouble else ''}; {left}"
@@ -269,7 +269,7 @@ class BusDesk:
             )
 
 
-def _versions(reply: Reply) -> Iterator[int]:
+def _versions(reply: ErrandReply) -> Iterator[int]:
     group = reply.group
     for one in group.scored if group else ():
         for turn in one.episode.turns:

@@ -3,7 +3,7 @@
     queue or notice     who writes     content
     ---------------     ----------     -------
     tickets             run            `Errand`: a group to sample, a held-out prompt, a single request
-    answers             host           `Reply`
+    answers             host           `ErrandReply`
     board: run          run            `RunNotice`: all that a host needs to open its engine
     board: weights      run            `WeightsNotice`: the newest weights, and how many hosts share the work
     board: alive        run            nothing; it is renewed as long as the run lives
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.orchestration.groups.source import PlayedGroup
+from headrace.orchestration.groups.group_source import PlayedGroup
 from headrace.reports import Capabilities, EngineStats
 from headrace.types import Completion, Prompt, Request, Struct
 from headrace.weight_sync.transport import AnyTransport
@@ -56,21 +56,21 @@ class RequestErrand(Struct, frozen=True, tag="request"):
 Errand = GroupErrand | HeldOutErrand | RequestErrand
 
 
-class Reply(Struct, frozen=True):
-    """What became of an errand."""
+class ErrandReply(Struct, frozen=True):
+    """The result of an errand."""
 
     who: str
     group: PlayedGroup | None = None
     completion: Completion | None = None
     refused: str = ""
-    """Why the engine does not take a request."""
+    """The reason for which the engine does not take a request."""
 
 
 class RunNotice(Struct, frozen=True):
     session: str
     """One process of the run. Another one has another address for weights."""
     version: str
-    """Of headrace."""
+    """The version of headrace."""
     over: bool = False
     config: dict[str, Any] = {}
     """`RunConfig` as plain values."""
@@ -104,5 +104,5 @@ class HostEntry(Struct, frozen=True):
     capabilities: Capabilities | None = None
     stats: EngineStats = EngineStats()
     trouble: str = ""
-    """Why it leaves, if not because it was asked to."""
+    """The reason for which it leaves, if it was not asked to."""
     leaving: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.groups.source import PlayedGroup, Seen
+from headrace.orchestration.groups.group_source import PlayedGroup, Seen
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Scorer

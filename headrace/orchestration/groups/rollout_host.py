@@ -25,7 +25,7 @@ import msgspec
 
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.bus.port import Bus, Letter, Posting
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.groups.errands import (
     ALIVE,
     ANSWERS,
@@ -34,15 +34,15 @@ from headrace.orchestration.groups.errands import (
     TICKETS,
     WEIGHTS,
     Errand,
+    ErrandReply,
     GroupErrand,
     HeldOutErrand,
     HostEntry,
-    Reply,
     RequestErrand,
     RunNotice,
     WeightsNotice,
 )
-from headrace.orchestration.groups.source import GroupSource
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.protocols import Engine
 from headrace.reports import EngineStats
 from headrace.rollouts.partial import Interrupts
@@ -59,7 +59,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, kw_only=True)
 class HostParts:
-    """What a host works with, for one session of the run."""
+    """The parts of a host, for one session of the run."""
 
     engine: Engine
     interrupts: Interrupts
@@ -77,9 +77,9 @@ class HostPatience:
     """Seconds."""
 
     run: float = 600.0
-    """Without a sign of the run, until the host leaves."""
+    """The time without a sign of the run until the host leaves."""
     drain: float = 30.0
-    """For the errands in hand, once the host is to leave."""
+    """The time for the errands in hand, once the host is to leave."""
 
 
 class Deserted(HeadraceError):
@@ -139,7 +139,14 @@ class RolloutHost:
 
     async def _serve(self, notice: RunNotice) -> None:
         parts = await self._open_parts(notice)
-        session = self._session = _Session(self._bus, self._who, notice.session, parts, self._patience, self._leaving)
+        session = self._session = _Session(
+            bus=self._bus,
+            who=self._who,
+            name=notice.session,
+            parts=parts,
+            patience=self._patience,
+            leaving=self._leaving,
+        )
         trouble = ""
         try:
             await session.run()
@@ -154,7 +161,7 @@ class RolloutHost:
             await parts.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Session:
     """A host during one session of the run."""
 
@@ -166,7 +173,7 @@ class _Session:
     leaving: asyncio.Event
     _beat: int = 0
     _version: int = -1
-    """Of the policy that is served."""
+    """The version of the policy that is served."""
     _hosts: int = 1
     _hand: dict[str, tuple[Letter, asyncio.Task[None]]] = field(default_factory=dict)
     """The errands in hand, by the id of their letter."""
@@ -308,19 +315,19 @@ class _Session:
         finally:
             self.wake()
 
-    async def _reply(self, errand: Errand) -> Reply:
+    async def _reply(self, errand: Errand) -> ErrandReply:
         match errand:
             case GroupErrand():
                 group = await self.parts.groups.trained(errand.ticket, errand.prompt, lambda episodes: None)
                 self.parts.groups.forget(errand.ticket)
-                return Reply(self.who, group)
+                return ErrandReply(self.who, group)
             case HeldOutErrand():
-                return Reply(
+                return ErrandReply(
                     self.who,
                     await self.parts.groups.held_out(errand.number, errand.index, errand.prompt, lambda episodes: None),
                 )
             case RequestErrand():
                 try:
-                    return Reply(self.who, completion=await self.parts.interrupts.once(errand.request))
+                    return ErrandReply(self.who, completion=await self.parts.interrupts.once(errand.request))
                 except ValueError as error:
-                    return Reply(self.who, refused=str(error))
+                    return ErrandReply(self.who, refused=str(error))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.source import GroupSource
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
 from headrace.types import Failure, Prompt, Scored
 

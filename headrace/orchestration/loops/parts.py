@@ -12,7 +12,7 @@ from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal
 from headrace.observe.numbers.state import RunState
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.source import GroupSource
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.ledger import Ledger

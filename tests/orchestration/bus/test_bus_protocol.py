@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from redis_server import RedisServer, a_redis_server
 
 from headrace.errors import ConfigError
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
 from headrace.orchestration.bus.jsonl import JsonlBus
 from headrace.orchestration.bus.lines import LineFile
-from headrace.orchestration.bus.memory import MemoryBus, MemoryServer
-from headrace.orchestration.bus.port import Bus, Letter, Posting
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
 from headrace.orchestration.bus.redis_streams import RedisBus, runs_of
 from headrace.simulate import virtual_time
 

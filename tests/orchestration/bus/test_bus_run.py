@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from headrace.engine.fake import FakeEngine
 from headrace.errors import HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
+from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
 from headrace.orchestration.bus.jsonl import JsonlBus
-from headrace.orchestration.bus.memory import MemoryBus, MemoryServer
-from headrace.orchestration.bus.port import Bus
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
 from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
 from headrace.reports import EngineStats
 from headrace.rollouts.staleness import StalenessConfig

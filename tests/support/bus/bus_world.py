@@ -16,7 +16,7 @@ from headrace.engine.fake import FakeEngine
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.port import Bus
+from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.groups.errands import RunNotice
 from headrace.orchestration.groups.own_groups import OwnGroups
@@ -56,6 +56,8 @@ class Fleet:
     scorer: Callable[[], FakeScorer] = FakeScorer
     partial: PartialConfig = PartialConfig()
     patience: HostPatience = HostPatience()
+    waits: Waits | None = None
+    """Those of the run and of its hosts; None: they have their own, without deadlines."""
     hosts: dict[str, tuple[RolloutHost, asyncio.Task[None]]] = field(default_factory=dict)
     engines: dict[str, FakeEngine] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
@@ -86,14 +88,18 @@ class Fleet:
             host._session.bus = _Dead()  # type: ignore[assignment]
         task.cancel()
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return [task for _, task in self.hosts.values()]
+
     async def end(self) -> None:
-        for _, task in self.hosts.values():
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*(task for _, task in self.hosts.values()), return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def _parts(self, who: str) -> HostParts:
         clock = asyncio.get_running_loop().time
-        waits = Waits(lambda fact: None, clock, 1e5, 1e6)
+        waits = self.waits or Waits(lambda fact: None, clock, 1e5, 1e6)
         engine = self.engines[who] = self.engine()
         scorer = self.scorer()
         interrupts = Interrupts(engine, self.partial, waits, clock)
@@ -134,7 +140,7 @@ async def bus_world(directory: Path | None, fleet: Fleet, resume: bool = False, 
     """A world whose engine is the fleet. At least one host must have joined, or join soon."""
     facts = settings.pop("observer", None) or FactList()
     clock = asyncio.get_running_loop().time
-    telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1e5, 1e6))
+    telemetry = Telemetry(facts.record, clock, fleet.waits or Waits(facts.record, clock, 1e5, 1e6))
 
     async def opened() -> tuple[Bus, str]:
         return fleet.open_bus(), "in memory"
