@@ -220,7 +220,7 @@ def client_of(url: str, password: str = "") -> Any:
     try:
         return Redis.from_url(
             url,
-            **({"password": password} if password else {}),
+            password=password or None,
             socket_timeout=SOCKET,
             socket_connect_timeout=SOCKET,
             retry=Retry(NoBackoff(), 0),
