@@ -40,6 +40,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
@@ -66,6 +67,7 @@ site: setup
 docs: setup
 	$(BIN)/python docs/make_settings.py
 	$(BIN)/python docs/make_algorithms.py
+	$(BIN)/python docs/make_trl.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

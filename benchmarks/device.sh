@@ -14,3 +14,4 @@ if ! PYTHONPATH=. "$python" -c "import torch, transformers, msgspec, pydantic, x
 fi
 
 PYTHONPATH=. "$python" benchmarks/device.py --device "$device"
+PYTHONPATH=. "$python" benchmarks/device_ipc.py --device "$device"

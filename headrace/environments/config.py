@@ -44,8 +44,8 @@ class EnvironmentConfig:
     game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the kind. gym: `env_config` of the environment. reasoning_gym: `discount`, `feedback`. textarena:
-    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config, and
-    `select`."""
+    `unfinished`, and arguments of the game. openenv: `action`, `observation`. verifiers: the environment's config,
+    `select` and `renderer`."""
     function: str = ""
     """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
     turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md). Or a

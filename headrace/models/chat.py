@@ -11,6 +11,7 @@ from typing import Any
 from headrace.chat.formats import CallFormat
 from headrace.chat.probing import format_of
 from headrace.errors import ConfigError
+from headrace.models.endings import end_tokens
 
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
@@ -24,8 +25,8 @@ class ChatEncoder:
 
     def __init__(self, model_dir: str | Path) -> None:
         """Raises ConfigError if `model_dir` holds no tokenizer that can be loaded."""
-        self._directory = Path(model_dir)
-        self._tokenizer = _load_tokenizer(self._directory)
+        self.directory = Path(model_dir)
+        self._tokenizer = _load_tokenizer(self.directory)
 
     @property
     def has_template(self) -> bool:
@@ -35,7 +36,7 @@ class ChatEncoder:
     def call_format(self) -> CallFormat:
         """The format in which the model writes tool calls. Raises ConfigError if the template shows it no tools."""
         self._check_template()
-        return format_of(lambda messages, tools: self._rendered(messages, tools, opened=False), str(self._directory))
+        return format_of(lambda messages, tools: self._rendered(messages, tools, opened=False), str(self.directory))
 
     def encode_messages(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -51,7 +52,7 @@ class ChatEncoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template of {self._directory} refuses messages with the roles {roles}: {error}. Some templates "
+                f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}. Some templates "
                 "have no system role: put the text of task.system into the prompts instead"
             ) from None
         # The template has already written the special tokens: adding them again would double the start token.
@@ -64,7 +65,7 @@ class ChatEncoder:
     def _check_template(self) -> None:
         if not self.has_template:
             raise ConfigError(
-                f"{self._directory} has no chat template; use an instruct model, add its chat_template.jinja, or set "
+                f"{self.directory} has no chat template; use an instruct model, add its chat_template.jinja, or set "
                 "task.chat = false and write prompts as plain text"
             )
 
@@ -84,6 +85,10 @@ class ChatEncoder:
         """Returns the tokens of an assistant's answer, which follow those of `encode_messages`. `ended`: whether to add the end of turn."""
         end = self._tokenizer.eos_token_id
         return (*self._tokens(text, add_special_tokens=False), *((end,) if ended and end is not None else ()))
+
+    def end_tokens(self) -> frozenset[int]:
+        """Returns the tokens that end a completion, by the files of the model."""
+        return end_tokens(self.directory)
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the id of every token, added tokens included."""

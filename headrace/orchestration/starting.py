@@ -34,6 +34,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.groups.errands import RunNotice
 from headrace.orchestration.needs import adapters_served
+from headrace.orchestration.seats import threads_elsewhere
 from headrace.orchestration.workers.build import open_files, open_network, open_transport
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.worker_messages import EngineStart
@@ -83,9 +84,8 @@ def start_engine(
     """`logs`: the directory for what processes print."""
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
-        if config.orchestration.joins:  # its machine has cores of its own
-            threads = 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
-            one = dataclasses.replace(one, threads=threads)
+        if config.orchestration.elsewhere:  # its machine has cores of its own
+            one = dataclasses.replace(one, threads=threads_elsewhere(config))
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
             return _server(

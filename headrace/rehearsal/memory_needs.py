@@ -58,6 +58,8 @@ class MemoryPlan(NamedTuple):
     reference_in_loss: bool
     fetches: bool = False
     """Whether the engines of this machine fetch weights into memory of their own."""
+    published: Device = "cpu"
+    """The memory that holds published weights."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
@@ -67,7 +69,7 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     return [
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
         *_trainer(shape, plan),
-        MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, "cpu", certain=True),
+        MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True),
         *_engines(shape, plan),
     ]
 

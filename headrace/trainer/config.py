@@ -21,8 +21,8 @@ class TrainConfig:
     in that time."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """The peak learning rate. For RL on all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """The learning rate after the warm-up: constant, or falling to zero along a cosine until `steps`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to zero until `steps`, along a cosine or a straight line."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)

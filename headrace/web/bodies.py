@@ -56,6 +56,8 @@ class SamplingParams(Drawing, kw_only=True):
     prompt_logprobs: Count | None = None
     detokenize: bool | None = None
     output_kind: Any = None
+    routed_experts_prompt_start: Count | None = None
+    """Accepted and ignored: where experts are returned, those of all positions are."""
 
 
 class StreamOptions(Body, kw_only=True):

@@ -10,10 +10,12 @@ from pydantic.dataclasses import dataclass
 
 from headrace.types import Struct
 
-Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast"]
+Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"]
 LOOPBACK = "127.0.0.1"
 FETCH = ("headrace", "vllm")
 """Kinds of servers that can fetch weights over HTTP: vLLM does it where headrace is installed beside it."""
+
+NO_GPU = 'weight_sync.kind = "cuda_ipc" needs trainer and engines on one GPU of this machine; use "shared_memory", or leave weight_sync.kind out'
 
 
 class Encoding(Struct, frozen=True):
@@ -30,16 +32,16 @@ FULL = Encoding()
 class WeightSyncConfig:
     """The way of new weights from the trainer to the engines (docs/weight_sync.md)."""
 
-    kind: Literal["auto", "shared_memory", "tcp", "http", "files", "broadcast"] = "auto"
+    kind: Literal["auto", "shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"] = "auto"
     """shared_memory: engines map the trainer's pages; tcp: they fetch from the trainer's process; http: they fetch from it and from each
-    other; files: a directory that both see; broadcast: the trainer's process sends to all of them at once (gloo, or NCCL). auto: chosen by
-    where the engines are, and `--dry-run` says why."""
+    other; files: a directory that both see; broadcast: the trainer's process sends to all of them at once (gloo, or NCCL); cuda_ipc:
+    they open the trainer's memory on the same GPU. auto: chosen by where the engines are, and `--dry-run` says why."""
     encoding: Literal["full", "delta"] = "full"
     """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
     anchor_every: int = Field(default=50, gt=0)
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines that join over
+    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
     tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
 
     @property
@@ -55,7 +57,7 @@ class WeightEnds(NamedTuple):
     adapters: bool = False
     """Whether adapters are published beside a base that never changes."""
     joined: str = ""
-    """The host at which the run listens for engines that join; empty for engines that it starts."""
+    """The host at which the run listens for engines elsewhere; empty for engines that are its children."""
     encrypted: bool = False
     """Whether engines that join talk to the run over TLS."""
     bus: bool = False
@@ -80,7 +82,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     if ends.server in FETCH and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
-        return Way("tcp", 'engines that join share no memory with the trainer (orchestration.kind = "join")')
+        return Way("tcp", 'engines elsewhere share no memory with the trainer (orchestration.kind = "join" or "ray")')
     if ends.bus:
         return Way("tcp", "rollout hosts share no memory with the trainer (orchestration.bus)")
     if ends.server:
@@ -92,10 +94,10 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
     fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
-    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files", "broadcast")
+    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc")
     if ends.joined and not ends.server and way.kind not in ("tcp", "broadcast"):
         yield (
-            f'weight_sync.kind = "{way.kind}" does not reach engines that join (orchestration.kind = "join"); use weight_sync.kind = "tcp", '
+            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = "tcp", '
             "or leave it out"
         )
     if ends.bus and way.kind not in ("tcp", "http", "files"):
@@ -133,8 +135,8 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )
-    elif way.kind == "shared_memory":
+    elif way.kind in ("shared_memory", "cuda_ipc"):
         yield (
-            'weight_sync.encoding = "delta" saves bytes that travel, and through shared memory none do; remove it, or set weight_sync.kind = '
+            'weight_sync.encoding = "delta" saves bytes that travel, and through memory that both ends share none do; remove it, or set weight_sync.kind = '
             '"tcp"'
         )

@@ -36,10 +36,7 @@ class PackedBuffer:
         self._manifest, self._buffer = manifest, buffer
         # One storage for the whole buffer, so that an engine can see that two parameters are adjacent.
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
-        self.views: dict[str, torch.Tensor] = {
-            spec.name: whole[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
-            for spec in manifest.tensors
-        }
+        self.views = views_of(manifest, whole)
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -52,14 +49,26 @@ class PackedBuffer:
 
     def verified(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns the views after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
-        found = self.fingerprint()
-        if found != update.fingerprint:
-            what = f"the adapter {update.adapter.name}" if update.adapter else "weights"
-            raise IdentityError(
-                f"{what} of version {update.version} were published with fingerprint {update.fingerprint}, but the engine "
-                f"loaded {found}: it keeps serving the version it has and refuses this one"
-            )
+        check_fingerprint(update, self.fingerprint())
         return self.views
+
+
+def views_of(manifest: Manifest, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the parameters in the bytes `whole` [manifest.nbytes], whose memory they share."""
+    return {
+        spec.name: whole[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec in manifest.tensors
+    }
+
+
+def check_fingerprint(update: WeightUpdate, found: str) -> None:
+    """Raises `IdentityError` if it is not the one that was published."""
+    if found != update.fingerprint:
+        what = f"the adapter {update.adapter.name}" if update.adapter else "weights"
+        raise IdentityError(
+            f"{what} of version {update.version} were published with fingerprint {update.fingerprint}, but the engine "
+            f"loaded {found}: it keeps serving the version it has and refuses this one"
+        )
 
 
 def fingerprint(manifest: Manifest, buffer: memoryview) -> str:

@@ -14,6 +14,7 @@ from headrace.weight_sync.files import Files
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.push.broadcast import Broadcast
+from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
 
 TRANSPORTS: dict[str, type[Transport]] = {
@@ -22,6 +23,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "tcp": Tcp,
     "http": Http,
     "broadcast": Broadcast,
+    "cuda_ipc": CudaIpc,
 }
 
 if TYPE_CHECKING:

@@ -396,6 +396,8 @@ def test_learning_rates():
     rates = [learning_rate(step, cosine) for step in range(13)]
     assert rates[4] == 1 and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0)
     assert all(a > b for a, b in pairwise(rates[4:]))
+    linear = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="linear")
+    assert [learning_rate(step, linear) for step in (3, 4, 6, 10, 12, 13)] == [1, 1, 0.75, 0.25, 0, 0]
 
 
 def test_tied_parameters_are_published_once(model_dir):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headrace.errors import IdentityError
-from headrace.protocols import WeightReceiver, WeightSender
+from headrace.protocols import Transport, WeightReceiver, WeightSender
 from headrace.weight_sync.packed import fingerprint, lay_out
+from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.transport import TRANSPORTS, AnyTransport
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
@@ -35,7 +36,7 @@ Ends = tuple[WeightSender, WeightReceiver]
 @pytest.fixture(params=TRANSPORTS)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """Each is made of the transport as it arrives in a start message."""
-    transport = TRANSPORTS[request.param].open()
+    transport: Transport = CudaIpc("cpu") if request.param == "cuda_ipc" else TRANSPORTS[request.param].open()
     arrived = [msgspec.msgpack.decode(msgspec.msgpack.encode(transport), type=AnyTransport) for _ in range(2)]
     yield arrived[0].sender(_manifests()), arrived[1].receiver(_manifests())
     transport.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import Config, kill_after_a_step, of, tiny_config
 
 import headrace
@@ -58,6 +59,12 @@ def test_every_way_brings_the_same_bits(
     assert not list((tmp_path / "runs").rglob("*-weights")), "nothing is left behind"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_memory_of_a_gpu_is_refused_at_the_start_without_one(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs trainer and engines on one GPU of this machine"):
+        headrace.train(tiny_config(tmp_path, tiny_llama, weight_sync={"kind": "cuda_ipc"}))
+
+
 def test_killed_resumed_and_replayed(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tmp_path, tiny_llama, "tcp", "delta", checkpoint={"every": 1})
     config["train"]["steps"] = 500
@@ -97,10 +104,11 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
     [
         (
             {"weight_sync": {"encoding": "delta"}},
-            'through shared memory none do; remove it, or set weight_sync.kind = "tcp"',
+            'through memory that both ends share none do; remove it, or set weight_sync.kind = "tcp"',
         ),
         ({"weight_sync": {"kind": "tcp", "encoding": "delta"}, "lora": {"rank": 4}}, "this run publishes adapters"),
         ({"weight_sync": {"anchor_every": 3}}, 'weight_sync.anchor_every is about weight_sync.encoding = "delta"'),
+        ({"weight_sync": {"kind": "cuda_ipc", "encoding": "delta"}}, "through memory that both ends share none do"),
         (
             {"weight_sync": {"kind": "broadcast"}, "engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}},
             'does not reach engine.kind = "vllm", which is a server; use weight_sync.kind = "files"',

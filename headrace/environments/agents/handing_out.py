@@ -81,7 +81,8 @@ def open_handing_out(
 ) -> EnvironmentKind:
     """Makes the environments that agents elsewhere play. `directory`: gets the file with the address. The others as for `open_agents`.
     Raises ConfigError if the port cannot be had."""
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), bind(config.host, config.port, "environment."))
+    sock = bind(config.host, config.port, "environment.")
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), sock, ends=encoder.end_tokens)
     desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
     said = "agents, which take rollouts at the address that headrace gateway shows"
     return EnvironmentKind(

@@ -22,6 +22,10 @@ from headrace.types import Prompt
 class GatewayEncoder(TurnEncoder, TextEncoder, Protocol):
     """The part of `models.chat.ChatEncoder` that the gateway uses."""
 
+    directory: Path
+
+    def end_tokens(self) -> frozenset[int]: ...
+
 
 class ServedRollouts:
     def __init__(self, config: EnvironmentConfig, encoder: GatewayEncoder, gateway: Gateway, system: str) -> None:

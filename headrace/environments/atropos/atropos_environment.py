@@ -46,7 +46,8 @@ def open_atropos(
 ) -> EnvironmentKind:
     """Makes the environments that environments of Atropos play. `log` receives lines on what they post, and its directory the file with
     the address. The others as for `open_agents`. Raises ConfigError if the port cannot be had."""
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), bind(config.host, config.port, "environment."))
+    sock = bind(config.host, config.port, "environment.")
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), sock, ends=encoder.end_tokens)
     atropos = Atropos(ServedRollouts(config, encoder, gateway, system), facts, encoder, alone=alone, log=log)
     said = "environments of Atropos, which find the run at the address that headrace gateway shows"
     return EnvironmentKind(

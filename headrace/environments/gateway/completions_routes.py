@@ -1,4 +1,8 @@
-"""`/v1/completions` of one rollout: a text or tokens in, text out (https://platform.openai.com/docs/api-reference/completions)."""
+"""Completions of one rollout that are asked for without messages.
+
+`/v1/completions`: a text or tokens in, text out (https://platform.openai.com/docs/api-reference/completions). `/inference/v1/generate`:
+tokens in, tokens out, as vLLM 0.32 speaks it, for clients that apply the chat template by themselves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from headrace.environments.gateway.turn_request import (
     is_cut,
     most_tokens,
 )
-from headrace.web.bodies import Completions
+from headrace.web.bodies import Completions, Generate
 from headrace.web.errors import Refused
 from headrace.web.sending import GONE, Events, json_response, read_body
 
@@ -45,6 +49,51 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
     answer = await turn.whole(request)
     return GONE if answer is None else json_response(made.whole(answer))
+
+
+async def generate(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
+    body = await read_body(request, Generate, rules.limits)
+    _check_generate(body, rules)
+    prompt, most = tuple(body.token_ids), most_tokens("max_tokens", body.sampling_params.max_tokens)
+    turn = TurnRequest(rollout, lambda stream: rollout.texts.ask(prompt, most, stream))
+    answer = await turn.whole(request)
+    if answer is None:
+        return GONE
+    done = answer.completion
+    sampled = list(zip(done.tokens, done.logprobs, strict=True)) if done else []
+    content = [  # verifiers' client looks for this form of `token`
+        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
+        for token, logprob in sampled
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": [token for token, _ in sampled],
+        "logprobs": {"content": content},
+        "finish_reason": _reason(answer),
+    }
+    name = body.request_id or uuid.uuid4().hex
+    return json_response({"request_id": name, "choices": [choice], "usage": usage_of(answer)})
+
+
+def _check_generate(body: Generate, rules: GatewayRules) -> None:
+    """Raises Refused for what the run does not have. Tokens that end a completion anyway may be named, and special ones may be shown."""
+    drawing = body.sampling_params
+    if other := sorted(set(drawing.stop_token_ids or ()) - rules.ends()):
+        said = f"the token {other[0]} does not end a completion of this model, so that stop_token_ids would change what is sampled"
+        raise Refused(400, f"{said}; use a renderer of this model, or set rollout.stop", "unsupported_parameter")
+    drawing.stop_token_ids = drawing.skip_special_tokens = None
+    check_drawing(drawing, rules)
+    asked = {
+        "logprobs": (drawing.logprobs or 0) > 1,
+        "prompt_logprobs": drawing.prompt_logprobs is not None,
+        "stream": body.stream,
+        "prefix_token_ids": bool(body.prefix_token_ids),
+        "return_sampling_mask": bool(body.return_sampling_mask),
+        "return_routed_experts": bool(body.return_routed_experts),
+    }
+    if found := [name for name, there in asked.items() if there]:
+        said = f"{found[0]} is not served here; leave it out: an answer has the sampled tokens and their log-probs"
+        raise Refused(400, said, "unsupported_parameter")
 
 
 def prompt_of(body: Completions) -> str | list[int]:

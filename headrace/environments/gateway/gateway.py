@@ -36,6 +36,7 @@ ROUTES: Mapping[str, tuple[str, Answer]] = {
     "v1/models": ("GET", chat_routes.models),
     "v1/chat/completions": ("POST", chat_routes.chat),
     "v1/completions": ("POST", completions_routes.completions),
+    "inference/v1/generate": ("POST", completions_routes.generate),
     "v1/responses": ("POST", responses_routes.responses),
     "v1/messages": ("POST", anthropic_routes.messages),
 }
@@ -52,9 +53,12 @@ class Gateway:
         sampling: Mapping[str, object],
         limits: ServerLimits,
         sock: socket.socket | None = None,
+        *,
+        ends: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
-        only this machine reaches it, at a port that is free."""
+        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion."""
+        self.ends = ends
         self.written, self.stop, self.limits = written, tuple(stop), limits
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}

@@ -51,6 +51,8 @@ class GatewayRules(Protocol):
     written: Written
     stop: tuple[str, ...]
     """The strings that end a completion, in all requests."""
+    ends: Callable[[], frozenset[int]]
+    """Returns the tokens that end a completion."""
     sampling: Mapping[str, object]
     """The run's values of the fields that requests cannot choose, by their names."""
 

@@ -42,8 +42,9 @@ def open_taskset(
         "held_out": held_out,
         "seeds": seeds,
         "memory": int(config.memory_gib * (1 << 30)),
+        "tokenizer": str(encoder.directory),
     }
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits())
+    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens)
     players = TasksetPool(found.python, settings, config.workers, log)
     tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
     return EnvironmentKind(

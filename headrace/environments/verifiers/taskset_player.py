@@ -33,9 +33,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SETTINGS = ("name", "options", "max_turns", "held_out", "seeds", "memory")
+SETTINGS = ("name", "options", "max_turns", "held_out", "seeds", "memory", "tokenizer")
 """The taskset and the environment's config; the turns of an agent that names no number of them; the tasks that are held out; whether
-rollouts name a seed instead of a row; bytes of memory, 0 for any."""
+rollouts name a seed instead of a row; bytes of memory, 0 for any; the directory with the model's tokenizer."""
 
 KEPT = 8000
 """Characters of a traceback that are kept."""
@@ -65,6 +65,7 @@ class TasksetPlayer:
         if name.endswith(".py"):
             sys.path.insert(0, str(Path(name).parent))
             name = Path(name).stem
+        self._renderer, self._tokenizer = options.pop("renderer", None), settings["tokenizer"]
         select = vf.SelectConfig(**options.pop("select", {}))
         raw = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
         config = vf.resolve_env_config(raw)
@@ -72,6 +73,7 @@ class TasksetPlayer:
         self._seat, self._alone = _trained_seat(vf, config)
         self.env = vf.load_environment(_placed(vf, config, self._seat, settings["max_turns"]))
         self._row = self.env.taskset.task_type()
+        self._client("http://127.0.0.1/v1")  # raises if the renderer is none
         self.tasks: list[Any] = []
         self.held_out = 0
         if settings["seeds"]:
@@ -91,8 +93,9 @@ class TasksetPlayer:
     async def rewards(self, order: dict[str, Any]) -> dict[str, float]:
         """Plays a rollout, and returns its rewards by name, with their weights. Raises Failed."""
         vf = self._vf
-        client = vf.EvalClientConfig(base_url=order["url"], api_key_var="HEADRACE_GIVES_NO_KEY")
-        episode = await self.env.run_episode(self.task(order), vf.ModelContext(model="policy", client=client))
+        episode = await self.env.run_episode(
+            self.task(order), vf.ModelContext(model="policy", client=self._client(order["url"]))
+        )
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             last = errors[-1] if errors else None
@@ -107,6 +110,13 @@ class TasksetPlayer:
             said = f"the reward {wrong[0]} is {rewards[wrong[0]]}, not a finite number"
             raise Failed(said, reason="environment_reward")
         return rewards
+
+    def _client(self, url: str) -> Any:
+        """The client that asks for the turns of a rollout. Without a renderer it relays messages; with one it turns them into tokens itself."""
+        place = {"base_url": url, "api_key_var": "HEADRACE_GIVES_NO_KEY"}
+        if self._renderer is None:
+            return self._vf.EvalClientConfig(**place)
+        return self._vf.TrainClientConfig(**place, renderer=self._renderer, renderer_model_name=self._tokenizer)
 
 
 def _tasks(view: Any, name: str) -> list[Any]:

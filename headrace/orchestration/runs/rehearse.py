@@ -28,7 +28,7 @@ from headrace.orchestration.build import build_environment, build_scorer, build_
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.seats import secrets_of
+from headrace.orchestration.seats import check_seats
 from headrace.orchestration.store.run_directory import refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
@@ -53,7 +53,7 @@ from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
 from headrace.types import Episode, Prompt
-from headrace.weight_sync.config import way_of
+from headrace.weight_sync.config import NO_GPU, way_of
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -148,8 +148,7 @@ def _place(config: RunConfig, resume: Path | None) -> None:
         raise ConfigError(problem)
     if not resume:
         refuse_used(config.run_dir)
-    if config.orchestration.joins:
-        secrets_of(config.orchestration)
+    check_seats(config.orchestration)
 
 
 def _run(config: RunConfig) -> Lines:
@@ -314,7 +313,9 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
     found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
     problems = list(refusals(wanted, shape, plan, machine))
-    if not config.orchestration.joins:  # else each has a machine of its own
+    if plan.published == "cuda" and "cpu" in (plan.engine_device, plan.train_device):
+        problems.append(NO_GPU)
+    if not config.orchestration.elsewhere:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
     for problem in problems:
         found.doubt(problem, certain=True)
@@ -330,7 +331,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     trainer = machine.device("train.device", config.train.device)
     dtype = machine.dtype(config.train.dtype, trainer)
-    runs = adapter_runs(config) or (config,)
+    runs, way = adapter_runs(config) or (config,), way_of(config.weight_sync, config.ends)
     first = runs[0]
     return MemoryPlan(
         engine=config.engine,
@@ -341,7 +342,8 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
-        fetches=not config.engine.is_server and way_of(config.weight_sync, config.ends).kind != "shared_memory",
+        fetches=not config.engine.is_server and way.kind not in ("shared_memory", "cuda_ipc"),
+        published="cuda" if way.kind == "cuda_ipc" else "cpu",
     )
 
 

@@ -17,6 +17,8 @@ from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
+from headrace.orchestration.workers.placed.cluster import Cluster
+from headrace.orchestration.workers.placed.ray_cluster import RayCluster
 from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.rehearsal.machine import may_have_gpu
@@ -57,6 +59,11 @@ def open_launcher(logs: Path) -> Launcher:
     """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
     process can use one that its parent has opened."""
     return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+
+
+def open_cluster(address: str) -> Cluster:
+    """The cluster that engines are placed on. It is not connected yet."""
+    return RayCluster(address)
 
 
 KINDS = {

@@ -20,6 +20,8 @@ def learning_rate(step: int, config: TrainConfig, steps: int = 0) -> float:
     if config.schedule == "constant":
         return config.learning_rate
     done = (step - config.warmup_steps) / max((steps or config.steps) - config.warmup_steps, 1)
+    if config.schedule == "linear":
+        return config.learning_rate * (1 - min(done, 1.0))
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 

@@ -31,6 +31,12 @@ class HarnessConfig(Config): FIELDS = {"id": "bash"}
 class TasksetConfig(Config): FIELDS = {"id": "", "task": None, "endless": False}
 class AgentConfig(Config): FIELDS = {"harness": None, "runtime": None, "client": None, "max_turns": None, "retries": RetryConfig()}
 class EvalClientConfig(Config): FIELDS = {"base_url": "", "api_key_var": ""}
+class TrainClientConfig(EvalClientConfig):
+    FIELDS = {**EvalClientConfig.FIELDS, "renderer": None, "renderer_model_name": None}
+    def __init__(self, **given):
+        if given["renderer"]["name"] != "letters":
+            raise ValueError("no such renderer")
+        super().__init__(**{**given, "renderer": "letters"})
 
 @dataclasses.dataclass
 class ModelContext:
@@ -82,11 +88,19 @@ class Env:
         yield
     async def run_episode(self, task, ctx):
         said = []
+        async def post(path, body):
+            base = ctx.client.base_url.removesuffix("/v1" if path.startswith("/inference") else "")
+            url = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()))
         async def ask(text):
+            if hasattr(ctx.client, "renderer"):
+                said.extend(map(ord, text))
+                body = {"token_ids": said, "sampling_params": {"logprobs": 1}}
+                (choice,) = (await post("/inference/v1/generate", body))["choices"]
+                said.extend(choice["token_ids"])
+                return ctx.client.renderer_model_name
             said.extend([{"role": "user", "content": text}])
-            body = json.dumps({"model": ctx.model, "messages": said}).encode()
-            url = urllib.request.Request(ctx.client.base_url + "/chat/completions", body, {"Content-Type": "application/json"})
-            answer = json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()))
+            answer = await post("/chat/completions", {"model": ctx.model, "messages": said})
             said.append(answer["choices"][0]["message"])
             return said[-1]["content"]
         trace = types.SimpleNamespace(agent=types.SimpleNamespace(name="agent"), rewards={}, errors=[])

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 import tool_chats
@@ -155,3 +156,48 @@ def test_at_a_limit_the_text_is_empty(tmp_path: Path) -> None:
 
     found = played(model, case, limits=Limits(turns=1))
     assert isinstance(found, Played) and found.episode.cut == "turns"
+
+
+async def generate(asks: Asks, tokens: list[int], status: int = 200, **sampling: Any) -> Any:
+    body = {"model": "policy", "token_ids": tokens, "sampling_params": {"logprobs": 1, **sampling}}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{asks.url}/inference/v1/generate", json=body) as answer,
+    ):
+        said = await answer.json()
+        assert answer.status == status, said
+        return said
+
+
+def test_tokens_that_a_client_renders_by_itself_are_trained_as_they_were_sampled(tmp_path: Path) -> None:
+    """The route of verifiers' train client, with all fields that it sends. A turn that begins with the earlier tokens extends them."""
+    encoder = encoder_of(tmp_path, tool_chats.PLAIN)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    model = Model(encoder, ["tool<|im_end|>", "on", "off"])
+    always = {"stop_token_ids": [8], "skip_special_tokens": False, "temperature": 1.0, "max_tokens": 9}
+
+    async def case(asks: Asks) -> None:
+        asks.gateway.ends = encoder.end_tokens
+        said = await generate(asks, [5, 6], **always)
+        (choice,) = said["choices"]
+        first = model.sampled[0]
+        assert choice["token_ids"] == list(first.tokens) and choice["finish_reason"] == "stop"
+        assert [(one["token"], one["logprob"]) for one in choice["logprobs"]["content"]] == [
+            (f"token_id:{token}", logprob) for token, logprob in zip(first.tokens, first.logprobs, strict=True)
+        ]
+        behind = [5, 6, *choice["token_ids"], 9]
+        said = await generate(asks, behind, routed_experts_prompt_start=2, **always)
+        assert said["choices"][0]["finish_reason"] == "length"
+        await generate(asks, [5, 6], **always)
+        for sampling, words in (
+            ({"stop_token_ids": [3]}, "the token 3 does not end a completion of this model"),
+            ({"logprobs": 2}, "logprobs is not served here"),
+            ({"n": 2}, "n is not served"),
+            ({"seed": 1}, "seed is not served"),
+        ):
+            assert words in (await generate(asks, [5], 400, **sampling))["error"]["message"]
+
+    found = played(model, case)
+    assert parents(found) == [(), (0,), ()]
+    assert isinstance(found, Played) and found.episode.turns[1].context == (9,)
+    check_rows(found, model)

@@ -102,6 +102,21 @@ def played(
     return asyncio.run(main())
 
 
+def test_a_renderer_turns_messages_into_tokens_in_the_process_of_the_taskset(tmp_path: Path) -> None:
+    """Its tokens are the context of each turn, and the next one extends what was sampled."""
+    options = {"options": {"renderer": {"name": "letters"}}}
+    (one,) = played(tmp_path, [row(mode="turns", answer=str(tmp_path / "model"))], **options)
+    assert isinstance(one, Played) and one.rewards["exact"] == 2.0, "the tokenizer is that of the run's model"
+    said = [tuple(map(ord, text)) for text in ("say so", "more", "more")]
+    assert [(turn.context, turn.parents) for turn in one.episode.turns] == [
+        (said[0], ()),
+        (said[1], (0,)),
+        (said[2], (1,)),
+    ]
+    (refused,) = played(tmp_path, [row()], options={"renderer": {"name": "runes"}})
+    assert isinstance(refused, Failure) and "no such renderer" in refused.detail
+
+
 def row(**columns: Any) -> Prompt:
     return Prompt("train/3", "say so", (1,), columns={"answer": "so", **columns})
 
@@ -165,7 +180,15 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
     python = str(fake_verifiers.interpreter(tmp_path))
     (tmp_path / "letters.py").write_text(TASKSET)
     name = str(tmp_path / "letters.py")
-    settings = {"name": name, "options": {}, "max_turns": 3, "held_out": 0, "seeds": False, "memory": 0}
+    settings = {
+        "name": name,
+        "options": {},
+        "max_turns": 3,
+        "held_out": 0,
+        "seeds": False,
+        "memory": 0,
+        "tokenizer": "",
+    }
     order = {"play": 1, "url": "http://127.0.0.1:1", "row": {"prompt": "?", "mode": "hangs"}}
     words, pipe = taskset_process.player_words(python), subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, start_new_session=True) as process:
@@ -336,12 +359,14 @@ __all__ = ["SumEnv", "SumTaskset"]
 
 @pytest.mark.slow
 def test_the_real_package(tmp_path: Path) -> None:
-    """Installs it, and plays an environment of several turns with its own agent, which is a program."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([str(python), "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], check=True)
+    """Plays an environment of several turns with its own agent, which is a program. The package is that of $HEADRACE_VERIFIERS_PYTHON, or is
+    installed."""
+    python = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(tmp_path / "venv" / "bin" / "python")
+    if not Path(python).exists():
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], check=True)
     (tmp_path / "sums_v1.py").write_text(REAL)
-    settings = {"python": str(python), "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
+    settings = {"python": python, "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
     encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
     model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
     (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
@@ -353,5 +378,14 @@ def test_the_real_package(tmp_path: Path) -> None:
     wrong, raised = played(tmp_path, [row(), row(answer="none")], **settings)
     assert isinstance(wrong, Played) and wrong.rewards == {"exact": 2.0, "short": pytest.approx(-0.1)}
     assert isinstance(raised, Failure) and raised.reason == "environment_raised" and "no such thing" in raised.detail
+    model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
+    (one,) = found = played(
+        tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings | {"options": {"renderer": {"name": "default"}}}
+    )
+    assert isinstance(one, Played), found
+    assert one.rewards == {"exact": 2.0, "short": pytest.approx(-0.2)}, "its train client, which sends tokens"
+    (first, _), text = one.episode.turns, encoder.encode_messages([{"role": "user", "content": "What is 2 + 1?"}])
+    assert first.context == text[1], "the tokens of the model's own template"
+    check_rows(one, model)
     (refused,) = played(tmp_path, [row()], **settings | {"options": {"agent": {"harness": {"id": "bash"}}}})
     assert isinstance(refused, Failure) and "executes what the model writes" in refused.detail

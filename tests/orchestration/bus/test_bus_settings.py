@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a password of files": (
         {"orchestration": {"token_file": "x"}},
-        "orchestration.token_file is about workers that join",
+        'orchestration.token_file is for orchestration.kind = "join"',
     ),
     "engines that join": (
         {"orchestration": {"kind": "join", "token_file": "x"}},

@@ -1,0 +1,37 @@
+"""Writes the table of TRL's arguments into docs/from_trl.md, between its marks: `make docs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.compat.trl.fields import FIELDS, Fate
+
+TARGET = Path(__file__).with_name("from_trl.md")
+HEADS: dict[Fate, str] = {
+    "honoured": "| honoured | TRL's default | here |",
+    "no meaning": "| without a meaning here | TRL's default | because |",
+    "refused": "| refused, unless it has its default | TRL's default | because |",
+}
+
+
+def tables() -> Iterator[str]:
+    for fate, head in HEADS.items():
+        yield f"{head}\n|---|---|---|"
+        yield from (
+            f"| `{name}` | `{one.default!r}` | {one.words.replace('|', chr(92) + '|')} |"
+            for name, one in FIELDS.items()
+            if one.fate == fate
+        )
+        yield ""
+
+
+def page(text: str) -> str:
+    """Returns the page with the current tables. Raises ValueError if a mark is missing."""
+    begin, end = "<!-- fields: `make docs` -->\n", "<!-- end of fields -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}{chr(10).join(tables())}\n{end}{rest.split(end)[1]}"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8")), encoding="utf-8")

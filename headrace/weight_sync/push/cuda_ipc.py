@@ -1,0 +1,149 @@
+"""Weight sync between processes on one GPU: packed buffers in its memory, which the engines open by CUDA's handles. No byte travels.
+
+    trainer   writes version v into slot v % 2 of its GPU memory, and says which handle the slot has
+    engine    opens each handle once, compares the fingerprint, and points its tensors at the slot between two passes
+
+As through shared memory, slot v % 2 may be written again only after v + 1 is live. The fingerprint is that of every transport, so both ends
+copy the bytes to the host, in pieces, to compute it. **It has never run on a GPU**: tests run it over the CPU's stand-in for such
+memory (`device_memory.py`), and `benchmarks/device.sh` checks it on one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.errors import IdentityError
+from headrace.protocols import WeightSender
+from headrace.types import Struct
+from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.slots import PIECE, Manifests
+from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.weight_sync.push.device_memory import DeviceMemory
+
+KEPT = 2
+"""Handles that an engine keeps open for each manifest: those of its two slots. Older ones are those of a trainer that has ended."""
+
+
+class CudaIpc(Struct, frozen=True, tag="cuda_ipc"):
+    """Protocol `Transport`."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: the stand-in."""
+
+    @classmethod
+    def open(cls, form: Encoding = FULL) -> CudaIpc:
+        return cls()
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        return ()
+
+    def sender(self, manifests: Manifests, once: Collection[str] = ()) -> IpcSender:
+        """Raises ConfigError without a GPU."""
+        return IpcSender(self._memory(), manifests, once)
+
+    def receiver(self, manifests: Manifests) -> IpcReceiver:
+        """Raises ConfigError without a GPU."""
+        return IpcReceiver(self._memory(), manifests)
+
+    def _memory(self) -> DeviceMemory:
+        from headrace.weight_sync.push.device_memory import CudaMemory, PageMemory
+
+        return CudaMemory() if self.device == "cuda" else PageMemory()
+
+    def close(self) -> None:
+        """Does nothing: the memory ends with the trainer's process."""
+
+
+class DeviceBuffer:
+    """A packed buffer in a device's memory."""
+
+    def __init__(self, manifest: Manifest, whole: torch.Tensor) -> None:
+        """`whole`: bytes [manifest.nbytes]."""
+        from headrace.weight_sync.packed import views_of
+
+        self._manifest, self._whole = manifest, whole
+        self.views = views_of(manifest, whole)
+
+    def fingerprint(self) -> str:
+        from headrace.weight_sync.packed import fingerprint_of
+
+        return fingerprint_of(self._manifest, self._bytes_of)
+
+    def _bytes_of(self, spec: TensorSpec) -> Iterator[memoryview]:
+        for piece in self._whole[spec.offset : spec.offset + spec.nbytes].split(PIECE):
+            yield piece.cpu().numpy().data
+
+
+class IpcSender(WeightSender):
+    """The trainer's end."""
+
+    def __init__(self, memory: DeviceMemory, manifests: Manifests, once: Collection[str]) -> None:
+        self._memory, self._manifests = memory, manifests
+        self._slots: dict[str, list[tuple[DeviceBuffer, list[Any]]]] = {}
+        for name, manifest in manifests.items():
+            made = [memory.allocate(manifest.nbytes) for _ in range(1 if name in once else 2)]
+            self._slots[name] = [(DeviceBuffer(manifest, whole), handle) for whole, handle in made]
+
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> Callable[[], WeightUpdate]:
+        started = time.perf_counter()
+        name = adapter.name if adapter else ""
+        slots = self._slots[name]
+        buffer, handle = slots[version % len(slots)]
+        for key, tensor in parameters:
+            buffer.views[key].copy_(tensor.detach())
+        self._memory.settle()
+        seconds = time.perf_counter() - started
+        return lambda: WeightUpdate(
+            version=version,
+            kind="adapter" if adapter else "full",
+            fingerprint=buffer.fingerprint(),
+            nbytes=self._manifests[name].payload,
+            seconds=seconds,
+            where={"handle": handle},
+            adapter=adapter,
+        )
+
+
+class IpcReceiver:
+    """The engine's end."""
+
+    def __init__(self, memory: DeviceMemory, manifests: Manifests) -> None:
+        self._memory, self._manifests = memory, manifests
+        self._opened: dict[tuple[str, str], DeviceBuffer] = {}
+        """Buffers by name and handle; the last used one last."""
+        self.received = 0
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        """Returns views of the update after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
+        from headrace.weight_sync.packed import check_fingerprint, manifest_for
+
+        manifest, handle = manifest_for(self._manifests, update), update.where["handle"]
+        key = update.adapter.name if update.adapter else "", repr(handle)
+        buffer = self._opened.pop(key, None) or self._open(manifest, handle, update)
+        self._opened[key] = buffer
+        for old in list(self._opened)[: -KEPT * len(self._manifests)]:
+            del self._opened[old]
+        check_fingerprint(update, buffer.fingerprint())
+        return buffer.views
+
+    def _open(self, manifest: Manifest, handle: list[Any], update: WeightUpdate) -> DeviceBuffer:
+        try:
+            whole = self._memory.opened(handle)
+        except (OSError, RuntimeError) as error:
+            raise IdentityError(
+                f"the memory of version {update.version} cannot be opened ({error}): the trainer has ended, or uses another GPU"
+            ) from error
+        if len(whole) < manifest.nbytes:
+            raise IdentityError(
+                f"the memory of version {update.version} has {len(whole)} bytes, and this engine's weights {manifest.nbytes}"
+            )
+        return DeviceBuffer(manifest, whole[: manifest.nbytes])

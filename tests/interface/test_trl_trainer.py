@@ -1,0 +1,361 @@
+"""headrace.compat.trl: TRL's arguments as settings, what is refused, and scripts that change one import."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.compat.trl import GRPOConfig, GRPOTrainer
+from headrace.compat.trl.fields import FIELDS
+from headrace.compat.trl.trl_settings import algo_from, refuse_what_cannot_be, settings_from, without_meaning
+from headrace.config import RunConfig, checked
+from headrace.errors import ConfigError
+from headrace.settings.toml import build
+
+ROOT = Path(__file__).resolve().parents[2]
+TRL = ROOT / ".venv-trl"
+ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(64)]
+SMALL = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 8,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
+def share_of_e(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+) -> list[float]:
+    assert len(columns["answer"]) == len(completions) == len(completion_ids)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+
+
+def of(**given: Any) -> dict[str, Any]:
+    return settings_from(GRPOConfig("out", **given), rows=ROWS, held_out=0)
+
+
+def algo(**given: Any) -> dict[str, Any]:
+    return algo_from(GRPOConfig("out", **given))
+
+
+# -- the table --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table_of_all_fields() -> None:
+    page, made = ROOT / "docs" / "from_trl.md", runpy.run_path(str(ROOT / "docs" / "make_trl.py"))["page"]
+    text = page.read_text(encoding="utf-8")
+    assert text == made(text), "a field has changed: run `make docs`"
+    assert all(f"| `{name}` |" in text for name in FIELDS)
+
+
+def test_every_field_has_one_fate_and_a_reason() -> None:
+    assert {one.fate for one in FIELDS.values()} == {"honoured", "no meaning", "refused"}
+    assert all(one.words for one in FIELDS.values()) and len(FIELDS) > 150
+    assert next(field.name for field in dataclasses.fields(GRPOConfig)) == "output_dir"
+
+
+@pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if one.fate == "refused"])
+def test_each_refused_field_is_named(name: str) -> None:
+    default = FIELDS[name].default
+    other = (not default) if isinstance(default, bool) else 7 if default is None else default + 1
+    with pytest.raises(ConfigError, match=rf"^{name}={other!r} cannot be honoured: "):
+        refuse_what_cannot_be(GRPOConfig("out", **{name: other}))
+
+
+def test_fields_without_meaning_are_named_in_one_sentence() -> None:
+    assert without_meaning(GRPOConfig("out")) == ""
+    said = without_meaning(GRPOConfig("out", use_vllm=True, logging_steps=1, learning_rate=1e-5))
+    assert said.startswith("use_vllm, logging_steps: without a meaning here")
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "use_bias_correction_kl": {"beta": 0.1},
+    "sapo_temperature_neg": {"loss_type": "sapo"},
+    "sapo_temperature_pos": {"loss_type": "sapo"},
+}
+"""Fields that only mean something beside others."""
+OTHER: dict[str, Any] = {
+    "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.3, "delta": 2.0, "scale_rewards": False,
+    "multi_objective_aggregation": "normalize_then_sum", "off_policy_mask_threshold": 0.5, "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1, "bf16": False, "save_strategy": "no", "save_total_limit": 3, "report_to": ["tensorboard"], "disable_tqdm": True,
+    "max_steps": 11, "min_p": 0.1, "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
+}  # fmt: skip
+OF_THE_TRAINER = {
+    "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "eval_strategy", "eval_steps", "num_generations_eval", "optim"
+}  # fmt: skip
+"""Fields that the tests of the trainer, and of values that are refused, try."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in FIELDS.items() if one.fate == "honoured" and name not in OF_THE_TRAINER]
+)
+def test_each_honoured_field_changes_the_settings(name: str) -> None:
+    beside = BESIDE.get(name, {})
+    assert of(**beside, **{name: OTHER.get(name, another(FIELDS[name].default))}) != of(**beside), name
+
+
+def another(default: Any) -> Any:
+    if isinstance(default, bool):
+        return not default
+    return {int: lambda: default + 1, float: lambda: default / 2 or 0.5}.get(type(default), lambda: None)()
+
+
+def test_defaults_of_trl_are_dapo_with_linear_decay() -> None:
+    tree = of()
+    assert tree["algo"] == {
+        "name": "grpo",
+        "aggregation": "token_mean",
+        "advantage": "group_norm",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    }
+    assert (
+        tree["train"]["schedule"] == "linear"
+        and tree["train"]["beta2"] == 0.999
+        and tree["train"]["learning_rate"] == 1e-6
+    )
+    assert (
+        tree["staleness"] == {"groups_per_step": 1}
+        and tree["train"]["steps"] == 3 * 64
+        and tree["rollout"]["max_tokens"] == 512
+    )
+    assert tree["engine"]["context_length"] == 512 + len("63 + 63?") + 256
+    checked(build(RunConfig, tree | {"model": {"path": "m"}, "task": {"kind": "python", "rows": "x", "held_out": 0}}))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"loss_type": "grpo"}, {"aggregation": "seq_mean_token_mean"}),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, {"aggregation": "token_sum", "advantage": "centred"}),
+        ({"loss_type": "bnpo"}, {"aggregation": "token_mean"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"name": "cispo", "clip_high": 4.0}),
+        (
+            {"loss_type": "sapo"},
+            {"name": "sapo", "tau": 1.0, "tau_negative": 1.05, "aggregation": "seq_mean_token_mean"},
+        ),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+        ),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+            {"loss": "gspo", "aggregation": "seq_mean_token_sum"},
+        ),
+        ({"delta": 1.5}, {"dual_clip": 1.5}),
+        ({"beta": 0.04}, {"kl": {"coef": 0.04, "estimator": "k3", "unbiased": True}}),
+        ({"mask_truncated_completions": True}, {"overlong": "mask"}),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, {"advantage": "gdpo"}),
+    ],
+)
+def test_losses_become_parts_of_a_recipe(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = algo(**given)
+    assert {name: found[name] for name in expected} == expected
+    build(RunConfig, {"algo": found, "model": {"path": "m"}, "task": {"kind": "python", "rows": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss_type": "vespo"}, "loss_type='vespo' cannot be honoured"),
+        ({"loss_type": "cispo"}, "epsilon_high=0.2 would weigh"),
+        ({"loss_type": "luspo"}, 'needs importance_sampling_level="sequence"'),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "cannot be honoured"),
+        ({"importance_sampling_level": "word"}, "there are: token, sequence"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch' cannot be honoured"),
+        ({"delta": 1.1}, "nor below 1 \\+ epsilon_high"),
+        ({"per_device_train_batch_size": 6}, "do not hold whole groups of num_generations = 8"),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial' cannot be honoured"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0"),
+        ({"optim": "adafactor"}, "optim='adafactor' cannot be honoured"),
+        ({"save_strategy": "best"}, "save_strategy='best'"),
+        ({"report_to": ["comet_ml"]}, "report_to='comet_ml' cannot be honoured"),
+        ({"eval_strategy": "steps"}, "needs an eval_dataset"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        of(**given)
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------------
+
+
+def trainer(folder: Path, model: Any, **given: Any) -> GRPOTrainer:
+    args = GRPOConfig(str(folder / "out"), **{**SMALL, **given.pop("args", {})})
+    given = {"reward_funcs": share_of_e, "train_dataset": ROWS, **given}
+    return GRPOTrainer(model=model, args=args, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"callbacks": [1]}, "callbacks= cannot be honoured"),
+        ({"tools": [len]}, "tools= cannot be honoured"),
+        ({"optimizers": (1, None)}, "optimizers= cannot be honoured"),
+        ({"reward_funcs": "org/reward-model"}, "is a reward model"),
+        ({"reward_funcs": [len], "args": {"reward_weights": [1.0, 2.0]}}, "2 numbers for 1 functions"),
+        ({"train_dataset": [{"question": "1"}]}, "rows with a column prompt"),
+        ({"train_dataset": {"train": ROWS}}, "takes rows with a prompt"),
+        ({"train_dataset": [{"prompt": "1", "image": "x"}]}, "the column image"),
+        ({"args": {"model_init_kwargs": {"revision": "v2"}}}, "revision.*cannot be honoured"),
+        ({"args": {"model_init_kwargs": {"dtype": "float16"}}}, "float16.*cannot be honoured"),
+        ({"peft_config": object()}, "takes a LoraConfig"),
+        ({"quantization_config": object()}, "quantization_config= cannot be honoured"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, "org/name", **given)
+
+
+def test_peft_settings_become_an_adapter(tmp_path: Path, tiny_llama: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = trainer(tmp_path, str(tiny_llama), peft_config=config)._settings
+    assert settings["lora"]["rank"] == 4 and settings["lora"]["targets"] == ["q_proj", "v_proj"]
+    assert trainer(tmp_path, str(tiny_llama), peft_config=LoraConfig(r=4))._settings["lora"]["targets"] == [
+        "q_proj",
+        "v_proj",
+    ]
+    with pytest.raises(ConfigError, match="lora_dropout, modules_to_save cannot be honoured"):
+        trainer(tmp_path, str(tiny_llama), peft_config=LoraConfig(r=4, lora_dropout=0.1, modules_to_save=["lm_head"]))
+
+
+def test_a_script_trains_saves_and_continues(tmp_path: Path, tiny_llama: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made = trainer(
+            tmp_path,
+            str(tiny_llama),
+            eval_dataset=ROWS[:8],
+            args={
+                "max_steps": 3, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "use_vllm": True,
+                "vllm_mode": "colocate", "num_generations_eval": 2, "vllm_max_model_length": 64, "max_completion_length": 8,
+            },
+            headrace_settings={"engine": {"kv_gib": 0.01}, "watch": {"identity_every": 0}},
+        )  # fmt: skip
+    assert [
+        str(one.message).partition(":")[0]
+        for one in seen
+        if "headrace" in str(one.filename) or "meaning" in str(one.message)
+    ] == ["use_vllm, logging_steps"]
+    result = made.train()
+    assert (
+        result.global_step == 3
+        and made.state.log_history[-1]["step"] == 3
+        and made.run == tmp_path / "out" / "headrace"
+    )
+    made.save_model()
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert set(made.evaluate()) == {"eval_reward", "eval_reward_sem"}
+    with pytest.raises(AttributeError, match="has no optimizer: it trains in processes of its own"):
+        made.optimizer  # noqa: B018
+
+
+def test_a_model_in_memory_and_conversations(tmp_path: Path, tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    seen: list[Any] = []
+
+    def about(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.append((prompts[0], completions[0]))
+        return [float(len(one[0]["content"]) % 3) for one in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    made = trainer(
+        tmp_path,
+        model,
+        processing_class=AutoTokenizer.from_pretrained(tiny_llama),
+        reward_funcs=[about, share_of_e_of_chats],
+        train_dataset=rows,
+        args={"max_steps": 1, "reward_weights": [1.0, 0.5]},
+        headrace_settings={"engine": {"kv_gib": 0.01}, "watch": {"identity_every": 0}},
+    )
+    assert made.train().global_step == 1
+    assert seen[0][0][0]["role"] == "user" and seen[0][1][0]["role"] == "assistant"
+    assert {"rewards.about", "rewards.share_of_e_of_chats"} <= set(made.state.log_history[0])
+
+
+def share_of_e_of_chats(completions: list[Any], **columns: Any) -> list[float]:
+    return [one[0]["content"].count("e") / 8 for one in completions]
+
+
+# -- the real TRL -----------------------------------------------------------------------------------------------------------
+
+needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason="TRL is in an environment of its own: make bench-trl-setup")
+
+REAL = """
+import dataclasses, json
+from trl import GRPOConfig
+def plain(field):
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return getattr(field.default, "value", field.default)
+print(json.dumps({field.name: plain(field) for field in dataclasses.fields(GRPOConfig)}))
+"""
+
+
+@pytest.mark.slow
+@needs_trl
+def test_the_table_is_that_of_the_real_dataclass() -> None:
+    done = subprocess.run([TRL / "bin" / "python", "-c", REAL], capture_output=True, text=True, check=True)
+    real = json.loads(done.stdout.splitlines()[-1])
+    assert set(real) == set(FIELDS), set(real) ^ set(FIELDS)
+    assert {name: value for name, value in real.items() if value != FIELDS[name].default} == {}
+
+
+DRIVER = """
+import runpy, sys
+sys.path.append({site!r})   # TRL; everything else is headrace's own environment
+sys.argv = {argv!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@needs_trl
+def test_the_example_script_of_trl_trains_with_one_import_changed(tmp_path: Path, tiny_llama: Path) -> None:
+    site = next(TRL.glob("lib/python*/site-packages"))
+    text = (site / "trl" / "scripts" / "grpo.py").read_text()
+    before = "from trl import GRPOTrainer, get_dataset"
+    assert text.count(before) == 1
+    script = tmp_path / "grpo.py"
+    script.write_text(
+        text.replace(before, "from headrace.compat.trl import GRPOTrainer\n    from trl import get_dataset")
+    )
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "judge.py").write_text(
+        "def share_of_e(completions, **columns):\n    return [text.count('e') / max(len(text), 1) for text in completions]\n"
+    )
+    out = tmp_path / "out"
+    argv = [
+        *("grpo.py", "--model_name_or_path", tiny_llama, "--dataset_name", data, "--reward_funcs", "judge.share_of_e"),
+        *("--output_dir", out, "--max_steps", 2, "--num_generations", 4, "--per_device_train_batch_size", 8),
+        *("--max_completion_length", 8, "--vllm_max_model_length", 64, "--learning_rate", 0.01, "--bf16", "false"),
+        *("--use_cpu", "true", "--lr_scheduler_type", "cosine", "--report_to", "none", "--save_steps", 1),
+    ]
+    code = DRIVER.format(site=str(site), argv=[str(one) for one in argv], script=str(script))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Training completed" in done.stdout and "without a meaning here" not in done.stderr
+    config = (out / "headrace" / "config.toml").read_text()
+    assert 'schedule = "cosine"' in config and "group_size = 4" in config
+    assert (out / "model.safetensors").is_file() and len(list((out / "headrace" / "checkpoints").iterdir())) == 2
