@@ -41,7 +41,9 @@ from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
+from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import reached_at, way_of
+from headrace.weight_sync.fetching import TlsIdentity
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weights import Manifest
 
@@ -63,7 +65,9 @@ def transport_of(config: RunConfig, logs: Path) -> Transport:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
     way = way_of(config.weight_sync, config.ends)
     if way.kind in ("http", "tcp", "broadcast"):
-        return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends))
+        place = config.orchestration
+        tls = TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key) if place.cert else None
+        return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends), tls)
     if way.kind != "files":
         return open_transport(way.kind, config.weight_sync.form)
     shared = config.engine.shared_dir

@@ -64,6 +64,26 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
     ).exists()
 
 
+@pytest.mark.slow
+def test_a_run_whose_two_ranks_share_microbatches_ends_at_the_weights_of_one(tiny_llama: Path, tmp_path: Path) -> None:
+    """A microbatch has 48 tokens on either mesh."""
+    both = {"context": 2}
+    together = config_of(tmp_path, tiny_llama, "together", microbatch_tokens=24, parallel=both)
+    alone = config_of(tmp_path, tiny_llama, "alone")
+    for config in (together, alone):
+        assert headrace.train(config).reason == "finished"
+    directories = [Path(config["out"]) / config["name"] for config in (together, alone)]
+    for step, other in zip(*(of(directory, StepTrained) for directory in directories), strict=True):
+        assert (step.report.microbatches, step.report.loss_tokens) == (
+            other.report.microbatches,
+            other.report.loss_tokens,
+        )
+        assert step.report.grad_norm == pytest.approx(other.report.grad_norm, rel=1e-3)
+    expected = final(directories[1])
+    for name, tensor in final(directories[0]).items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
+
+
 @pytest.fixture(scope="module")
 def tiny_mixture(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-mixture")

@@ -33,6 +33,7 @@ from headrace.plan.rates.hardware import (
     engine_rates,
     replica_gpus,
     trainer_gpus,
+    trainer_memory,
     trainer_mesh,
     trainer_rates,
     trainer_traffic,
@@ -120,6 +121,21 @@ def test_the_mesh_is_within_a_machine_where_that_holds_it():
         (8, 6),
     ]
     assert [(one.shard, one.replicate) for one in (mesh("70b", 32), mesh("70b", 64))] == [(32, 1), (32, 2)]
+
+
+def test_ranks_of_a_context_hold_the_model_together_and_wait_for_attention():
+    """An 8B model on eight GPUs: 131 GB are 16.4 a rank, whatever the context. A token brings three quarters of twice 32 queries, keys and
+    values of 8 heads each, and 32 results, of 128 elements, in each of 36 layers."""
+    h100, model = GPUS["h100"], SHAPES["8b"]
+    mesh = trainer_mesh(h100, model, 8, context=4)
+    assert (mesh.shard, mesh.context, mesh.replicate, mesh.ranks) == (2, 4, 1, 8)
+    assert trainer_memory(model, mesh) == trainer_memory(model, trainer_mesh(h100, model, 8, 16_384))
+    moved = trainer_traffic(model, mesh)
+    assert moved.attended == pytest.approx(0.75 * 2 * (32 + 2 * 8 + 32) * 128 * 2 * 36)
+    alone, together = (trainer_rates(h100, model, 8, 16_384, context=context).token for context in (1, 4))
+    assert together - alone == pytest.approx(moved.attended / (0.8 * 450e9) / 8)
+    wide = trainer_mesh(h100, model, 48, context=4)
+    assert (wide.shard, wide.context, wide.replicate) == (2, 4, 6)
 
 
 def test_a_mixture_waits_for_what_its_ranks_gather():

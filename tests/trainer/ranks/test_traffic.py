@@ -11,13 +11,17 @@ import tiny_models
 import torch
 from rank_processes import RankProcesses
 from sharded_case import CPU, GROUPS, Case, sharded
+from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.packing import Pack
 from headrace.plan.rates.mesh import Heads, rank_memory, traffic
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.sharded import layers_of
+from headrace.trainer.step.trainer import TorchTrainer
 
 
 class Collectives(TorchDispatchMode):
@@ -184,6 +188,53 @@ def compare_attention(ranks: RankProcesses, case: Case, gathers: bool) -> None:
 def test_what_attention_brings_to_two_ranks_is_what_the_planner_says(model: str, two: RankProcesses) -> None:
     case = Case(model=model, parallel={"shard": 1, "context": 2}, train={"microbatch_tokens": 6})
     compare_attention(two, case, gathers=model == "nine-heads")
+
+
+def checkpointed(directory: Path, case: Case) -> list[float]:
+    """Bytes that all-to-alls give this rank, with activations kept and recomputed."""
+    again = Case(case, train={**case["train"], "gradient_checkpointing": True})
+    return [attended(directory, one)[3]["c10d::alltoall_base_"] for one in (case, again)]
+
+
+def test_layers_that_are_computed_again_ask_for_half_as_much_again(two: RankProcesses) -> None:
+    case = Case(model="qwen3", parallel={"shard": 1, "context": 2}, train={"microbatch_tokens": 6})
+    for kept, again in two.run(checkpointed, tiny_models.saved("qwen3"), case):
+        assert again == 1.5 * kept > 0
+
+
+def activations(one: TorchTrainer, pack: Pack) -> int:
+    """Bytes that a pack keeps for its backward pass, without weights and masks."""
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage, weight = (
+            tensor.untyped_storage(),
+            isinstance(tensor if tensor._base is None else tensor._base, Parameter),
+        )
+        if tensor.dtype.is_floating_point and tensor.requires_grad and not weight:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        scores = one._forward.logprobs(pack, 1.0, torch.float32)
+    scores.logprob.sum().backward()
+    return sum(kept.values())
+
+
+def activations_of_rank(directory: Path, case: Case) -> int:
+    one = sharded(directory, case)
+    return activations(one, one._plan(case.batch(0)).packs[0])
+
+
+@pytest.mark.parametrize("model", ["qwen3", "nine-heads"])
+def test_each_of_two_ranks_of_a_context_keeps_half_of_the_activations(model: str, two: RankProcesses) -> None:
+    """Keys and values of all tokens are kept by each where they are gathered, and the width of these is a fifth of the rest."""
+    directory = tiny_models.saved(model)
+    case = Case(model=model, groups=((40, 2),), train={"microbatch_tokens": 100})
+    alone = case.trainer(directory)
+    whole = activations(alone, alone._plan(case.batch(0)).packs[0])
+    for found in two.run(activations_of_rank, directory, Case(case, parallel={"shard": 1, "context": 2})):
+        assert 0.4 * whole < found < (0.55 if model == "qwen3" else 0.65) * whole
 
 
 @pytest.mark.slow
