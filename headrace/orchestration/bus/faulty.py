@@ -1,4 +1,5 @@
-"""Any bus, with faults: letters that are lost, repeated, late and out of order, and settlements that are lost. It ships for tests."""
+"""Any bus, with faults: letters that are lost, repeated, late and out of order, notices that take long, and settlements that are lost.
+It ships for tests."""
 
 from __future__ import annotations
 
@@ -63,6 +64,8 @@ class FaultyBus:
         return await self._inner.unsettled(queue)
 
     async def pin(self, name: str, body: bytes) -> None:
+        if self._befalls(self._faults.late):
+            await asyncio.sleep(self._chance.uniform(0, self._faults.latest))
         await self._inner.pin(name, body)
 
     async def newer(self, name: str, than: str = "", wait: float = 0.0) -> Notice | None:

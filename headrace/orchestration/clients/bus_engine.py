@@ -45,6 +45,7 @@ class BusEngine:
         self._notice = RunNotice(self._session, __version__)
         self._updates: dict[str, WeightUpdate] = {}
         self._requests, self._scorings = itertools.count(), itertools.count()
+        self._announcing = asyncio.Lock()
         self._moved = asyncio.Event()
         """Set when a host has come or gone, or serves other weights."""
 
@@ -139,8 +140,9 @@ class BusEngine:
 
     async def _announce(self) -> None:
         assert self._bus
-        weights = WeightsNotice(self._session, self._updates, max(1, len(self._desk.hosts)))
-        await self._bus.pin(WEIGHTS, msgspec.msgpack.encode(weights))
+        async with self._announcing:  # else an older notice could be the last one that is pinned
+            weights = WeightsNotice(self._session, self._updates, max(1, len(self._desk.hosts)))
+            await self._bus.pin(WEIGHTS, msgspec.msgpack.encode(weights))
 
     async def _hosts_changed(self) -> None:
         assert self._bus

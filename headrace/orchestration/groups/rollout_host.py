@@ -115,10 +115,6 @@ class RolloutHost:
             if notice is None:
                 return
             served = notice.session
-            if notice.version != __version__:
-                raise ConfigError(
-                    f"the run has headrace {notice.version}, and this host {__version__}; install the same version on both"
-                )
             await self._serve(notice)
 
     async def _notice(self, served: str) -> RunNotice | None:
@@ -127,7 +123,7 @@ class RolloutHost:
         than, since = "", clock()
         while not self._leaving.is_set():
             if found := await self._bus.newer(RUN, than, LOOK):
-                than, notice = found.id, msgspec.msgpack.decode(found.body, type=RunNotice)
+                than, notice = found.id, _read(found.body)
                 if notice.over:
                     self._say("the run is over")
                     return None
@@ -217,7 +213,7 @@ class _Session:
         than = ""
         while True:
             if found := await self.bus.newer(RUN, than, LOOK):
-                than, notice = found.id, msgspec.msgpack.decode(found.body, type=RunNotice)
+                than, notice = found.id, _read(found.body)
                 if notice.over or notice.session != self.name:
                     return
 
@@ -331,3 +327,18 @@ class _Session:
                     return ErrandReply(self.who, completion=await self.parts.interrupts.once(errand.request))
                 except ValueError as error:
                     return ErrandReply(self.who, refused=str(error))
+
+
+class _Versioned(msgspec.Struct):
+    """The one field that every version of a notice has."""
+
+    version: str
+
+
+def _read(body: bytes) -> RunNotice:
+    """Raises ConfigError for the notice of another version of headrace, whose other fields may have another meaning."""
+    if (version := msgspec.msgpack.decode(body, type=_Versioned).version) != __version__:
+        raise ConfigError(
+            f"the run has headrace {version}, and this host {__version__}; install the same version on both"
+        )
+    return msgspec.msgpack.decode(body, type=RunNotice)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from bus_world import BusWorld, Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.fake import FakeEngine
-from headrace.errors import HeadraceError, IdentityError
+from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
 from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
@@ -224,6 +225,20 @@ def test_hosts_leave_a_run_that_gives_no_sign():
         assert isinstance(fleet.ended["host-1"], Deserted)
         with pytest.raises(HeadraceError):
             raise fleet.ended["host-1"]
+
+    virtual_time.run(case())
+
+
+def test_a_host_of_another_version_ends_with_a_sentence():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        await fleet.open_bus().pin("run", msgspec.msgpack.encode({"session": "a", "version": "0.0.1", "field": "new"}))
+        who = fleet.join()
+        await asyncio.sleep(1.0)
+        with pytest.raises(
+            ConfigError, match=r"the run has headrace 0\.0\.1, and this host .+; install the same version"
+        ):
+            raise fleet.ended[who]
 
     virtual_time.run(case())
 
