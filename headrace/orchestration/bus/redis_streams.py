@@ -196,6 +196,7 @@ class RedisBus:
             try:
                 done = await work()
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
+                _heed_cancelling()
                 if not self._down:
                     self._down = True
                     self._say(f"{self._where} does not answer ({error}); it is tried again until it does")
@@ -205,6 +206,7 @@ class RedisBus:
                     raise
                 self._backlog.clear()  # the server has lost its memory
             else:
+                _heed_cancelling()
                 if self._down:
                     self._down = False
                     self._say(f"{self._where} answers again")
@@ -240,6 +242,12 @@ async def runs_of(url: str, password: str = "") -> list[str]:
         raise ConfigError(f"{url} cannot be used: {error}") from None
     finally:
         await client.aclose()
+
+
+def _heed_cancelling() -> None:
+    """Raises the cancellation of this task if the client has swallowed it: seen with redis-py 8.1, on a connection that broke before."""
+    if (task := asyncio.current_task()) and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _fields(posting: Posting) -> dict[bytes, bytes]:

@@ -25,6 +25,9 @@ from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 
+AGAIN = 1.0
+"""Seconds after which the work at the bus is cancelled again, if it has not ended."""
+
 GOODBYE = 10.0
 """Seconds in which a run that ends must have said so on the bus."""
 
@@ -124,9 +127,9 @@ class BusEngine:
 
     async def close(self) -> None:
         """Says on the bus that the run is over, and takes its letters off."""
-        if self._working:
+        while self._working and not self._working.done():
             self._working.cancel()
-            await asyncio.wait([self._working])
+            await asyncio.wait([self._working], timeout=AGAIN)
         if self._bus is None:
             return
         with contextlib.suppress(TimeoutError):
