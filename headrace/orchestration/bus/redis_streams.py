@@ -32,6 +32,8 @@ LONGEST_BLOCK = 5.0
 """Seconds for which the server may hold back the answer to a read."""
 KEPT = 86_400
 """Seconds for which the board of a run that is over stays."""
+QUEUES, BOARD = ("tickets", "answers"), ("run", "weights", "alive")
+"""The names that a run uses."""
 
 T = TypeVar("T")
 
@@ -72,8 +74,16 @@ class RedisBus:
         """The time at which the letters of silent claimants were last asked for."""
 
     async def register(self) -> None:
-        """Enters the run into the list of runs."""
-        await self._steady(lambda: self._client.sadd(RUNS, self._run))
+        """Enters the run into the list of runs. What an earlier process of it left is kept from now on."""
+
+        async def work() -> None:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.sadd(RUNS, self._run)
+                for key in (*map(self._stream, QUEUES), *map(self._board, BOARD)):
+                    pipe.persist(key)
+                await pipe.execute()
+
+        await self._steady(work)
 
     async def persistence(self) -> Persistence:
         """Raises ConfigError if the server does not answer, or refuses."""
@@ -162,10 +172,12 @@ class RedisBus:
         async def work() -> None:
             boards = [key async for key in self._client.scan_iter(f"{self._prefix}:board:*")]
             async with self._client.pipeline(transaction=True) as pipe:
-                pipe.delete(*(f"{self._prefix}:{name}" for name in ("tickets", "answers", "list")))
+                pipe.delete(f"{self._prefix}:list")
                 pipe.srem(RUNS, self._run)
-                for board in boards:
-                    pipe.expire(board, KEPT)
+                for stream in QUEUES:  # one that is deleted is an error for those who wait for its next entry
+                    pipe.xtrim(self._stream(stream), maxlen=0, approximate=False)
+                for key in (*boards, *map(self._stream, QUEUES)):
+                    pipe.expire(key, KEPT)
                 await pipe.execute()
 
         await self._steady(work)
@@ -202,7 +214,7 @@ class RedisBus:
                     self._say(f"{self._where} does not answer ({error}); it is tried again until it does")
                 await asyncio.sleep(AGAIN)
             except ResponseError as error:
-                if not str(error).startswith("NOGROUP"):
+                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                     raise
                 self._backlog.clear()  # the server has lost its memory
             else:
