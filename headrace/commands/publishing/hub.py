@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,14 +20,14 @@ def check_name(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Makes the repository if there is none, and uploads the folder in one commit. Returns the address of the commit.
+    """Makes the repository if there is none, and uploads the folder. Returns the address of the (last) commit.
 
     The client takes the token of `hf auth login` or HF_TOKEN, and the address of the hub from HF_ENDPOINT. Raises HeadraceError."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    hub = HfApi(library_name="headrace")
+    hub = HfApi(os.environ.get("HF_ENDPOINT"), library_name="headrace")
     try:
         hub.create_repo(name, private=private or None, exist_ok=True)
         return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
