@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup openenv-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
@@ -126,6 +127,16 @@ $(ATROPOS)/.installed:
 	$(ATROPOS)/bin/python -m pip --quiet --disable-pip-version-check install atroposlib==0.4.0 "transformers>=5.17,<6"
 	touch $@
 
+# openenv's server, which environment.kind = "openenv" plays with in a slow test.
+OPENENV := .venv-openenv
+
+openenv-setup: $(OPENENV)/.installed
+
+$(OPENENV)/.installed:
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip --quiet --disable-pip-version-check install openenv==0.10.0
+	touch $@
+
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
 
@@ -133,5 +144,5 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) $(OPENENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

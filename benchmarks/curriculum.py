@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.curriculum import beliefs
 from headrace.curriculum.chooser import open_curriculum
 from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import GoneRecord, ReadyRecord
@@ -69,7 +68,7 @@ class Drawn:
 def simulate(config: CurriculumConfig, seed: int) -> Drawn:
     chance, spread = random.Random(f"run/{seed}"), random.Random(f"prompts/{seed}")
     logits = [spread.gauss(MEAN, SPREAD) for _ in range(PROMPTS)]
-    curriculum = open_curriculum(Problems(random.Random(f"task/{seed}")), config, seed, SIZE)
+    curriculum = open_curriculum(Problems(random.Random(f"task/{seed}")), config, SIZE)
     flying: list[tuple[int, int, tuple[float, ...]]] = []
     quarters = [Counter[bool]() for _ in range(4)]
     times: Counter[int] = Counter()
@@ -123,10 +122,9 @@ def main() -> None:
         for rest in (128, 512, 2048):
             pools = CurriculumConfig(kind="pools", candidates=candidates, rest=rest)
             print(line(f"pools, {candidates} candidates, rest {rest}", pools), flush=True)
-    for candidates in (16, 64):
-        for beliefs.SAMPLES in (1, 3, 30):
-            contrast = CurriculumConfig(kind="contrast", candidates=candidates)
-            print(line(f"contrast, {candidates} candidates, {beliefs.SAMPLES} draws", contrast), flush=True)
+    for least in (0.3, 0.5, 0.7):
+        contrast = CurriculumConfig(kind="contrast", least_chance=least)
+        print(line(f"contrast, least chance {least}", contrast), flush=True)
 
 
 if __name__ == "__main__":

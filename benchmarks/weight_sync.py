@@ -16,21 +16,29 @@ import argparse
 import gc
 import socket
 import statistics
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from headrace.models.resolve import resolve_model
+from headrace.protocols import Transport
 from headrace.trainer.model.causal_lm import load_model
+from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.delta.codec import apply, encode
+from headrace.weight_sync.fetching import TlsIdentity
+from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.packed import PackedBuffer, lay_out
+from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.slots import Slots, anonymous_memory, send_all
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
@@ -143,16 +151,32 @@ def ways(images: list[Image], rounds: int) -> None:
         "\n| transport | encoding | MB | send, ms | fetch, ms | verify, ms | plain copy, ms | bare loopback, ms | fetch / copy | fetch / loopback | the same by the clock |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for kind in TRANSPORTS:
-        for encoding in ("full", "delta"):
-            if (kind, encoding) != ("shared_memory", "delta"):
-                way(images, kind, encoding, rounds)
-                gc.collect()
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in (*TRANSPORTS, TLS):
+            for encoding in ("full", "delta"):
+                if kind not in ("shared_memory", "cuda_ipc") or encoding == "full":
+                    way(images, kind, encoding, rounds, opened(kind, encoding, Path(folder)))
+                    gc.collect()
 
 
-def way(images: list[Image], kind: str, encoding: str, rounds: int) -> None:
+TLS = "tcp over TLS"
+
+
+def opened(kind: str, encoding: str, folder: Path) -> Transport:
+    """`cuda_ipc` is the CPU's stand-in."""
+    form = Encoding(encoding == "delta", 1 << 30)
+    if kind == "cuda_ipc":
+        return CudaIpc("cpu")
+    if kind != TLS:
+        return TRANSPORTS[kind].open(form)
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=run"]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return msgspec.structs.replace(Tcp.open(form), tls=TlsIdentity(first_certificate(cert), str(cert), str(key)))
+
+
+def way(images: list[Image], kind: str, encoding: str, rounds: int, transport: Transport) -> None:
     """One row. Both ends work one after the other, so that each is timed alone."""
-    transport = TRANSPORTS[kind].open(Encoding(encoding == "delta", 1 << 30))
     manifests = {"": lay_out(images[0].items(), torch.bfloat16)}
     sender, receiver = transport.sender(manifests), transport.receiver(manifests)
     source, target = (np.ones(manifests[""].nbytes, np.uint8) for _ in range(2))

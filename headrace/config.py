@@ -41,7 +41,7 @@ from headrace.settings.process_config import (
     EvalConfig,
     OrchestrationConfig,
     WatchConfig,
-    joining_problems,
+    elsewhere_problems,
 )
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
@@ -104,7 +104,7 @@ class RunConfig:
     def ends(self) -> WeightEnds:
         """The ends of the way of weights."""
         server = self.engine.kind if self.engine.is_server else ""
-        joined = self.orchestration.host if self.orchestration.joins else ""
+        joined = self.orchestration.host if self.orchestration.elsewhere else ""
         adapters, encrypted = bool(self.adapters or self.lora.served_name), bool(self.orchestration.cert)
         return WeightEnds(server, adapters, joined, encrypted)
 
@@ -170,7 +170,7 @@ def check(config: RunConfig) -> list[str]:
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
-        *joining_problems(
+        *elsewhere_problems(
             config.orchestration,
             server=config.ends.server,
             cores=config.engine.cores,

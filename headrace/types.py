@@ -161,7 +161,8 @@ class RoutingTrace(Struct, frozen=True):
     width: int
     """Bytes per expert number: 1, or 2 if there are more than 256 experts."""
     experts: bytes
-    """[T', layers, k], the best expert first"""
+    """[T', layers, k], the best expert first, from position `start` on: a turn has those that the turns before it lack"""
+    start: int = 0
 
 
 class Completion(Struct, frozen=True):

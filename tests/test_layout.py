@@ -74,7 +74,7 @@ ROOMS = {
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
     "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
-    "orchestration.workers": ("launch", "joining"),
+    "orchestration.workers": ("launch", "joining", "placed"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),
     "scoring": ("workers", "parts", "services", "teacher"),

@@ -1,12 +1,17 @@
 """The knowledge of a prompt, and the chance that its next group has contrast.
 
-The rollouts of a prompt are trials: a rollout agrees if it got the commonest reward of its group. For rewards of two values this is the
-solve rate p or 1 - p, whichever is larger, and it has a meaning for rewards of any values. The rate of agreement has a Beta posterior
-whose counts are discounted, because the policy changes: the discounted Beta posterior of the solve rate of MoPPS (Qu et al. 2025,
-arXiv:2507.04632). A group of G rollouts has contrast with the probability 1 - p^G - (1 - p)^G, the chance that dynamic sampling keeps it
-(DAPO, Yu et al. 2025, arXiv:2503.14476).
+The logit of the rate at which a prompt is solved is the level of the policy plus the ease of the prompt, as in Rasch's model of tests (1960).
+Each group is an observation of that sum. It moves the ease of its prompt, and by a small share the level: so what one prompt shows is
+known of all others, and a prompt that was hopeless is tried again when the policy has become better. The uncertainty of a prompt's
+ease grows while it is not drawn, as that of a player's rating does between games (Glicko, Glickman 1999).
 
-Where rewards do not show contrast (a length penalty gives equal rewards contrast), a group is one trial: whether it had contrast.
+A group of G rollouts that are solved with the probability p has contrast with the probability 1 - p^G - (1 - p)^G, the chance that dynamic
+sampling keeps it (DAPO, Yu et al. 2025, arXiv:2503.14476). A prompt is judged by one draw of p (Thompson sampling): prompts that are thought to be solved are
+tried from time to time, and the more often the less is known of them. With the expected chance instead, a run of the demo drew 27 of its
+136 prompts in its last steps (docs/curriculum.md).
+
+Rewards of more than two values may differ among rollouts that all are solved, or all are not. How often that happens is counted for each
+prompt. Where rewards do not show contrast (a length penalty gives equal rewards contrast), whole groups are counted.
 """
 
 from __future__ import annotations
@@ -20,9 +25,13 @@ from headrace.types import Struct
 PromptPool = Literal["new", "mixed", "solved", "hopeless", "failed"]
 """The result of the last group of a prompt: nothing yet, contrast, all rewards equal and high, all equal and low, a failure."""
 
-SAMPLES = 3
-"""One draw is Thompson sampling: an uncertain prompt is tried from time to time. Very many give the expected chance, which tries nothing.
-Little depends on it: 50, 48 and 49 % of groups without contrast with 1, 3 and 30 draws (`benchmarks/curriculum.py`, 16 candidates)."""
+DOUBT = 4.0
+"""Variance of the ease of a prompt that nothing is known of, in squared logits. It is never larger."""
+GROWTH = 8.0
+"""Growth of that variance in one half-life of draws."""
+SHARE = 0.06
+"""Share of a surprise by which the level moves; the mean of all surprises at first. These three numbers fit a recorded run of the demo best
+among a few (docs/curriculum.md)."""
 LONGEST_REST = 5
 """Doublings of a rest at most."""
 
@@ -32,14 +41,17 @@ class Belief(Struct, frozen=True, array_like=True):
 
     pool: PromptPool = "new"
     at: int = 0
-    """The draw at which the counts were discounted last."""
-    agreed: float = 0.0
-    """Discounted number of rollouts with the commonest reward of their group."""
-    differed: float = 0.0
-    """Discounted number of the other rollouts."""
+    """The draw at which the prompt was observed last."""
+    ease: float = 0.0
+    """Logit of its solve rate above the level of the policy."""
+    doubt: float = DOUBT
+    """Variance of the ease at that draw."""
     mixed: float = 0.0
     """Discounted number of groups with contrast."""
     flat: float = 0.0
+    """Discounted number of groups without."""
+    fine: float = 0.0
+    """Discounted number of groups with contrast whose rollouts were all solved, or all not."""
     streak: int = 0
     """Groups in a row without contrast."""
     due: int = 0
@@ -53,20 +65,56 @@ class Belief(Struct, frozen=True, array_like=True):
         """The weight of its counts at draw `now`."""
         return float(0.5 ** ((now - self.at) / half_life))
 
+    def doubt_at(self, now: int, half_life: int) -> float:
+        """The variance of its ease at draw `now`."""
+        return min(DOUBT, self.doubt + GROWTH * (now - self.at) / half_life)
+
+
+class Level(Struct, frozen=True):
+    """The policy as the prompts show it."""
+
+    logit: float = 0.0
+    seen: int = 0
+    """Groups that were observed."""
+
+    def after(self, surprise: float) -> Level:
+        """`surprise`: of the last group, in logits."""
+        return Level(self.logit + max(SHARE, 1 / (self.seen + 2)) * surprise, self.seen + 1)
+
 
 def contrast(rate: float, size: int) -> float:
     """The probability that a group of `size` rollouts has two outcomes, one of which has the probability `rate` in each rollout."""
     return float(1.0 - rate**size - (1.0 - rate) ** size)
 
 
-def sampled_contrast(belief: Belief, kept: float, size: int, *, by_group: bool, chance: random.Random) -> float:
-    """The mean of `SAMPLES` draws from the posterior of the chance of contrast, with the prior Beta(1, 1). `kept`: the weight of the
-    belief's counts; `by_group`: count groups instead of rollouts."""
+def rate_of(logit: float) -> float:
+    return 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, logit))))
+
+
+def observed(logit: float, doubt: float, solved: int, size: int) -> tuple[float, float]:
+    """Returns mean and variance of a logit after `solved` of `size` rollouts were, by Laplace's approximation around the most probable
+    value."""
+    found = logit
+    for _ in range(8):  # Newton's steps, which are at most 2 logits long
+        rate = rate_of(found)
+        slope = solved - size * rate - (found - logit) / doubt
+        found += max(-2.0, min(2.0, slope / (size * rate * (1.0 - rate) + 1.0 / doubt)))
+    rate = rate_of(found)
+    return found, 1.0 / (size * rate * (1.0 - rate) + 1.0 / doubt)
+
+
+def sampled_chance(
+    belief: Belief, level: Level, *, now: int, half_life: int, size: int, by_group: bool, chance: random.Random
+) -> float:
+    """A draw from what is known of the chance that the next group of a prompt has contrast. `now`: the draw of the run; `by_group`: by the
+    share of its earlier groups that had."""
+    kept = belief.kept(now, half_life)
     if by_group or belief.pool == "failed":
-        mixed, flat = 1.0 + kept * belief.mixed, 1.0 + kept * belief.flat
-        return sum(chance.betavariate(mixed, flat) for _ in range(SAMPLES)) / SAMPLES
-    agreed, differed = 1.0 + kept * belief.agreed, 1.0 + kept * belief.differed
-    return sum(contrast(chance.betavariate(agreed, differed), size) for _ in range(SAMPLES)) / SAMPLES
+        return chance.betavariate(1.0 + kept * belief.mixed, 1.0 + kept * belief.flat)
+    logit = chance.gauss(level.logit + belief.ease, math.sqrt(belief.doubt_at(now, half_life)))
+    two = contrast(rate_of(logit), size)
+    fine = kept * belief.fine / (1.0 + kept * (belief.fine + belief.flat))
+    return two + (1.0 - two) * fine
 
 
 def resting(streak: int, base: int) -> int:

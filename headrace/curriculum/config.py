@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 _OF_CHOICE: dict[str, Any] = {"candidates": 64, "remembered": 50_000}
 _OF_POOLS: dict[str, Any] = {"rest": 512, "wait": 256}
-_OF_CONTRAST: dict[str, Any] = {"half_life": 256}
+_OF_CONTRAST: dict[str, Any] = {"half_life": 256, "least_chance": 0.5}
 _FOREIGN: dict[str, dict[str, Any]] = {
     "uniform": _OF_CHOICE | _OF_POOLS | _OF_CONTRAST,
     "pools": _OF_CONTRAST,
@@ -24,13 +24,16 @@ class CurriculumConfig:
 
     kind: Literal["uniform", "pools", "contrast"] = "uniform"
     """uniform: in the order of the task. pools: in that order too, but a prompt whose last group had no contrast rests: solved ones come
-    back for a check, hopeless ones wait, each time for twice as long. contrast: of some candidates, the one whose group will most
-    probably have contrast, by what its earlier groups showed."""
+    back for a check, hopeless ones wait, each time for twice as long. contrast: the first one whose group has
+    contrast with a probability of `least_chance`, by what its earlier groups and those of others showed."""
     candidates: int = Field(default=_OF_CHOICE["candidates"], gt=1)
-    """Unless kind is uniform: the number of prompts of the task that a draw looks at, at most. No known prompt is drawn more than this many
+    """Unless kind is uniform: the number of prompts of the task that a draw looks at, at most. If none will do, the best of them is drawn. No known prompt is drawn more than this many
     times as often as the task yields it."""
     half_life: int = Field(default=_OF_CONTRAST["half_life"], gt=0)
     """contrast: the number of draws of the run after which an observed group counts half, because the policy has changed."""
+    least_chance: float = Field(default=_OF_CONTRAST["least_chance"], gt=0, lt=1)
+    """contrast: the probability with which the group of a prompt must have contrast for the prompt to be drawn. A larger one draws fewer
+    groups without contrast, and fewer prompts that are nearly solved."""
     rest: int = Field(default=_OF_POOLS["rest"], gt=0)
     """pools: the number of draws of the run for which a prompt rests after its first solved group."""
     wait: int = Field(default=_OF_POOLS["wait"], gt=0)
@@ -62,8 +65,8 @@ class CurriculumConfig:
                 f"{self.wait} if not, each time for twice as long; a draw looks at {self.candidates} prompts at most"
             )
         return (
-            f"the one of {self.candidates} candidates whose group will most probably have contrast; what a group showed counts half after "
-            f"{self.half_life} draws"
+            f"the first whose group has contrast with a probability of {self.least_chance:g}, or the best of {self.candidates}; what a group "
+            f"showed counts half after {self.half_life} draws"
         )
 
 

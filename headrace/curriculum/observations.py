@@ -35,11 +35,6 @@ def observation_of(record: AnyRecord) -> Observation | None:
     return None
 
 
-def agreeing(rewards: tuple[float, ...]) -> int:
-    """The number of rollouts that got the commonest reward of their group."""
-    return max(map(rewards.count, set(rewards)), default=0)
-
-
 class RewardScale(Struct, frozen=True):
     """The range of rewards in this run, and whether they show contrast."""
 

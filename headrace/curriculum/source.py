@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from headrace.curriculum.beliefs import Belief
+from headrace.curriculum.beliefs import Belief, Level
 from headrace.curriculum.observations import RewardScale
 from headrace.durable.journal import AnyRecord
 from headrace.protocols import Task
@@ -16,15 +16,14 @@ from headrace.types import Prompt, Struct
 class CurriculumState(Struct, frozen=True):
     """The part of a checkpoint beside the cursor of the task."""
 
-    beliefs: tuple[tuple[int, Belief], ...]
+    ratings: tuple[tuple[int, Belief], ...]
     """Pairs of key and belief, the one that was not drawn for longest first."""
     flying: dict[int, int]
     """The key of every ticket whose group is being generated or scored."""
-    hand: tuple[Prompt, ...]
-    """Candidates that wait for the next draw."""
     next_draw: int
     """The ticket after the last one drawn."""
     scale: RewardScale
+    level: Level = Level()
 
 
 class Curriculum(Protocol):

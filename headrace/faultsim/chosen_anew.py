@@ -13,7 +13,7 @@ class ChosenAnew:
 
     def __init__(self, case: Case, counts: Counts) -> None:
         """`counts`: the records that are in the journal already."""
-        self._curriculum = open_curriculum(case.task(), case.choosing, case.seed, case.group_size)
+        self._curriculum = open_curriculum(case.task(), case.choosing, case.group_size)
         self._whole = [number for number, _ in counts.records] == list(range(len(counts.records)))
         for _, record in counts.records:
             self.check(record)

@@ -64,7 +64,7 @@ def restore_state(
     """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
     buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
-    curriculum = open_curriculum(task, plan.curriculum, plan.seed, plan.rollout.group_size)
+    curriculum = open_curriculum(task, plan.curriculum, plan.rollout.group_size)
     notebook = Notebook(plan.adapter)
     redo, outlived = (
         recover(saved, curriculum, buffer, interrupts, notebook=notebook, plan=plan) if saved else ([], False)

@@ -90,7 +90,7 @@ async def open_pools(
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
         ending = await undo.enter_async_context(AsyncExitStack())
-        engines = await ending.enter_async_context(open_seats(config, model_dir, launcher, telemetry))
+        engines = await ending.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         starting = start_engine(
             config, model_dir=model_dir, launcher=engines, transport=transports[0], logs=logs, telemetry=telemetry
         )

@@ -1,20 +1,27 @@
-"""The seats of a run's engines that are taken from elsewhere (`orchestration.kind = "join"`)."""
+"""The seats of a run's engines that are taken from elsewhere (`orchestration.kind`): by workers that join, or that Ray places."""
 
 from __future__ import annotations
 
+import secrets
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.native.cores import usable_cores
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets.core_shares import members_of
+from headrace.orchestration.workers.build import open_cluster
+from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
+from headrace.orchestration.workers.placed.cluster import Cluster, NodeShare
+from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.protocols import Launcher
+from headrace.settings.extras import install, is_installed
 from headrace.settings.process_config import LOCAL_HOSTS, OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.web.tls import server_context
@@ -31,32 +38,96 @@ def secrets_of(config: OrchestrationConfig) -> tuple[str, ssl.SSLContext | None]
     return token, server_context(Path(config.cert), Path(config.key)) if config.cert else None
 
 
+def check_seats(config: OrchestrationConfig) -> None:
+    """Raises ConfigError for what a run can know before it listens anywhere."""
+    if config.kind == "join":
+        secrets_of(config)
+    if config.kind == "ray" and not is_installed("ray"):
+        raise ConfigError(f'orchestration.kind = "ray" needs Ray, which is not installed: {install("ray")}')
+
+
+def threads_elsewhere(config: RunConfig) -> int:
+    """Returns the threads of an engine on another machine. 0: as many as that has cores."""
+    if config.orchestration.kind == "ray":  # the CPUs of its bundle
+        return config.engine.threads or usable_cores()
+    return 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
+
+
 @asynccontextmanager
 async def open_seats(
-    config: RunConfig, model_dir: Path, local: Launcher, telemetry: Telemetry
+    config: RunConfig, model_dir: Path, local: Launcher, logs: Path, telemetry: Telemetry
 ) -> AsyncIterator[Launcher]:
-    """The launcher of the run's engines: `local`, or one whose workers come from elsewhere. Raises ConfigError if it cannot listen there."""
-    place = config.orchestration
-    if not place.joins:
+    """The launcher of the run's engines: `local`, or one whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or
+    if no cluster can place them."""
+    if not config.orchestration.elsewhere:
         yield local
         return
-    token, tls = secrets_of(place)
+    check_seats(config.orchestration)
     terms = terms_of(config.model.path, model_dir)
-    listener = Listener(token, place.host, place.port, terms=terms, tls=tls, say=telemetry.warn)
+    opened = (
+        _joining(config, terms, telemetry)
+        if config.orchestration.kind == "join"
+        else _placed(config, terms, logs, telemetry)
+    )
+    async with opened as launcher:
+        yield launcher
+
+
+@asynccontextmanager
+async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+    place = config.orchestration
+    token, tls = secrets_of(place)
+    async with _listening(
+        place, Listener(token, place.host, place.port, terms=terms, tls=tls, say=telemetry.warn), telemetry
+    ) as listener:
+        if not tls and place.host not in LOCAL_HOSTS:
+            telemetry.warn(
+                f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
+                "a private network, or set orchestration.cert and orchestration.key"
+            )
+        telemetry.warn(_invitation(config, listener.address))
+        yield JoinLauncher(listener, telemetry)
+
+
+@asynccontextmanager
+async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+    place = config.orchestration
+    cluster, listener = (
+        open_cluster(place.address),
+        Listener(secrets.token_hex(16), place.host, place.port, say=telemetry.warn),
+    )
+    async with _listening(place, listener, telemetry), aclosing(cluster):
+        await cluster.open()
+        if problem := await reach_problem(place, cluster):
+            raise ConfigError(problem)
+        bundle = NodeShare(threads_elsewhere(config), place.gpus)
+        launcher = PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
+        await launcher.open([f"engine {name}".rstrip() for name in members_of(config.engine)])
+        yield launcher
+
+
+async def reach_problem(config: OrchestrationConfig, cluster: Cluster) -> str:
+    """Returns why nodes of the cluster cannot reach the run; empty if they may be able to."""
+    ours = await cluster.own_address()
+    others = {node.address for node in await cluster.nodes()} - {ours}
+    if not others or config.host not in LOCAL_HOSTS:
+        return ""
+    return (
+        f"the cluster has nodes on other machines ({', '.join(sorted(others))}), which cannot reach orchestration.listen = {config.listen}; set "
+        f'it to an address of this machine on their network, such as "{ours}:0"'
+    )
+
+
+@asynccontextmanager
+async def _listening(config: OrchestrationConfig, listener: Listener, telemetry: Telemetry) -> AsyncIterator[Listener]:
     try:
         await listener.open()
     except OSError as error:
         raise ConfigError(
-            f"orchestration.listen = {place.listen}: {error.strerror or error}; choose another port, or an address of this machine"
+            f"orchestration.listen = {config.listen}: {error.strerror or error}; choose another port, or an address of this machine"
         ) from None
-    if not tls and place.host not in LOCAL_HOSTS:
-        telemetry.warn(
-            f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use a "
-            "private network, or set orchestration.cert and orchestration.key"
-        )
-    telemetry.warn(_invitation(config, listener.address))
     try:
-        yield JoinLauncher(listener, telemetry)
+        yield listener
     finally:
         await listener.close()
         if listener.turned_away:

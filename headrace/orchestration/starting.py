@@ -28,11 +28,14 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
+from headrace.orchestration.seats import threads_elsewhere
 from headrace.orchestration.workers.build import open_files, open_network, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
+from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import reached_at, way_of
+from headrace.weight_sync.fetching import TlsIdentity
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weights import Manifest
 
@@ -54,7 +57,9 @@ def transport_of(config: RunConfig, logs: Path) -> Transport:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
     way = way_of(config.weight_sync, config.ends)
     if way.kind in ("http", "tcp", "broadcast"):
-        return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends))
+        place = config.orchestration
+        tls = TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key) if place.cert else None
+        return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends), tls)
     if way.kind != "files":
         return open_transport(way.kind, config.weight_sync.form)
     shared = config.engine.shared_dir
@@ -75,9 +80,8 @@ def start_engine(
     """`logs`: the directory for what processes print."""
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
-        if config.orchestration.joins:  # its machine has cores of its own
-            threads = 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
-            one = dataclasses.replace(one, threads=threads)
+        if config.orchestration.elsewhere:  # its machine has cores of its own
+            one = dataclasses.replace(one, threads=threads_elsewhere(config))
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
             return _server(

@@ -11,6 +11,7 @@ from headrace.observe.facts import RunStarted
 from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of
 from headrace.scoring.config import RewardConfig
+from headrace.settings.process_config import OrchestrationConfig
 from headrace.trainer.config import TrainConfig
 from headrace.weight_sync.config import way_of
 
@@ -38,14 +39,15 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 
 def _trainer(train: TrainConfig) -> str:
     parallel = train.parallel
-    split = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
-    experts = ", experts whole" if parallel.expert > 1 else ""
-    experts += f", microbatches in {parallel.context}" if parallel.context > 1 else ""
-    who = (
-        "own process"
-        if parallel.ranks == 1
-        else f"{parallel.ranks} ranks (FSDP2, {split}weights split in {parallel.split}{experts})"
-    )
+    copies = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
+    ways = {
+        f"FSDP2, {copies}weights split in {parallel.gathering}": parallel.gathering > 1,
+        f"layers split in {parallel.tensor} by the model's plan": parallel.tensor > 1,
+        "experts whole": parallel.expert > 1,
+        f"microbatches in {parallel.context}": parallel.context > 1,
+    }
+    split = ", ".join(way for way, used in ways.items() if used)
+    who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({split})"
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
@@ -56,12 +58,19 @@ def _engine(config: RunConfig, path: str) -> str:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
-    if config.orchestration.joins:
+    if config.orchestration.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
-        return f"{count} of other machines, joining at {config.orchestration.listen}, {engine.serving_dtype}, {path}"
+        return f"{count} {_elsewhere(config.orchestration)}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
+
+
+def _elsewhere(place: OrchestrationConfig) -> str:
+    if place.kind == "join":
+        return f"of other machines, joining at {place.listen}"
+    gpus = f" with {plural(place.gpus, 'GPU')} each" if place.gpus else ""
+    return f"placed by Ray ({place.address}){gpus}"
 
 
 def _scorer(reward: RewardConfig) -> str:

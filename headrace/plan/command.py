@@ -102,19 +102,19 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
         return []
     chip, model, train = hardware.gpu(request.hardware), shape_of(request.model), request.config.train
     tokens = train.microbatch_tokens
-    mesh = hardware.trainer_mesh(chip, model, gpus, train.parallel.context)
+    mesh = hardware.trainer_mesh(chip, model, gpus, tokens, context=train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
-    size = moved.microbatch(tokens)
-    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute)
-    copies = f", replicate = {mesh.replicate}" if mesh.replicate > 1 else ""
-    copies += f", context = {mesh.context}" if mesh.context > 1 else ""
-    copies += f", expert = {mesh.expert}" if mesh.expert > 1 else ""
+    size, waits = moved.microbatch(tokens), moved.together(tokens)
+    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute * mesh.tensor)
+    names = ("replicate", "context", "tensor", "expert")
+    others = [f", {name} = {getattr(mesh, name)}" for name in names if getattr(mesh, name) > 1]
+    together = f", and waits for {waits / 1e9:.1f} GB of hidden states" if waits else ""
     between = f"; copies exchange {moved.copied / 1e9:.1f} GB a step" if mesh.replicate > 1 else ""
     return [
-        f"  trainer: {gpus} ranks (shard = {mesh.shard}{copies}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
+        f"  trainer: {gpus} ranks (shard = {mesh.shard}{''.join(others)}); each holds {memory.held / 1e9:.1f} GB and gathers up to "
         f"{memory.gathered / 1e9:.1f} GB more, of {chip.memory / 1e9:.0f} GB",
         f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
-        f"{short_time(size / hardware.link(chip, mesh))}{between}",
+        f"{short_time(size / hardware.link(chip, mesh))}{together}{between}",
         *_longest(request, mesh, moved),
     ]
 
@@ -131,7 +131,7 @@ def _longest(request: PlanRequest, mesh: ParallelConfig, moved: Traffic) -> list
     ]
     if mesh.context > 1:
         waits = moved.attended * train.microbatch_tokens
-        seconds = short_time(waits / hardware.attention_link(hardware.gpu(request.hardware), mesh))
+        seconds = short_time(waits / hardware.neighbours_link(hardware.gpu(request.hardware), mesh))
         lines.append(
             f"  attention brings a rank {gigabytes(waits)} more in a microbatch, and it waits for them: {seconds}"
         )

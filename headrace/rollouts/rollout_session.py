@@ -150,6 +150,7 @@ class RolloutSession:
         self._asked += 1
         parent = self._parent(fresh, after)
         done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
+        done = self._own_routing(done, parent)
         reply = read(done) if read else {}
         self._turns[number] = Turn(
             tuple(context),
@@ -214,6 +215,20 @@ class RolloutSession:
             pieces += [turn.completion.tokens, turn.context]
             parent = turn.parents[0] if turn.parents else None
         return tuple(chain.from_iterable(reversed(pieces)))
+
+    def _own_routing(self, done: Completion, parent: int | None) -> Completion:
+        """Returns the completion with the experts of those positions that no turn before it has: a request reports those of all
+        positions, which over many turns would be kept again and again."""
+        while parent is not None and not self._turns[parent].completion.routing:
+            parent = self._turns[parent].parents[0] if self._turns[parent].parents else None
+        before = self._turns[parent].completion.routing if parent is not None else None
+        if not before or not done.routing:
+            return done
+        size = before.layers * before.k * before.width
+        end = before.start + len(before.experts) // size
+        own = done.routing.experts[max(0, end - done.routing.start) * size :]
+        routing = msgspec.structs.replace(done.routing, experts=own, start=max(end, done.routing.start))
+        return msgspec.structs.replace(done, routing=routing)
 
     async def _sampled(self, asked: TurnAsked) -> Completion:
         self._stop_clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Literal
 
@@ -91,15 +92,21 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 class OrchestrationConfig:
     """The place from which the run's engines come, and how they reach it (docs/cluster.md)."""
 
-    kind: Literal["local", "join"] = "local"
+    kind: Literal["local", "join", "ray"] = "local"
     """local: the run starts its workers as child processes. join: its engines are started elsewhere, on any machine, with `headrace worker`,
-    and connect to the run; the trainer stays a child process."""
+    and connect to the run. ray: Ray places its engines on the nodes of a cluster. The trainer is a child process with all three."""
+    address: str = "local"
+    """The Ray cluster, with kind = "ray". local: one of the run's own, on this machine; auto: the one that this machine is a node of, or
+    its HOST:PORT."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that Ray gives to each engine, beside `engine.threads` CPUs."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT at which the run listens for workers, with kind = "join". Only this machine reaches the default; port 0 is any free one."""
+    """HOST:PORT at which the run listens for workers, with kind = "join" or "ray". Only this machine reaches the default; port 0 is any
+    free one."""
     token_file: str = ""
-    """File that holds the token which workers must know. Only its owner may read it."""
+    """File that holds the token which workers that join must know. Only its owner may read it. (With "ray", a run makes its own.)"""
     cert: str = ""
-    """File with the certificate of the run's side (PEM), which switches TLS on. Workers check it with `--ca`."""
+    """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
 
@@ -108,24 +115,28 @@ class OrchestrationConfig:
         host, colon, port = self.listen.rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f'orchestration.listen = "{self.listen}" is not HOST:PORT, such as 10.0.0.5:7400')
-        if self.kind == "local":
-            for name in ("listen", "token_file", "cert", "key"):
-                if getattr(self, name) != getattr(OrchestrationConfig, name):
-                    raise ValueError(
-                        f'orchestration.{name} is about workers that join; set orchestration.kind = "join", or remove it'
-                    )
-        elif not self.token_file:
+        for name, kinds in _ABOUT.items():
+            if self.kind not in kinds and getattr(self, name) != getattr(OrchestrationConfig, name):
+                wanted = " or ".join(f'"{kind}"' for kind in kinds)
+                raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
+        if self.kind == "join" and not self.token_file:
             raise ValueError(
                 'orchestration.kind = "join" needs orchestration.token_file: a file with a secret that workers know too '
                 "(umask 077; openssl rand -hex 32 > FILE)"
             )
         if bool(self.cert) != bool(self.key):
             raise ValueError("orchestration.cert and orchestration.key belong together; set both, or none")
+        if self.address not in ("local", "auto") and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.address):
+            raise ValueError(
+                f'orchestration.address = "{self.address}" is not "local", "auto" or HOST:PORT; a run starts on a machine of the cluster, and not '
+                "through Ray's client (ray://)"
+            )
         return self
 
     @property
-    def joins(self) -> bool:
-        return self.kind == "join"
+    def elsewhere(self) -> bool:
+        """Whether the engines are no children of the run's process."""
+        return self.kind != "local"
 
     @property
     def host(self) -> str:
@@ -136,22 +147,34 @@ class OrchestrationConfig:
         return int(self.listen.rpartition(":")[2])
 
 
-def joining_problems(
+_ABOUT = {
+    **dict.fromkeys(("token_file", "cert", "key"), ("join",)),
+    **dict.fromkeys(("address", "gpus"), ("ray",)),
+    "listen": ("join", "ray"),
+}
+"""The kinds of orchestration that each setting is for."""
+
+
+def elsewhere_problems(
     config: OrchestrationConfig, *, server: str, cores: Collection[int], reached_at: str
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that does not go with engines that join. `server`: `engine.kind` if that is a server.
+    """Yields a sentence for each setting that does not go with engines elsewhere. `server`: `engine.kind` if that is a server.
     `reached_at`: the address at which engines fetch weights."""
-    if not config.joins:
+    if not config.elsewhere:
         return
     if server:
         yield (
-            f'orchestration.kind = "join" is for headrace\'s own engine, and engine.kind = "{server}" is a server, which runs reach by '
+            f'orchestration.kind = "{config.kind}" is for headrace\'s own engine, and engine.kind = "{server}" is a server, which runs reach by '
             "engine.urls; remove one of them"
         )
     if cores:
         yield (
-            "engine.cores are cores of this machine, and the engines that join have their own; remove it, and start headrace worker under "
-            "taskset"
+            "engine.cores are cores of this machine, and engines elsewhere have their own; remove it"
+            + (
+                ", and start headrace worker under taskset"
+                if config.kind == "join"
+                else "; Ray gives each engine.threads CPUs"
+            )
         )
     if not server and reached_at in WILDCARDS:
         yield (

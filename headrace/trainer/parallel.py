@@ -17,9 +17,12 @@ class ParallelConfig:
     """Ranks among which weights, gradients and the optimizer's state are split (FSDP2): each holds one part."""
     replicate: int = Field(default=1, gt=0)
     """Copies of the split model, each on `shard` ranks (HSDP). Gradients are summed over the copies."""
+    tensor: int = Field(default=1, gt=0)
+    """Ranks that compute every layer together, by the model's tensor-parallel plan: each holds some heads, columns and rows of the
+    vocabulary, and all have the same microbatches. It divides the number of key and value heads."""
     expert: int = Field(default=1, gt=0)
     """Ranks among which the experts of a mixture are split: whole experts on each, to which tokens travel. They are all
-    ranks that hold the model together (`shard` × `context`), or 1: experts are then split like all other weights."""
+    ranks that hold the model together (`shard` × `context` × `tensor`), or 1: experts are then split like all other weights."""
     context: int = Field(default=1, gt=0)
     """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
     one. The model is split among them too, so among `shard` × `context` ranks."""
@@ -37,6 +40,11 @@ class ParallelConfig:
     @property
     def split(self) -> int:
         """Ranks that hold the model together."""
+        return self.gathering * self.tensor
+
+    @property
+    def gathering(self) -> int:
+        """Ranks that gather weights from each other (FSDP2)."""
         return self.shard * self.context
 
     @property
@@ -59,28 +67,15 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     `train` and `lora`: their settings. `itself`: whether a teacher is the student's older self.
     """
     parallel, ranks = train.parallel, train.parallel.ranks
-    if ranks == 1:
-        for name in ("expert", "reshard", "gather"):
+    if parallel.gathering == 1:
+        for name in ("reshard", "gather", *(["expert"] if ranks == 1 else [])):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
-                yield f"train.parallel.{name} has no meaning for one rank; set train.parallel.shard, or remove it"
+                who = "one rank" if ranks == 1 else "weights that are never gathered"
+                yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
+    if ranks == 1:
         return
+    yield from _mesh_problems(parallel, bool(lora.rank))
     asks = f"train.parallel asks for {ranks} ranks"
-    if parallel.split == 1:
-        yield (
-            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
-            f"{parallel.replicate} instead, which computes the same with less memory"
-        )
-    if parallel.expert not in (1, parallel.split):
-        among = "train.parallel.shard" + (" × context" if parallel.context > 1 else "")
-        yield (
-            f"train.parallel.expert = {parallel.expert} would leave copies of experts among {among} = {parallel.split} ranks; set it to "
-            f"{parallel.split}, or remove it"
-        )
-    if parallel.expert > 1 and parallel.replicate > 1:
-        yield (
-            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard and expert to "
-            f"{ranks} and remove replicate, or remove expert"
-        )
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
     if train.path == "kernels":
@@ -107,3 +102,40 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         yield f"{asks}, and a teacher that is the student's older self is kept by one rank; train on one rank, or give the teacher a model"
     if 0 < len(train.cores) < ranks:
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
+
+
+def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
+    """Yields sizes that do not go together. `adapters`: whether adapters are trained."""
+    if parallel.split == 1:
+        yield (
+            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
+            f"{parallel.replicate} instead, which computes the same with less memory"
+        )
+    if parallel.expert not in (1, parallel.split):
+        among = " × ".join(["shard", *(name for name in ("context", "tensor") if getattr(parallel, name) > 1)])
+        yield (
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.{among} = {parallel.split} ranks; set it "
+            f"to {parallel.split}, or remove it"
+        )
+    beside = f"is not combined with train.parallel.replicate = {parallel.replicate}"
+    if parallel.expert > 1 and parallel.replicate > 1:
+        yield (
+            f"train.parallel.expert = {parallel.expert} {beside}; set shard and expert to {parallel.ranks} and remove replicate, or remove "
+            "expert"
+        )
+    if parallel.tensor == 1:
+        return
+    asks = f"train.parallel.tensor = {parallel.tensor}"
+    if parallel.replicate > 1:
+        wider = parallel.shard * parallel.replicate
+        yield f"{asks} {beside}; set shard to {wider} and remove replicate, or remove tensor"
+    if parallel.context > 1:
+        yield (
+            f"{asks} is not combined with train.parallel.context = {parallel.context}: both split the heads of attention; set one of them to "
+            f"{parallel.tensor * parallel.context} and remove the other"
+        )
+    if adapters:
+        yield (
+            f"{asks} splits layers whose results an adapter needs whole; use train.parallel.shard = {parallel.split} without tensor, or set "
+            "lora.rank = 0"
+        )

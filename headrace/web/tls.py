@@ -31,6 +31,29 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
+def first_certificate(file: Path) -> str:
+    """Returns the certificate (PEM) that a server shows: the first of its file, before those that signed it. Raises ConfigError."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    try:
+        _, found, rest = file.read_text(encoding="ascii").partition(begin)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the certificate {file} cannot be read: {error}") from None
+    if not found or end not in rest:
+        raise ConfigError(f"{file} holds no certificate (PEM)")
+    return begin + rest.partition(end)[0] + end + "\n"
+
+
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """Returns the context of the connecting end for a server that shows exactly this certificate (PEM). Its name is not compared: whoever
+    has the key of this certificate is the server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not have signed itself
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
 def connect_over_tls(where: tuple[str, int], ca: str, seconds: float) -> socket.socket:
     """Returns a plain socket whose bytes travel over TLS. Blocks until the other end's certificate was checked: `ca` signed it, and it is
     for that host. Raises OSError if nothing listens there or the certificate is another, ConfigError for a file that holds none."""

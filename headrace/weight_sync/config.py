@@ -41,7 +41,7 @@ class WeightSyncConfig:
     anchor_every: int = Field(default=50, gt=0)
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
-    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines that join over
+    """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
     tcp or by broadcast (default: the host of `orchestration.listen`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
 
     @property
@@ -57,7 +57,7 @@ class WeightEnds(NamedTuple):
     adapters: bool = False
     """Whether adapters are published beside a base that never changes."""
     joined: str = ""
-    """The host at which the run listens for engines that join; empty for engines that it starts."""
+    """The host at which the run listens for engines elsewhere; empty for engines that are its children."""
     encrypted: bool = False
     """Whether engines that join talk to the run over TLS."""
 
@@ -80,7 +80,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     if ends.server in FETCH and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
-        return Way("tcp", 'engines that join share no memory with the trainer (orchestration.kind = "join")')
+        return Way("tcp", 'engines elsewhere share no memory with the trainer (orchestration.kind = "join" or "ray")')
     if ends.server:
         return Way("files", "an engine behind HTTP reads what the trainer writes")
     return Way("shared_memory", "trainer and engine are processes of this machine")
@@ -93,7 +93,7 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
     fit = fit if ends.server else ("shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc")
     if ends.joined and not ends.server and way.kind not in ("tcp", "broadcast"):
         yield (
-            f'weight_sync.kind = "{way.kind}" does not reach engines that join (orchestration.kind = "join"); use weight_sync.kind = "tcp", '
+            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = "tcp", '
             "or leave it out"
         )
     if ends.encrypted and way.kind == "broadcast":

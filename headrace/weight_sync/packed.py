@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from headrace.errors import IdentityError
+from headrace.weight_sync.ranges import ValueRun
 from headrace.weights import Manifest, TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
@@ -43,6 +44,12 @@ class PackedBuffer:
         """Copies the parameters in, converted to the serving dtype."""
         for name, tensor in parameters:
             self.views[name].copy_(tensor)
+
+    @torch.no_grad()
+    def fill_runs(self, runs: Iterable[ValueRun]) -> None:
+        """Copies values of some parameters in, converted to the serving dtype."""
+        for run in runs:
+            self.views[run.name].view(-1)[run.first : run.first + len(run.values)].copy_(run.values)
 
     def fingerprint(self) -> str:
         return fingerprint(self._manifest, self._buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
@@ -23,20 +23,22 @@ class ValueRun(NamedTuple):
     """[n]"""
 
 
-class RankParts(NamedTuple):
-    """The share of one rank, and its way to the other ranks."""
-
-    rank: int
-    runs: Callable[[str], Iterator[ValueRun]]
-    """The runs of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
-    exchange: Callable[[Any], Sequence[Any]]
-    """Gives every rank the values of all ranks, in their order. Every rank calls it at the same time."""
-
-
 class ByteRange(NamedTuple):
     offset: int
     """The first byte in the packed buffer."""
     nbytes: int
+
+
+class RankParts(NamedTuple):
+    """The share of one rank, and its way to the other ranks."""
+
+    rank: int
+    ranges: Sequence[Mapping[str, list[ByteRange]]]
+    """Those of every rank, by what is published. Together they make up each packed buffer."""
+    runs: Callable[[str], Iterator[ValueRun]]
+    """The runs of this rank, of the model (empty name) or of an adapter, in canonical order. Every rank calls it at the same time."""
+    exchange: Callable[[Any], Sequence[Any]]
+    """Gives every rank the values of all ranks, in their order. Every rank calls it at the same time."""
 
 
 def ranges_of(manifest: Manifest, runs: Iterable[ValueRun]) -> list[ByteRange]:
@@ -64,6 +66,19 @@ def make_up(manifest: Manifest, parts: Sequence[Sequence[ByteRange]]) -> bool:
         if at != spec.offset + spec.nbytes:
             return False
     return next(left, None) is None
+
+
+def parts_of(
+    manifests: Mapping[str, Manifest],
+    rank: int,
+    runs: Callable[[str], Iterator[ValueRun]],
+    exchange: Callable[[Any], Sequence[Any]],
+) -> RankParts | None:
+    """Returns the share of a rank (`RankParts` describes the arguments); None if the runs of all ranks do not make up the whole."""
+    own = {name: ranges_of(manifest, runs(name)) for name, manifest in manifests.items()}
+    everyone = exchange(own)
+    whole = all(make_up(manifest, [one[name] for one in everyone]) for name, manifest in manifests.items())
+    return RankParts(rank, everyone, runs, exchange) if whole else None
 
 
 def follower_update(version: int, adapter: AdapterSpec | None) -> WeightUpdate:

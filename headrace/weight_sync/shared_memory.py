@@ -19,6 +19,7 @@ from headrace.errors import IdentityError
 from headrace.protocols import WeightSender
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.ranges import RankParts, follower_update
 from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
 from headrace.weights import AdapterSpec, WeightUpdate
 
@@ -41,8 +42,11 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
     def inherited(self) -> tuple[int, ...]:
         return (self.fd,)
 
-    def sender(self, manifests: Manifests, once: Collection[str] = ()) -> SharedMemorySender:
-        return SharedMemorySender(self.fd, manifests, once)
+    def sender(
+        self, manifests: Manifests, once: Collection[str] = (), ranks: RankParts | None = None
+    ) -> SharedMemorySender:
+        """`ranks`: where the trainer's weights are split, and each rank fills its part of the same memory."""
+        return SharedMemorySender(self.fd, manifests, once, ranks)
 
     def receiver(self, manifests: Manifests) -> SharedMemoryReceiver:
         return SharedMemoryReceiver(self.fd, manifests)
@@ -54,8 +58,8 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
 class SharedMemorySender(WeightSender):
     """The trainer's end."""
 
-    def __init__(self, fd: int, manifests: Manifests, once: Collection[str]) -> None:
-        self._slots, self._manifests = Slots(fd, manifests, once), manifests
+    def __init__(self, fd: int, manifests: Manifests, once: Collection[str], ranks: RankParts | None) -> None:
+        self._slots, self._manifests, self._ranks = Slots(fd, manifests, once), manifests, ranks
 
     def copy(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
@@ -64,7 +68,13 @@ class SharedMemorySender(WeightSender):
         name = adapter.name if adapter else ""
         slot = version % self._slots.count(name)
         packed = self._slots.packed(name, slot)
-        packed.fill(parameters)
+        if self._ranks:  # the parameters are not read: that would gather each of them whole
+            packed.fill_runs(self._ranks.runs(name))
+            self._ranks.exchange(None)  # from here on all of it is there
+            if self._ranks.rank:
+                return lambda: follower_update(version, adapter)
+        else:
+            packed.fill(parameters)
         seconds = time.perf_counter() - started
         return lambda: WeightUpdate(
             version=version,

@@ -1,8 +1,9 @@
-"""Small messages on a socket: a length, then msgpack."""
+"""Connections that carry weights, over TLS or not, and small messages on them: a length, then msgpack."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 
 import msgspec
@@ -17,6 +18,18 @@ _LENGTH = struct.Struct("<I")
 
 def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def reach(place: tuple[str, int], seconds: float, tls: ssl.SSLContext | None) -> socket.socket:
+    """Returns a connection. Raises OSError, which an error of TLS is too. One thread at a time may use it."""
+    connection = socket.create_connection(place, seconds)
+    if tls is None:
+        return connection
+    try:
+        return tls.wrap_socket(connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def send_message(connection: socket.socket, message: Struct) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from headrace.config import check
-from headrace.curriculum.beliefs import Belief, contrast, sampled_contrast
+from headrace.curriculum.beliefs import Belief, Level, contrast, observed, sampled_chance
 from headrace.curriculum.chooser import Chooser, key_of, open_curriculum
 from headrace.curriculum.config import CurriculumConfig
 from headrace.curriculum.source import CurriculumState, TaskOrder
@@ -66,7 +67,7 @@ def number(drawn: tuple[Prompt, Any]) -> int:
 
 
 def test_without_a_curriculum_the_order_is_the_tasks_own():
-    alone, source = FakeTask(3), open_curriculum(FakeTask(3), CurriculumConfig(), 0, 8)
+    alone, source = FakeTask(3), open_curriculum(FakeTask(3), CurriculumConfig(), 8)
     assert isinstance(source, TaskOrder) and source.state() is None
     for ticket in range(20):
         assert source.draw(ticket) == (alone.draw(), None)
@@ -77,7 +78,7 @@ def test_without_a_curriculum_the_order_is_the_tasks_own():
 def test_journals_and_checkpoints_of_earlier_versions_are_read():
     line = b'{"kind":"Gone","t":1.5,"ticket":3,"outcome":"dropped","reason":"no_contrast","failures":[]}'
     assert msgspec.json.decode(line, type=GoneRecord).rewards == ()
-    source = open_curriculum(Cycle(5), CONTRAST, 0, 4)
+    source = open_curriculum(Cycle(5), CONTRAST, 4)
     source.restore({"next": 7}, None)  # a checkpoint of a run that did not choose
     assert source.task.state() == {"next": 7} and number(source.draw(9)) in range(5)
 
@@ -86,7 +87,7 @@ def test_journals_and_checkpoints_of_earlier_versions_are_read():
 
 
 def test_a_solved_prompt_rests_and_comes_back_for_twice_as_long():
-    source = Chooser(Cycle(2), POOLS, 0, 4)
+    source = Chooser(Cycle(2), POOLS, 4)
     source.draw(0), source.count(flat(0, 1.0))  # 0 is solved: rests until draw 1 + 10
     source.draw(1), source.count(mixed(1))
     drawn = []
@@ -97,7 +98,7 @@ def test_a_solved_prompt_rests_and_comes_back_for_twice_as_long():
 
 
 def test_a_hopeless_prompt_waits_and_one_with_contrast_is_free_again():
-    source = Chooser(Cycle(2), POOLS, 0, 4)
+    source = Chooser(Cycle(2), POOLS, 4)
     source.draw(0), source.count(flat(0, 0.0))
     source.draw(1), source.count(mixed(1))
     drawn = []
@@ -109,7 +110,7 @@ def test_a_hopeless_prompt_waits_and_one_with_contrast_is_free_again():
 
 
 def test_when_all_candidates_rest_the_one_whose_rest_ends_first_is_drawn():
-    source = Chooser(Cycle(3), POOLS, 0, 4)
+    source = Chooser(Cycle(3), POOLS, 4)
     for ticket, reward in enumerate((1.0, 0.0, 1.0)):
         source.draw(ticket)
         source.count(flat(ticket, reward))
@@ -120,7 +121,7 @@ def test_when_all_candidates_rest_the_one_whose_rest_ends_first_is_drawn():
 
 def test_a_prompt_in_flight_is_passed_over():
     for config in (POOLS, CONTRAST):
-        source = Chooser(Cycle(4), config, 0, 4)
+        source = Chooser(Cycle(4), config, 4)
         assert {number(source.draw(ticket)) for ticket in range(4)} == {0, 1, 2, 3}
         source.count(GoneRecord(0.0, 2, "dropped", "interrupted"))
         free = next(key for key in range(4) if key_of(Prompt("", "", (key,))) not in source._flying.values())
@@ -137,25 +138,61 @@ def test_the_chance_of_contrast_is_that_of_all_outcomes_counted(rate: float):
     assert contrast(rate, 4) == pytest.approx(counted)
 
 
-def test_draws_from_the_posterior_have_its_mean():
-    """The reference: E[p^n] of Beta(a, b) is the product of (a + i) / (a + b + i)."""
-
-    def power(a: float, b: float, n: int) -> float:
-        result = 1.0
-        for i in range(n):
-            result *= (a + i) / (a + b + i)
-        return result
-
-    belief, chance = Belief(agreed=12.0, differed=4.0, mixed=3.0, flat=1.0), random.Random(0)
-    draws = [sampled_contrast(belief, 0.5, 8, by_group=False, chance=chance) for _ in range(4000)]
-    a, b = 1 + 6.0, 1 + 2.0
-    assert sum(draws) / len(draws) == pytest.approx(1 - power(a, b, 8) - power(b, a, 8), abs=0.01)
-    draws = [sampled_contrast(belief, 0.5, 8, by_group=True, chance=chance) for _ in range(4000)]
-    assert sum(draws) / len(draws) == pytest.approx(2.5 / 4, abs=0.01)
+def integral(logit: float, doubt: float, of: Callable[[float], float]) -> float:
+    """The expectation over a normal logit, as a sum of many small steps: the independent reference."""
+    spread, steps = math.sqrt(doubt), [step / 100 for step in range(-800, 801)]
+    weights = [math.exp(-step * step / 2) for step in steps]
+    return sum(w * of(logit + spread * step) for w, step in zip(weights, steps, strict=True)) / sum(weights)
 
 
-def test_an_observation_counts_half_after_the_half_life():
-    assert Belief(at=10).kept(10, 256) == 1 and Belief(at=10).kept(266, 256) == 0.5
+@pytest.mark.parametrize(("ease", "doubt"), [(0.0, 4.0), (2.5, 0.5), (-3.0, 1.0), (6.0, 4.0)])
+def test_draws_of_the_chance_have_the_mean_of_the_integral_over_the_doubt(ease: float, doubt: float):
+    found = integral(ease - 1.0, doubt, lambda one: contrast(1 / (1 + math.exp(-one)), 8))
+    belief, chance = Belief(pool="mixed", ease=ease, doubt=doubt), random.Random(0)
+    draws = [
+        sampled_chance(belief, Level(-1.0, 9), now=0, half_life=256, size=8, by_group=False, chance=chance)
+        for _ in range(4000)
+    ]
+    assert sum(draws) / len(draws) == pytest.approx(found, abs=0.02)
+
+
+@pytest.mark.parametrize(("solved", "logit", "doubt"), [(4, 0.0, 4.0), (8, 0.0, 4.0), (0, 3.0, 1.0), (7, 1.0, 0.3)])
+def test_an_observation_moves_the_logit_to_its_most_probable_value(solved: int, logit: float, doubt: float):
+    """The reference: the largest value on a fine grid, and the curvature there by differences."""
+
+    def density(x: float) -> float:
+        return (
+            -solved * math.log1p(math.exp(-x)) - (8 - solved) * math.log1p(math.exp(x)) - (x - logit) ** 2 / (2 * doubt)
+        )
+
+    found, variance = observed(logit, doubt, solved, 8)
+    best = max((step / 1000 for step in range(-9000, 9001)), key=density)
+    assert found == pytest.approx(best, abs=2e-3)
+    bend = (density(best + 1e-3) - 2 * density(best) + density(best - 1e-3)) / 1e-6
+    assert variance == pytest.approx(-1 / bend, rel=1e-2)
+
+
+def test_doubt_grows_while_a_prompt_is_not_drawn_and_never_beyond_that_of_a_new_one():
+    belief = Belief(at=10, doubt=0.5)
+    assert [belief.doubt_at(now, 256) for now in (10, 42, 10_000)] == [0.5, 0.5 + 8.0 * 32 / 256, 4.0]
+
+
+def worth_of(source: Chooser, prompt: Prompt, first: int) -> float:
+    """The mean of what many draws hold of the chance of a prompt."""
+    return sum(source._rank(prompt, ticket, set()).worth for ticket in range(first, first + 400)) / 400
+
+
+def test_what_prompts_show_is_known_of_all():
+    """All were hopeless once. Then all but the last become easy, and the last is worth a look again, though nobody has looked."""
+    source, last = Chooser(Cycle(12), CONTRAST, 4), Prompt("", "", (11,))
+    for ticket in range(12):
+        source.draw(ticket), source.count(flat(ticket, 0.0))
+    before, level = worth_of(source, last, 12), source._level
+    for ticket in range(12, 23):
+        source._flying[ticket] = key_of(Prompt("", "", (ticket - 12,)))
+        source.count(flat(ticket, 1.0))
+    assert source._level.logit > level.logit + 2 and source._level.seen == 23
+    assert worth_of(source, last, 12) > before + 0.2
 
 
 def played(source: Chooser, rates: Mapping[int, float], draws: int, seed: int = 0) -> tuple[list[int], float]:
@@ -172,7 +209,7 @@ def played(source: Chooser, rates: Mapping[int, float], draws: int, seed: int = 
 @pytest.mark.parametrize("config", [CONTRAST, CurriculumConfig(kind="pools", candidates=12, rest=64, wait=64)])
 def test_prompts_with_contrast_are_drawn_more_often_and_all_are_tried(config: CurriculumConfig):
     rates = {key: (0.0, 1.0, 0.5, 0.99)[key % 4] for key in range(12)}
-    drawn, flats = played(Chooser(Cycle(12), config, 0, 4), rates, 240)
+    drawn, flats = played(Chooser(Cycle(12), config, 4), rates, 240)
     uniform = sum(1 - contrast(rate, 4) for rate in rates.values()) / 12
     assert uniform > 0.75 and flats < 0.5
     assert set(drawn) == set(rates), "none is given up"
@@ -180,26 +217,34 @@ def test_prompts_with_contrast_are_drawn_more_often_and_all_are_tried(config: Cu
 
 
 def test_no_prompt_of_an_epoch_is_passed_over_before_it_was_tried():
-    source = Chooser(Cycle(10), CONTRAST, 0, 4)
+    source = Chooser(Cycle(10), CONTRAST, 4)
     assert sorted(number(source.draw(ticket)) for ticket in range(10)) == list(range(10))
 
 
-def test_rewards_of_many_values_are_judged_by_the_commonest():
-    source = Chooser(Cycle(1), CONTRAST, 0, 4)
-    source.draw(0)
-    source.count(mixed(0, (0.5, 0.5, 0.5, 0.1)))
+def test_rewards_that_differ_on_one_side_of_the_middle_have_contrast_that_is_counted():
+    """All rollouts are solved, by rewards of 0.9 and 1.0: by the rate alone the prompt would have none."""
+    source = Chooser(Cycle(1), CONTRAST, 4)
+    source.draw(0), source.count(mixed(0, (0, 0, 1, 1)))
+    for ticket in range(1, 7):
+        source.draw(ticket)
+        source.count(mixed(ticket, (0.9, 0.9, 1.0, 1.0)))
     (belief,) = source._beliefs.values()
-    assert (belief.agreed, belief.differed, belief.mixed, belief.pool) == (3, 1, 1, "mixed")
+    assert belief.flat == 0 and belief.fine == pytest.approx(6, abs=0.1)
+    assert worth_of(source, Prompt("", "", (0,)), 7) > 0.85
+    plain, chance = msgspec.structs.replace(belief, fine=0.0), random.Random(0)
+    draws = [
+        sampled_chance(plain, source._level, now=7, half_life=256, size=4, by_group=False, chance=chance)
+        for _ in range(400)
+    ]
+    assert sum(draws) / 400 < 0.6
 
 
 def test_contrast_with_another_cause_than_the_rewards_is_counted_by_groups():
-    source = Chooser(Cycle(2), CONTRAST, 0, 4)
+    source = Chooser(Cycle(2), CONTRAST, 4)
     source.draw(0)
     source.count(mixed(0, (1, 1, 1, 1)))  # a length penalty
     assert source._scale.deceives
-    chance, prompt = random.Random(0), Prompt("", "", (0,))
-    ranks = [source._rank(prompt, 1, set(), chance)[1] for _ in range(500)]
-    assert sum(ranks) / 500 == pytest.approx(2 / 3, abs=0.03), "Beta(2, 1); its rollouts all agreed"
+    assert worth_of(source, Prompt("", "", (0,)), 1) == pytest.approx(2 / 3, abs=0.05), "the mean of Beta(2, 1)"
 
 
 # -- every outcome ----------------------------------------------------------------------------------------------------
@@ -214,7 +259,7 @@ NOTHING: list[AnyRecord] = [
 
 @pytest.mark.parametrize("record", NOTHING)
 def test_a_cancelled_group_and_an_outage_teach_nothing(record: AnyRecord):
-    source = Chooser(Cycle(3), POOLS, 0, 4)
+    source = Chooser(Cycle(3), POOLS, 4)
     source.draw(0)
     source.count(record)
     (belief,) = source._beliefs.values()
@@ -224,18 +269,20 @@ def test_a_cancelled_group_and_an_outage_teach_nothing(record: AnyRecord):
 
 @pytest.mark.parametrize("reason", ["prompt_too_long", "reward_raised", "overlong"])
 def test_a_prompt_that_fails_waits_and_loses_its_optimism(reason: str):
-    source = Chooser(Cycle(3), POOLS, 0, 4)
+    source = Chooser(Cycle(3), POOLS, 4)
     source.draw(0)
     source.count(GoneRecord(0.0, 0, "dropped" if reason == "overlong" else "failed", reason))
     (belief,) = source._beliefs.values()
     assert belief == Belief(pool="failed", at=1, flat=1.0, streak=1, due=5, drawn=1)
     chance = random.Random(0)
-    failed = sum(sampled_contrast(belief, 1.0, 4, by_group=False, chance=chance) for _ in range(500)) / 500
-    assert failed == pytest.approx(1 / 3, abs=0.03), "Beta(1, 2)"
+    draws = [
+        sampled_chance(belief, Level(), now=1, half_life=256, size=4, by_group=False, chance=chance) for _ in range(500)
+    ]
+    assert sum(draws) / 500 == pytest.approx(1 / 3, abs=0.03), "the mean of Beta(1, 2)"
 
 
 def test_a_group_that_was_ready_and_is_dropped_later_is_counted_once():
-    source = Chooser(Cycle(3), POOLS, 0, 4)
+    source = Chooser(Cycle(3), POOLS, 4)
     source.draw(0)
     source.count(mixed(0))
     before = source.state()
@@ -244,7 +291,7 @@ def test_a_group_that_was_ready_and_is_dropped_later_is_counted_once():
 
 
 def test_the_memory_is_bounded_and_forgets_what_was_not_drawn_for_longest():
-    source = Chooser(FakeTask(), CurriculumConfig(kind="pools", candidates=2, remembered=5), 0, 4)
+    source = Chooser(FakeTask(), CurriculumConfig(kind="pools", candidates=2, remembered=5), 4)
     keys = []
     for ticket in range(50):
         keys.append(key_of(source.draw(ticket)[0]))
@@ -259,11 +306,11 @@ def test_the_memory_is_bounded_and_forgets_what_was_not_drawn_for_longest():
 @pytest.mark.parametrize("config", [POOLS, CONTRAST])
 def test_from_its_saved_state_it_chooses_on_as_it_would_have(config: CurriculumConfig):
     rates = {key: key / 6 for key in range(7)}
-    source = Chooser(Cycle(7), config, 5, 4)
+    source = Chooser(Cycle(7), config, 4)
     played(source, rates, 40)
     source.draw(40)  # in flight while it is saved
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(source.state()), type=CurriculumState)
-    again = Chooser(Cycle(7), config, 5, 4)
+    again = Chooser(Cycle(7), config, 4)
     again.restore(source.task.state(), state)
     for ticket in range(41, 90):
         assert source.draw(ticket) == again.draw(ticket)
@@ -288,6 +335,7 @@ def test_killed_and_resumed_a_run_draws_what_its_journal_says(kind: Any, at: int
     [
         ({"candidates": 8}, 'curriculum.candidates means nothing to curriculum.kind = "uniform"'),
         ({"kind": "pools", "half_life": 9}, 'curriculum.half_life means nothing to curriculum.kind = "pools"'),
+        ({"kind": "pools", "least_chance": 0.4}, 'curriculum.least_chance means nothing to curriculum.kind = "pools"'),
         ({"kind": "contrast", "rest": 9}, 'curriculum.rest means nothing to curriculum.kind = "contrast"'),
     ],
 )

@@ -53,7 +53,7 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(tmp_path: Path
     done = subprocess.run([*headrace, "--resume", str(run_dir)], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
-    reader = open_curriculum(task, config.curriculum, config.seed, config.rollout.group_size)
+    reader = open_curriculum(task, config.curriculum, config.rollout.group_size)
     drawn = []
     for record in read_journal(run_dir):
         if isinstance(record, DrawnRecord):

@@ -29,8 +29,8 @@ from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played
 from headrace.types import Failure
 
-PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON", "")
-"""An interpreter with openenv, which is no package of ours: it brings sixty others."""
+PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(Path(__file__).parents[2] / ".venv-openenv/bin/python")
+"""An interpreter with openenv, which is no package of ours: it brings sixty others (`make openenv-setup`)."""
 
 
 class Countdown:
@@ -254,9 +254,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not PYTHON, reason="no interpreter with openenv: pip install openenv, and name it in HEADRACE_OPENENV_PYTHON"
-)
+@pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"no openenv in {PYTHON}: make openenv-setup")
 def test_a_real_server(echo: str, encoder: ChatEncoder) -> None:
     config = EnvironmentConfig(kind="openenv", name=echo, options={"observation": "echoed"}, workers=1)
     found = play_said(encoder, config, [({"seed": seed}, ("hello<|im_end|>", "you<|im_end|>")) for seed in range(8)])

@@ -51,8 +51,12 @@ from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
+from headrace.orchestration.workers.placed.cluster import NodeShare
+from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
+from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Job
 from headrace.rollouts.partial import Interrupts, PartialConfig
@@ -480,6 +484,14 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
 
+async def of_placing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+    telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    cluster, one = FakeCluster([NodeShare(1)]), NodeShare(1)
+    launcher = PlacedLauncher(cluster, FakeArrivals(), bundle=one, terms=Terms("m", {}), logs=tmp, telemetry=telemetry)
+    await launcher.open(["engine"])
+    await launcher.worker(Job("engine", "engine"), lambda method, payload: None).start()
+
+
 HANDED_OUT = dataclasses.replace(SINGLE_TURN, players="agents that take them")
 
 STALLS: dict[tuple[str, str], Scenario] = {
@@ -506,6 +518,8 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
     ("start", "an engine to join at * as *"): of_joining,
+    ("start", "the cluster at * to place * (*)"): of_placing,
+    ("start", "* to start on *"): of_placing,
     ("start", "the first weights to be live"): of_start,
     ("start", "the *"): of_teacher_s_start,
     ("trainer", "the swap in the teacher (of the version before)"): of_self_teaching,

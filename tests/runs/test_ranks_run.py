@@ -64,22 +64,44 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
     ).exists()
 
 
+@pytest.mark.slow
+def test_a_run_whose_two_ranks_share_microbatches_ends_at_the_weights_of_one(tiny_llama: Path, tmp_path: Path) -> None:
+    """A microbatch has 48 tokens on either mesh."""
+    both = {"context": 2}
+    together = config_of(tmp_path, tiny_llama, "together", microbatch_tokens=24, parallel=both)
+    alone = config_of(tmp_path, tiny_llama, "alone")
+    for config in (together, alone):
+        assert headrace.train(config).reason == "finished"
+    directories = [Path(config["out"]) / config["name"] for config in (together, alone)]
+    for step, other in zip(*(of(directory, StepTrained) for directory in directories), strict=True):
+        assert (step.report.microbatches, step.report.loss_tokens) == (
+            other.report.microbatches,
+            other.report.loss_tokens,
+        )
+        assert step.report.grad_norm == pytest.approx(other.report.grad_norm, rel=1e-3)
+    expected = final(directories[1])
+    for name, tensor in final(directories[0]).items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
+
+
 @pytest.fixture(scope="module")
 def tiny_mixture(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-mixture")
     vocabulary = json.loads((tiny_tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
-    tiny_models.make("qwen3_moe", vocab_size=len(vocabulary)).save_pretrained(directory)
+    even = len(vocabulary) + len(vocabulary) % 2  # a tensor group splits it equally
+    tiny_models.make("qwen3_moe", vocab_size=even).save_pretrained(directory)
     shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
     return directory
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", ["shard", "tensor"])
 def test_a_mixture_whose_experts_lie_whole_on_two_ranks_learns_what_one_rank_does(
-    tiny_mixture: Path, tmp_path: Path
+    split: str, tiny_mixture: Path, tmp_path: Path
 ) -> None:
     """Routes that the engine recorded travel with tokens to the ranks of their experts."""
     directories = []
-    for name, ranks in (("whole", {"shard": 2, "expert": 2}), ("one", {})):
+    for name, ranks in (("whole", {split: 2, "expert": 2}), ("one", {})):
         config = config_of(tmp_path, tiny_mixture, name, parallel=ranks)
         config["rollout"]["keep_routing"] = True
         assert headrace.train(config).reason == "finished"

@@ -437,26 +437,26 @@ OF_CHOOSER = (
         "        curriculum.count(record)\n", "",
     ),
     _one(
-        "hand_not_restored", CHOOSER, "C8", "candidates that wait for the next draw are lost in a kill",
-        "self._hand, self._next, self._scale = state.hand, state.next_draw, state.scale",
+        "level_not_restored", CHOOSER, "C8", "a resumed run has forgotten how good the policy is",
+        "self._level, self._next, self._scale = state.level, state.next_draw, state.scale",
         "self._next, self._scale = state.next_draw, state.scale",
     ),
     _one(
         "flights_not_restored", CHOOSER, "C8", "groups in flight in the checkpoint teach nothing when they end",
-        "self._beliefs, self._flying = dict(state.beliefs), dict(state.flying)", "self._beliefs = dict(state.beliefs)",
+        "self._beliefs, self._flying = dict(state.ratings), dict(state.flying)", "self._beliefs = dict(state.ratings)",
     ),
     _one(
         "time_not_restored", CHOOSER, "C8", "beliefs of a resumed run age from its start on",
-        "self._hand, self._next, self._scale = state.hand, state.next_draw, state.scale",
-        "self._hand, self._scale = state.hand, state.scale",
+        "self._level, self._next, self._scale = state.level, state.next_draw, state.scale",
+        "self._level, self._scale = state.level, state.scale",
     ),
     _one(
-        "chance_not_seeded", CHOOSER, "C8", "draws from the posterior depend on the process, not on the seed",
-        'random.Random(f"{self._seed}/curriculum/{ticket}")', "random.Random()",
+        "chance_not_seeded", CHOOSER, "C8", "draws from what is known of a prompt depend on the process",
+        'random.Random(f"curriculum/{ticket}/{key}")', "random.Random()",
     ),
     _one(
         "order_of_beliefs_lost", CHOOSER, "C8", "a checkpoint forgets which prompt was not drawn for longest",
-        "beliefs=tuple(self._beliefs.items()),", "beliefs=tuple(sorted(self._beliefs.items())),",
+        "ratings=tuple(self._beliefs.items()),", "ratings=tuple(sorted(self._beliefs.items())),",
     ),
 )  # fmt: skip
 

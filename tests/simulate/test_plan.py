@@ -33,6 +33,7 @@ from headrace.plan.rates.hardware import (
     engine_rates,
     replica_gpus,
     trainer_gpus,
+    trainer_memory,
     trainer_mesh,
     trainer_rates,
     trainer_traffic,
@@ -122,6 +123,21 @@ def test_the_mesh_is_within_a_machine_where_that_holds_it():
     assert [(one.shard, one.replicate) for one in (mesh("70b", 32), mesh("70b", 64))] == [(32, 1), (32, 2)]
 
 
+def test_ranks_of_a_context_hold_the_model_together_and_wait_for_attention():
+    """An 8B model on eight GPUs: 131 GB are 16.4 a rank, whatever the context. A token brings three quarters of twice 32 queries, keys and
+    values of 8 heads each, and 32 results, of 128 elements, in each of 36 layers."""
+    h100, model = GPUS["h100"], SHAPES["8b"]
+    mesh = trainer_mesh(h100, model, 8, context=4)
+    assert (mesh.shard, mesh.context, mesh.replicate, mesh.ranks) == (2, 4, 1, 8)
+    assert trainer_memory(model, mesh) == trainer_memory(model, trainer_mesh(h100, model, 8, 16_384))
+    moved = trainer_traffic(model, mesh)
+    assert moved.attended == pytest.approx(0.75 * 2 * (32 + 2 * 8 + 32) * 128 * 2 * 36)
+    alone, together = (trainer_rates(h100, model, 8, 16_384, context=context).token for context in (1, 4))
+    assert together - alone == pytest.approx(moved.attended / (0.8 * 450e9) / 8)
+    wide = trainer_mesh(h100, model, 48, context=4)
+    assert (wide.shard, wide.context, wide.replicate) == (2, 4, 6)
+
+
 def test_a_mixture_waits_for_what_its_ranks_gather():
     """All 30.5e9 weights travel for the 3.3e9 that a token passes: twice in bfloat16, and the gradients in float32. Within a machine experts
     stay, and 786,432 elements of a token travel four times."""
@@ -133,6 +149,20 @@ def test_a_mixture_waits_for_what_its_ranks_gather():
     received = 7 / 8 * (2 * 2 * 0.878e9 + 4 * 0.622e9 + 4 * 1.5e9 + 2048 * 4 * 2 * 786_432)
     assert moved.microbatch(2048) == pytest.approx(received, rel=1e-6)
     assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
+
+
+def test_few_tokens_are_computed_together():
+    """With 256 tokens a microbatch, eight ranks would receive 57 GB of weights for each. In a tensor group they receive hidden states instead: per
+    token and layer two in bfloat16 and five gradients in float32, twice 7/8 of each; and they wait for them."""
+    h100, model = GPUS["h100"], SHAPES["8b"]
+    mesh = trainer_mesh(h100, model, 8, 256)
+    assert (mesh.shard, mesh.tensor) == (1, 8)
+    received = 2 * 7 / 8 * (36 * 4096 * (2 * 2 + 5 * 4) + 4 * 4096 + 4 * (4096 + 4))
+    assert trainer_traffic(model, mesh).together(256) == pytest.approx(256 * received)
+    expected = 6 * 8.19e9 / (0.4 * 989e12 * 8) + received / (0.8 * 450e9)
+    assert trainer_rates(h100, model, 8, 256).token == pytest.approx(expected)
+    assert trainer_mesh(h100, model, 8, 2048).tensor == 1
+    assert trainer_mesh(h100, SHAPES["30b-a3b"], 8, 256).tensor == 1
 
 
 def test_mixtures_of_experts_read_little_with_few_sequences():

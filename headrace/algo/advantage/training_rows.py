@@ -181,8 +181,9 @@ def _routing(episode: Episode, prompt: int, pieces: Sequence[_Piece]) -> Routing
         trace = episode.turns[piece.turn].completion.routing if piece.sampled else None
         if trace and trace.experts:
             size = trace.layers * trace.k * trace.width
-            joined, shape = joined + trace.experts[len(joined) : (end - 1) * size], trace
-    return shape and replace(shape, experts=joined)
+            first = trace.start * size
+            joined, shape = joined + trace.experts[len(joined) - first : (end - 1) * size - first], trace
+    return shape and replace(shape, experts=joined, start=0)
 
 
 def _teacher(one: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:

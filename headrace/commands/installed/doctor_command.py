@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.commands.arguments import Commands, add_command
+from headrace.commands.arguments import Commands, add_command, add_set
 from headrace.errors import ConfigError
 
 
@@ -14,6 +14,8 @@ def add_doctor(commands: Commands) -> None:
     one.add_argument(
         "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
+    one.add_argument("--cluster", metavar="CONFIG", help="instead: can every node of this run's Ray cluster serve it?")
+    add_set(one)
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )
@@ -29,6 +31,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
     if arguments.dtype:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
+    if arguments.cluster:
+        from headrace.commands.installed.cluster_check import examine_cluster
+        from headrace.config import load_config
+
+        return examine_cluster(load_config(arguments.cluster, arguments.set))
+    if arguments.set:
+        raise ConfigError("--set changes the config of headrace doctor --cluster CONFIG; name it")
     from headrace.commands.installed.doctor import examine
 
     return examine(full=arguments.full, pythons=arguments.python)

@@ -129,7 +129,12 @@ class OpenRollouts:
         wanted = _Wanted(first, count, asyncio.get_running_loop().create_future())
         self._wanted.append(wanted)
         self._hand_out()
-        return await wanted.found
+        try:
+            return await wanted.found
+        except asyncio.CancelledError:
+            for one in wanted.found.result() if wanted.found.done() and not wanted.found.cancelled() else ():
+                one.fail("agent_failed", "the environment closed the connection before its turn was sampled")
+            raise
 
     async def close(self) -> None:
         """Refuses the requests that wait for a ticket, and all later ones."""

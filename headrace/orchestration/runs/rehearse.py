@@ -28,7 +28,7 @@ from headrace.orchestration.build import build_environment, build_scorer, build_
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.seats import secrets_of
+from headrace.orchestration.seats import check_seats
 from headrace.orchestration.store.run_directory import refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
@@ -148,8 +148,7 @@ def _place(config: RunConfig, resume: Path | None) -> None:
         raise ConfigError(problem)
     if not resume:
         refuse_used(config.run_dir)
-    if config.orchestration.joins:
-        secrets_of(config.orchestration)
+    check_seats(config.orchestration)
 
 
 def _run(config: RunConfig) -> Lines:
@@ -316,7 +315,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     problems = list(refusals(wanted, shape, plan, machine))
     if plan.published == "cuda" and "cpu" in (plan.engine_device, plan.train_device):
         problems.append(NO_GPU)
-    if not config.orchestration.joins:  # else each has a machine of its own
+    if not config.orchestration.elsewhere:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
     for problem in problems:
         found.doubt(problem, certain=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,23 +18,25 @@ from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
+from headrace.orchestration.workers.placed.cluster import Cluster
+from headrace.orchestration.workers.placed.ray_cluster import RayCluster
 from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
-from headrace.weight_sync.fetching import NetworkTransport
+from headrace.weight_sync.fetching import NetworkTransport, TlsIdentity
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.weights import Manifest
 
 if TYPE_CHECKING:
-    import torch
-
     from headrace.trainer.placement.port import Placement
     from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.shadow import Shadow
+    from headrace.trainer.step.trainer import TorchTrainer
 
 
 def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transport:
@@ -41,11 +44,13 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
     return TRANSPORTS[kind].open(form)
 
 
-def open_network(kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str) -> Transport:
+def open_network(
+    kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
+) -> Transport:
     """`host`: the address at which the trainer's process listens for engines."""
     made = TRANSPORTS[kind].open(form)
     assert isinstance(made, NetworkTransport)
-    return msgspec.structs.replace(made, host=host)
+    return msgspec.structs.replace(made, host=host, tls=tls)
 
 
 def open_files(directory: Path, form: Encoding = FULL) -> Transport:
@@ -57,6 +62,11 @@ def open_launcher(logs: Path) -> Launcher:
     """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
     process can use one that its parent has opened."""
     return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+
+
+def open_cluster(address: str) -> Cluster:
+    """The cluster that engines are placed on. It is not connected yet."""
+    return RayCluster(address)
 
 
 KINDS = {
@@ -100,8 +110,19 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
     dtype = getattr(torch, start.serving_dtype)
     manifests = {name: lay_out(core.parameters(name), dtype) for name in ("", *served)}
     once = [""] if served else []
-    sender = FollowingSender() if start.rank else start.transport.sender(manifests, once)
-    return core, sender, manifests
+    return core, _sender(start, core, manifests, once), manifests
+
+
+def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manifest], once: list[str]) -> WeightSender:
+    """The trainer's end of the way of weights: in each rank for its part, where the transport can fetch parts, else in rank 0."""
+    if start.ranks == 1:
+        return start.transport.sender(manifests, once)
+    from headrace.orchestration.workers.rank_senders import rank_sender
+
+    def runs(name: str) -> Iterator[ValueRun]:
+        return itertools.starmap(ValueRun, core.runs(name, start.rank, start.ranks))
+
+    return rank_sender(start, runs, manifests, once)
 
 
 def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
@@ -120,21 +141,6 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
         )
     meet(start.rank, start.ranks, start.meeting, device)
     return Sharded(train.parallel, device)
-
-
-class FollowingSender(WeightSender):
-    """The sender of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
-
-    def copy(
-        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
-    ) -> Callable[[], WeightUpdate]:
-        for _ in parameters:
-            pass
-        kind: Literal["full", "adapter"] = "adapter" if adapter else "full"
-        update = WeightUpdate(
-            version=version, kind=kind, fingerprint="of rank 0", nbytes=0, seconds=0.0, adapter=adapter
-        )
-        return lambda: update
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:

@@ -80,7 +80,7 @@ class FakeProcess:
     def __init__(self, network: Network | None = None) -> None:
         self.network = network or InstantNetwork()
         self.to_controller: Pipe
-        self.alive = True
+        self.alive, self.ended = True, asyncio.Event()
         self.how = "ended with exit code 0"
         self.inbox: deque[Frame] = deque()
         self.number = 0
@@ -144,6 +144,7 @@ class FakeProcess:
     def die(self, how: str) -> None:
         if self.alive:
             self.alive, self.how = False, how
+            self.ended.set()
             self.to_controller.close()
             self._task.cancel()
 

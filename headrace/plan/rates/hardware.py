@@ -83,9 +83,23 @@ def trainer_gpus(chip: Gpu, model: Architecture) -> int:
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
-def trainer_mesh(chip: Gpu, model: Architecture, gpus: int, context: int = 1) -> ParallelConfig:
+def trainer_mesh(
+    chip: Gpu, model: Architecture, gpus: int, microbatch: int = MICROBATCH, *, context: int = 1
+) -> ParallelConfig:
+    """Returns the mesh on which a token takes the least time, with as few ranks in a tensor group as possible: few tokens a microbatch do
+    not make up for the gathering of all weights. Mixtures are split by experts instead, and long rows by `context`, which divides `gpus`."""
+    groups = [1 << k for k in range(NODE.bit_length()) if gpus % (1 << k) == 0 and model.kv_heads % (1 << k) == 0]
+    alone = bool(model.experts) or context > 1
+    meshes = [_narrowest(chip, model, gpus, context)] + [
+        ParallelConfig(shard=gpus // tensor, tensor=tensor, gather="bfloat16" if gpus > tensor else "float32")
+        for tensor in ([] if alone else groups[1:])
+    ]
+    return min(meshes, key=lambda mesh: token_seconds(chip, model, mesh, microbatch))
+
+
+def _narrowest(chip: Gpu, model: Architecture, gpus: int, context: int) -> ParallelConfig:
     """Returns the narrowest split that leaves room for activations: within a machine, with copies on the others, if a machine holds it.
-    Experts are split whole where tokens need not leave the machine. `context`: ranks of a microbatch, which divide `gpus`."""
+    Experts are split whole where tokens need not leave the machine."""
     for split in range(min(gpus, NODE), gpus):
         if gpus % split or split % context:
             continue
@@ -98,6 +112,16 @@ def trainer_mesh(chip: Gpu, model: Architecture, gpus: int, context: int = 1) ->
     return ParallelConfig(shard=gpus // context, context=context, expert=expert, gather=gather)
 
 
+def token_seconds(chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int) -> float:
+    """Returns the seconds per token of the whole pool: those of its products, or of the weights that travel meanwhile if these take longer;
+    and those for which ranks wait that compute a microbatch together. `microbatch`: tokens that a rank forwards at once."""
+    moved, joint = trainer_traffic(model, mesh), mesh.ranks * DOUBLING ** max(0.0, math.log2(mesh.ranks / 8))
+    computed = 6 * model.active / (TRAINS * chip.compute * joint)
+    at_once = microbatch * mesh.ranks / mesh.tensor
+    waits = (moved.together(microbatch) + moved.attended * microbatch) / neighbours_link(chip, mesh)
+    return max(computed, moved.microbatch(microbatch) / link(chip, mesh) / at_once) + waits / at_once
+
+
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
     experts = model.experts if mesh.expert > 1 else 0.0
     inner = model.parameters - model.outer - experts
@@ -107,7 +131,15 @@ def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
 def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
     inner = model.parameters - model.outer - (model.experts if mesh.expert > 1 else 0.0)
     heads = Heads(model.heads, model.kv_heads, model.head)
-    return traffic(mesh, layers=model.layers, inner=inner, outer=model.outer, width=model.width, heads=heads)
+    return traffic(
+        mesh,
+        layers=model.layers,
+        inner=inner,
+        outer=model.outer,
+        hidden=model.hidden,
+        width=model.width,
+        heads=heads,
+    )
 
 
 def link(chip: Gpu, mesh: ParallelConfig) -> float:
@@ -117,9 +149,9 @@ def link(chip: Gpu, mesh: ParallelConfig) -> float:
     return within if mesh.split <= NODE else min(within, NODE * NETWORK)
 
 
-def attention_link(chip: Gpu, mesh: ParallelConfig) -> float:
+def neighbours_link(chip: Gpu, mesh: ParallelConfig) -> float:
     """Returns the bytes per second that a rank receives from those with which it computes a microbatch: its neighbours."""
-    return READS * chip.link if mesh.context <= NODE else NETWORK
+    return READS * chip.link if mesh.context * mesh.tensor <= NODE else NETWORK
 
 
 def fits_one(chip: Gpu, model: Architecture) -> bool:
@@ -168,16 +200,13 @@ def trainer_rates(
     context: int = 1,
 ) -> TrainerRates:
     """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
-    compares them with the version before if `travel` says so. Ranks gather weights while they compute, but wait for attention. `microbatch`:
-    tokens that a rank forwards at once; `context`: as for `trainer_mesh`."""
-    mesh = trainer_mesh(chip, model, gpus, context)
+    compares them with the version before if `travel` says so. `microbatch` and `context`: as for `trainer_mesh`."""
+    mesh = trainer_mesh(chip, model, gpus, microbatch, context=context)
     moved = trainer_traffic(model, mesh)
-    between = moved.microbatch(microbatch) / link(chip, mesh) / (microbatch * gpus)
-    waits = moved.attended / attention_link(chip, mesh) / gpus
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=max(6 * model.active / (TRAINS * chip.compute * joint), between) + waits,
+        token=token_seconds(chip, model, mesh, microbatch),
         step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
         publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
         gpus=gpus,

@@ -1,12 +1,15 @@
 """Ranks of a trainer on their mesh: the memory of each, and what travels between them (`trainer/placement/sharded.py`).
 
-    a rank holds            weights, gradients and AdamW's state of parameters / split, where split = shard · context
+    a rank holds            weights, gradients and AdamW's state of parameters / split, where split = shard · context · tensor
     gathered at once        the root (embedding, head) and two layers, with their gradients
     all-gather              every layer `passes` times a microbatch, the root once
     reduce-scatter          every layer and the root once a microbatch, in float32
     all-reduce              the rank's part of all gradients once a step, if there are copies of the split
     all-to-all              a token's hidden state to each of its experts and back, forward and backward, if experts are split whole;
                             these are neither gathered nor reduced
+    all-reduce              with layers split by the model's plan (`tensor`), hidden states: after attention, MLP and embedding; and their
+                            gradients: before q, k, v, gate and up, and before the head for places with targets. The former have the
+                            dtype of the computation, the latter float32. All else is divided by `tensor`
     attention               between ranks that compute a microbatch together (`context`): queries, keys, values and results of all
                             tokens, forward and backward; or keys and values alone, where the ranks do not divide the heads
 
@@ -37,10 +40,20 @@ class Traffic:
     """Bytes for each token that it forwards, to and from experts."""
     attended: float = 0.0
     """Bytes for each token that it forwards, of attention."""
+    sums: int = 0
+    """All-reduces in a tensor group."""
+    added: float = 0.0
+    """Bytes of these for each token of a layer's or the embedding's hidden states."""
+    scored: float = 0.0
+    """Bytes of these for each place with a target."""
 
     def microbatch(self, tokens: int) -> float:
-        """Bytes of a microbatch, without those of attention."""
+        """Bytes of a microbatch that travel while a rank computes."""
         return self.gathered + self.reduced + self.exchanged * tokens
+
+    def together(self, tokens: int) -> float:
+        """Bytes of a microbatch for which a tensor group waits, if every token is one with a target."""
+        return (self.added + self.scored) * tokens
 
 
 @dataclass(frozen=True)
@@ -59,24 +72,30 @@ def traffic(
     layers: int,
     inner: float,
     outer: float,
+    hidden: int = 0,
     width: float = 0.0,
     computed: int = BFLOAT16,
     heads: Heads | None = None,
 ) -> Traffic:
     """`inner`: parameters of all layers, without experts that are split whole (`expert`); `outer`: all others. Every one is trained.
-    `width`: elements of hidden states that a token sends to experts; `computed`: bytes of each. `heads`: of every layer, needed where
-    microbatches are computed together."""
+    `width`: elements of hidden states that a token sends to experts; `hidden`: of one; `computed`: bytes of each. Layers of a tensor
+    group have five products before attention and MLP, as Llama's do. `heads`: of every layer, needed where microbatches are computed
+    together by `context`."""
     passes, size = 2 if mesh.reshard else 1, BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
-    share = (mesh.split - 1) / mesh.split
-    copies = 2 * (mesh.replicate - 1) / mesh.replicate
+    share, gathers = (mesh.gathering - 1) / mesh.gathering, mesh.gathering > 1
+    ring = lambda ranks: 2 * (ranks - 1) / ranks  # noqa: E731
+    inner, outer = inner / mesh.tensor, outer / mesh.tensor
     return Traffic(
-        gathers=passes * layers + 1,
+        gathers=(passes * layers + 1) * gathers,
         gathered=share * (passes * inner * size + outer * FLOAT32),
-        reductions=layers + 1,
+        reductions=(layers + 1) * gathers,
         reduced=share * (inner + outer) * FLOAT32,
-        copied=copies * (inner + outer) / mesh.split * FLOAT32,
-        exchanged=share * 4 * width * computed if mesh.expert > 1 else 0.0,
+        copied=ring(mesh.replicate) * (inner + outer) / mesh.gathering * FLOAT32,
+        exchanged=(mesh.split - 1) / mesh.split * 4 * width * computed if mesh.expert > 1 else 0.0,
         attended=layers * _attended(mesh.context, heads, computed) if heads else 0.0,
+        sums=7 * layers + 4 if mesh.tensor > 1 else 0,
+        added=ring(mesh.tensor) * hidden * (layers * (2 * computed + 5 * FLOAT32) + FLOAT32),
+        scored=ring(mesh.tensor) * FLOAT32 * (hidden + 4),
     )
 
 
@@ -105,7 +124,8 @@ def rank_memory(
     gradients and AdamW's state."""
     size = BFLOAT16 if mesh.gather == "bfloat16" else FLOAT32
     whole = min(2, layers) if mesh.reshard else layers
+    split = (inner + outer + experts) / mesh.split
+    inner, outer = inner / mesh.tensor, outer / mesh.tensor
     weights = inner * whole / layers * size + outer * FLOAT32
     gradients = (inner * min(2, layers) / layers + outer) * FLOAT32
-    split = (inner + outer + experts) / mesh.split
-    return RankMemory(split * each, weights + gradients if mesh.split > 1 else 0.0)
+    return RankMemory(split * each, weights + gradients if mesh.gathering > 1 else 0.0)

@@ -6,6 +6,9 @@ matrix; a block of the vocabulary writes its own rows of it once.)
 What is wanted of the logits is few numbers: the log-probs of certain (place, id) pairs - the targets, and the ids that the
 sampler kept. Everything else is made of these by plain operations on short vectors.
 
+A vocabulary may be split over ranks, each of which holds some rows of the head's matrix (arXiv 1909.08053): every rank walks its
+own rows, and they exchange a few numbers per place instead of the matrix.
+
 With the trainer's kernels logits are float32. PyTorch's products of bfloat16 give bfloat16, which knows a logit of 20 to 1/16: that was
 most of the difference between the trainer's log-probs and the sampler's.
 """
@@ -13,9 +16,10 @@ most of the difference between the trainer's log-probs and the sampler's.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -56,6 +60,18 @@ class Scale(NamedTuple):
         return (1 - (scaled * (self.temperature / self.softcap)).square_()).div_(self.temperature)
 
 
+class OwnRows(NamedTuple):
+    """The rows of the head's matrix that this rank holds, of those that a group of ranks holds together. All of them have the same places
+    and targets."""
+
+    start: int
+    group: dist.ProcessGroup
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -73,16 +89,39 @@ def token_logprobs(
 
     hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M], kept [M]. The products are computed in
     `dtype`, softmax and sums in float32; by the kernels where `packed` is given (a head without a bias). A place that predicts
-    several targets (the end of a shared prompt) is computed once.
+    several targets (the end of a shared prompt) is computed once. Weight and bias may be split over ranks (DTensors).
     """
+    weight, bias, share = _held(weight, bias)
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
-    how = _How(scale, dtype, None if softcap else packed)
+    how = _How(scale, dtype, None if softcap else packed, share)
     values, entropy = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
     return _compose(values, entropy, which=which, target=target, kept=kept)
+
+
+def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
+    """Returns what this rank computes with: its rows where the vocabulary is split, equally many on each rank; otherwise the whole,
+    gathered if need be. The gradient returns in the same parts."""
+    split: Any = weight
+    if not hasattr(split, "to_local"):  # a DTensor, whose module is imported only where there are ranks
+        return weight, bias, None
+    if split.placements[0].is_shard(0):
+        rows, mesh = split.to_local(), split.device_mesh
+        share = OwnRows(mesh.get_local_rank() * len(rows), mesh.get_group())
+        return rows, None if bias is None else cast(Any, bias).to_local(), share
+    return _whole(split), None if bias is None else _whole(bias), None
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The whole of a tensor of which every rank computes the whole gradient."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    return tensor.full_tensor(grad_placements=[Replicate()])
 
 
 def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:
@@ -132,6 +171,7 @@ class _How(NamedTuple):
     scale: Scale
     dtype: torch.dtype
     packed: PackedWeight | None
+    share: OwnRows | None = None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -157,7 +197,7 @@ class _LogProbs(torch.autograd.Function):
             found, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
-        ctx.scale, ctx.dtypes = how.scale, (hidden.dtype, weight.dtype)
+        ctx.scale, ctx.share, ctx.dtypes = how.scale, how.share, (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(entropy)
         return found, entropy
 
@@ -173,6 +213,8 @@ class _LogProbs(torch.autograd.Function):
         grad_values = grad_values[order]
         # index_put rather than index_add: on CUDA its sums have an order (C8)
         grad_total = torch.zeros_like(logsumexp).index_put_((place,), -grad_values, accumulate=True)
+        own, ids = _own(ids, len(weight), ctx.share)
+        place, grad_values = place[own], grad_values[own]
         for block, mine in _blocks(len(hidden), len(weight), ids):
             d_logits = _block_logits(hidden, weight, bias, block, ctx.scale)
             slope = ctx.scale.slope(d_logits)
@@ -186,6 +228,8 @@ class _LogProbs(torch.autograd.Function):
             d_hidden += low @ weight[block]
             if d_weight is not None:
                 d_weight[block] = low.t() @ hidden
+        if ctx.share:
+            ctx.share.sum(d_hidden)
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
 
 
@@ -202,9 +246,10 @@ def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> tup
 
 def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the pairs, log-sum-exp and entropy of each place."""
-    place, ids = pairs
-    order = ids.argsort(stable=True)
-    place, ids = place[order], ids[order]
+    order = pairs.ids.argsort(stable=True)
+    own, ids = _own(pairs.ids[order], len(weight), how.share)
+    order = order[own]
+    place = pairs.place[order]
     found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
     # Running maximum, sum of exp(l - maximum), and that sum weighted by l: softmax online (arXiv 1805.02867).
     top = torch.full((len(hidden), 1), -torch.inf, device=hidden.device)
@@ -217,9 +262,31 @@ def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how:
         probs = torch.exp(logits - top)
         mass = mass * shrink + probs.sum(1, keepdim=True)
         moment = moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
+    chosen = found.new_zeros(len(pairs.ids)).index_copy_(0, order, found)
+    if how.share:
+        top, mass, moment, chosen = _of_all(how.share, top, mass, moment, chosen)
     logsumexp = (top + mass.log())[:, 0]
     entropy = logsumexp - (moment / mass)[:, 0]
-    return torch.empty_like(found).index_copy_(0, order, found - logsumexp[place]), logsumexp, entropy
+    return chosen - logsumexp[pairs.place], logsumexp, entropy
+
+
+def _own(ids: Tensor, rows: int, share: OwnRows | None) -> tuple[slice, Tensor]:
+    """Which of the ascending ids lie in the rows of this rank, and these ids as numbers of its rows."""
+    if share is None:
+        return slice(None), ids
+    edges = torch.tensor([share.start, share.start + rows], device=ids.device)
+    own = slice(*torch.searchsorted(ids, edges).tolist())
+    return own, ids[own] - share.start
+
+
+def _of_all(share: OwnRows, top: Tensor, mass: Tensor, moment: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers of the whole vocabulary: each place's maximum and sums [U, 1], and the logits [P] that one rank each has found."""
+    highest = top.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=share.group)
+    shrink = torch.exp(top - highest)
+    sums = share.sum(torch.cat([(mass * shrink)[:, 0], (moment * shrink)[:, 0], chosen]))
+    mass, moment, chosen = sums.split([len(top), len(top), len(chosen)])
+    return highest, mass[:, None], moment[:, None], chosen
 
 
 def _block_logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, scale: Scale) -> Tensor:

@@ -55,9 +55,13 @@ def make_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config:
     torch's fused kernel is used wherever it can be: on a CPU, 135 M parameters take 66 ms instead of 356 ms in its loop.
     """
     trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+    mesh_of = lambda parameter: getattr(parameter, "device_mesh", None)  # noqa: E731
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if (p.ndim >= 2, mesh_of(p)) == (matrix, mesh)], "weight_decay": decay}
+        for matrix, decay in ((True, config.weight_decay), (False, 0.0))
+        for mesh in dict.fromkeys(
+            map(mesh_of, trained)
+        )  # the fused kernel takes what is split over the same ranks, or whole
     ]
     groups = [group for group in groups if group["params"]]
     lr, betas = config.learning_rate, (config.beta1, config.beta2)

@@ -25,7 +25,7 @@ def meet(rank: int, ranks: int, place: str, device: torch.device) -> None:
     if device.type == "cuda":
         if (count := torch.cuda.device_count()) < ranks:
             raise ConfigError(
-                f"train.parallel asks for {ranks} ranks, and torch sees {count} GPUs; lower train.parallel.shard, or set train.device = cpu"
+                f"train.parallel asks for {ranks} ranks, and torch sees {count} GPUs; lower train.parallel.shard or tensor, or set train.device = cpu"
             )
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"

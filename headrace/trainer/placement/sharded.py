@@ -1,4 +1,5 @@
-"""Ranks among which the weights are split by torch's FSDP2 (`fully_shard`, arXiv 2304.11277), and copies of such a split (HSDP).
+"""Ranks among which the weights are split by torch's FSDP2 (`fully_shard`, arXiv 2304.11277), copies of such a split (HSDP), and ranks
+that split each layer's work by the model's plan (`by_plan.py`). The latter, a tensor group, are neighbours and have the same microbatches.
 
 A layer is gathered for its forward and for its backward pass; gradients are summed and split again after every microbatch. The unit is
 a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
@@ -8,12 +9,13 @@ the last norm, and weights of tied models then drift (docs/design-notes.md).
 Parameters that would not fit into a unit, because they are trained in another dtype or beside frozen weights (adapters), are small:
 every rank holds them whole, and `accumulate` adds up their gradients.
 
-Neighbouring ranks may compute each microbatch together (`forward/context.py`). The model is split among them like among others.
+A loss is computed by every rank of a tensor group, so sums over microbatches go over the others: those of the same place in their groups.
+Or neighbouring ranks compute each microbatch together (`forward/context.py`). The model is then split among them like among others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -32,6 +34,7 @@ from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.placement.by_plan import split_by_plan
 from headrace.trainer.placement.port import Microbatch, Precision
 from headrace.trainer.placement.whole_experts import split_experts
 from headrace.types import Row
@@ -47,12 +50,16 @@ class Sharded:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         assert self._ranks == config.ranks, f"{self._ranks} processes have met for {config.ranks} ranks"
         names = ("replicate", "shard") if config.replicate > 1 else ("shard",)
-        sizes = (config.replicate, config.split)[-len(names) :]
-        self._all = init_device_mesh(device.type, (*sizes, 1), mesh_dim_names=(*names, "alone"))
-        self._mesh = self._all[names]
+        sizes = (config.replicate, config.gathering)[-len(names) :]
+        self._all = init_device_mesh(device.type, (*sizes, config.tensor), mesh_dim_names=(*names, "tensor"))
+        self._mesh, self._tensor = self._all[names], self._all["tensor"]
+        self._others = dist.group.WORLD if config.tensor == 1 else self._all["shard"].get_group()
+        """This rank, and those that have other microbatches, or other tokens of the same."""
         self.context = self._context() if config.context > 1 else None
         self._roots: list[FSDPModule] = []
-        """The models that were spread."""
+        """The models that FSDP2 has split."""
+        self._summed: set[torch.nn.Parameter] = set()
+        """Parameters whose gradients cover this rank's heads only."""
 
     def _context(self) -> Context:
         names = ("batches", "context")
@@ -74,7 +81,27 @@ class Sharded:
         return load_model(directory, torch.device("cpu"))
 
     def spread(self, model: Any) -> None:
-        experts = split_experts(model, self._all["shard"], self._all["alone"]) if self._config.expert > 1 else set()
+        config, experts, summed = self._config, set[str](), list[str]()
+        if config.expert > 1:
+            experts = split_experts(model, self._all_experts(), self._tensor)
+        if config.tensor > 1:
+            summed = split_by_plan(model, self._tensor, without=experts)
+        if config.gathering > 1:
+            names = dict(model.named_parameters())
+            self._split(model, {names[name] for name in experts if name in names})
+        else:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if not isinstance(tensor, DTensor):  # `model.to` would make others anew, without their hooks
+                    tensor.data = tensor.data.to(self._device)
+        self._summed |= {model.get_parameter(name) for name in summed if model.get_parameter(name).requires_grad}
+
+    def _all_experts(self) -> DeviceMesh:
+        """All ranks among which experts are split."""
+        if self._config.tensor == 1:
+            return self._all["shard"]
+        return self._all["shard", "tensor"]._flatten("expert")
+
+    def _split(self, model: Any, experts: set[torch.nn.Parameter]) -> None:
         beside = _beside(model) - experts
         for parameter in beside:
             parameter.data = parameter.data.to(self._device)
@@ -117,17 +144,17 @@ class Sharded:
         step: int,
         share: bool,
     ) -> StepPlan:
-        context = self._config.context
+        together = self._config.context * self._config.tensor
         plans = split_ranks(
             rows,
             aggregation,
             constant=constant,
-            budget=budget * context,
+            budget=budget * self._config.context,
             ranks=self._config.batches,
             step=step,
             share=share,
         )
-        return plans[self._rank // context]
+        return plans[self._rank // together]
 
     def accumulate(
         self,
@@ -142,50 +169,62 @@ class Sharded:
                 root.set_requires_all_reduce(number == len(packs) - 1)
             with precision(), microbatch(number) as loss:
                 loss.backward()
-        self._add_up([p for p in parameters if not isinstance(p, DTensor)])
+        self._add_up([p for p in parameters if p in self._summed], self._tensor.get_group())
+        self._add_up([p for p in parameters if not isinstance(p, DTensor)], self._others)
 
-    def _add_up(self, beside: Sequence[torch.nn.Parameter]) -> None:
-        """Sums the gradients of parameters that every rank holds whole, in one collective."""
-        if not beside:
+    def _add_up(self, parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
+        """Sums the gradients of these parameters over the ranks of a group, in one collective."""
+        if not parameters or dist.get_world_size(group) == 1:
             return
-        have = self.largest(torch.tensor([p.grad is not None for p in beside], dtype=torch.float64))
-        wanted = [p for p, one in zip(beside, have.tolist(), strict=True) if one]
-        if not wanted:
+        have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
+        dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
+        wanted = [p for p, one in zip(parameters, have.tolist(), strict=True) if one]
+        for parameter in wanted:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in wanted if p.grad is not None]
+        if not gradients:
             return
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in wanted])
-        dist.all_reduce(flat)
-        for parameter, summed in zip(wanted, flat.split([p.numel() for p in wanted]), strict=True):
-            parameter.grad = summed.view_as(parameter)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone() if self._counts else torch.zeros_like(values)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._others)
         return total
 
     def largest(self, values: Tensor) -> Tensor:
         most = values.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._others)
         return most
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
-        mine = torch.zeros(self._ranks, dtype=torch.float64)
-        mine[self._rank] = columns.shape[1]
+        place = dist.get_rank(self._others)
+        mine = torch.zeros(dist.get_world_size(self._others), dtype=torch.float64)
+        mine[place] = columns.shape[1]
         counts = [int(count) for count in self.sum(mine).tolist()]
         padded = columns.new_zeros(columns.shape[0], max(counts))
         padded[:, : columns.shape[1]] = columns
         found = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(found, padded)
-        start = sum(counts[: self._rank - (self.context.rank if self.context else 0)])
+        dist.all_gather(found, padded, group=self._others)
+        start = sum(counts[: place - (self.context.rank if self.context else 0)])
         joined = torch.cat([one[:, :count] for one, count in zip(found, counts, strict=True)], 1)
         return joined, slice(start, start + columns.shape[1])
 
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        split = [g.to_local() for g in gradients if isinstance(g, DTensor)]
-        beside = [g for g in gradients if not isinstance(g, DTensor)]
-        squares = _square(split).to(self._device)
-        dist.all_reduce(squares, group=self._mesh.get_group("shard"))
-        return (squares + _square(beside).to(self._device)).sqrt()
+        parts = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parts[_split_over(parameter)].append(local(parameter.grad))
+        squares = torch.zeros(2, 2, dtype=torch.float64, device=self._device)  # split by shard or not, by tensor or not
+        for (shard, tensor), gradients in parts.items():
+            squares[int(shard), int(tensor)] = _square(gradients)
+        dist.all_reduce(squares[1], group=self._all["shard"].get_group())
+        over_tensor = squares[:, 1].contiguous()
+        dist.all_reduce(over_tensor, group=self._tensor.get_group())
+        return (squares[:, 0].sum() + over_tensor.sum()).sqrt()
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], norm: Tensor, most: float) -> None:
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
@@ -218,6 +257,15 @@ def _beside(model: torch.nn.Module) -> set[torch.nn.Parameter]:
         sizes[parameter.dtype] += parameter.numel()
     ((main, _),) = sizes.most_common(1)
     return {p for p in trained if p.dtype != main}
+
+
+def _split_over(parameter: Tensor) -> tuple[bool, bool]:
+    """Whether it is split over the ranks of `shard`, and over those of `tensor`. Experts are split over one mesh of all of these."""
+    if not isinstance(parameter, DTensor):
+        return False, False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    split = {name for name, placement in axes if not placement.is_replicate()}
+    return bool(split & {"shard", "expert"}), bool(split & {"tensor", "expert"})
 
 
 def _units(model: torch.nn.Module) -> list[FSDPModule]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.errors import ConfigError
+from headrace.trainer.placement.by_plan import release
 
 
-def split_experts(model: Any, ranks: DeviceMesh, alone: DeviceMesh) -> set[torch.nn.Parameter]:
-    """Splits the experts of a model over `ranks`. Returns their parameters, which are other objects now.
+def split_experts(model: Any, ranks: DeviceMesh, alike: DeviceMesh) -> set[str]:
+    """Splits the experts of a model over `ranks`. Returns the names of their modules and parameters, which are other objects now.
 
-    `alone`: a mesh of this rank only, since no two ranks have the same tokens. Raises ConfigError if the model has no experts, or cannot
-    be split.
+    `alike`: the ranks that have the same tokens, this one included; each sends a part of them. Raises ConfigError if the model has no
+    experts, or cannot be split.
     """
     asked = f"train.parallel.expert = {ranks.size()}"
     try:
@@ -33,7 +33,9 @@ def split_experts(model: Any, ranks: DeviceMesh, alone: DeviceMesh) -> set[torch
     for name in weights:
         if (count := model.get_parameter(name).shape[0]) % ranks.size():
             raise ConfigError(
-                f"{asked} does not divide the {count} experts of {name}; choose a divisor for it and shard"
+                f"{asked} does not divide the {count} experts of {name}; choose a divisor for it, shard and tensor"
             )
-    apply_expert_parallelism(model, ranks, alone, plan, "all_to_all")
-    return {model.get_parameter(name) for name in weights}
+    apply_expert_parallelism(model, ranks, alike, plan, "all_to_all")
+    for name in weights:
+        release(model.get_parameter(name), name, asked)
+    return set(plan)

@@ -6,7 +6,7 @@ It trains all weights, or adapters of frozen ones (`trainer/model/adapters.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ from headrace.trainer.model.causal_lm import (
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.runs import runs_of
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
@@ -179,6 +180,16 @@ class TorchTrainer:
         if adapter:
             return self._adapters.state(adapter).items()
         return self._adapters.merged("") if "" in self._learners else self._adapters.base()
+
+    def runs(self, adapter: str, rank: int, ranks: int) -> Iterator[tuple[str, int, Tensor]]:
+        """Yields what one of several ranks publishes of the same tensors: name, number of the first value in row-major order, and values
+        [n]. Each rank has the values that it holds; what is not split lies with one rank after another."""
+        if self._adapters is None:
+            yield from runs_of(self._model.named_parameters(), rank, ranks, self._placement.whole)
+            return
+        for number, (name, tensor) in enumerate(self.parameters(adapter)):
+            if number % ranks == rank:
+                yield name, 0, tensor.flatten()
 
     def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """[T-1] log-probs at temperature 1 of tokens[1:], in the dtype of training."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -21,9 +21,9 @@ import torch
 from headrace.protocols import WeightSender
 from headrace.weight_sync.over_tcp.tcp import INTRODUCTION, PATIENCE, RANGES, Question, Tcp, TcpServer, WeightReply
 from headrace.weight_sync.packed import fingerprint_of
-from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update, make_up, ranges_of
+from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
 from headrace.weight_sync.slots import PIECE, Manifests, Part, Slots, anonymous_memory
-from headrace.weight_sync.sockets import read_message, receive_into, send_message
+from headrace.weight_sync.sockets import reach, read_message, receive_into, send_message
 from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 
 
@@ -32,16 +32,13 @@ class TcpPartSender(WeightSender):
 
     def __init__(self, transport: Tcp, manifests: Manifests, once: Collection[str], ranks: RankParts) -> None:
         self._manifests, self._ranks, self._token = manifests, ranks, transport.token
-        own = {name: ranges_of(manifest, ranks.runs(name)) for name, manifest in manifests.items()}
-        self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in own.items()}, once)
-        self._own, self._labels = own, {name: [""] * self._slots.count(name) for name in own}
+        self._own = ranks.ranges[ranks.rank]
+        self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in self._own.items()}, once)
+        self._labels = {name: [""] * self._slots.count(name) for name in manifests}
         self._copies = 0
-        server = TcpServer(self, transport.host, transport.token)
-        self._everyone: Sequence[tuple[tuple[str, int], Mapping[str, list[ByteRange]]]]
-        """Address and ranges of each rank."""
-        self._everyone = ranks.exchange((server.address, own))
-        for name, manifest in manifests.items():
-            assert make_up(manifest, [ranges[name] for _, ranges in self._everyone]), f"parts of {name or 'the model'}"
+        self._tls = transport.tls.trusting() if transport.tls else None
+        server = TcpServer(self, transport)
+        self._addresses: Sequence[tuple[str, int]] = ranks.exchange(server.address)
 
     @property
     def held_bytes(self) -> int:
@@ -79,7 +76,7 @@ class TcpPartSender(WeightSender):
             fingerprint=self._fingerprint(name, label),
             nbytes=self._manifests[name].payload,
             seconds=seconds,
-            where={"parts": [list(address) for address, _ in self._everyone], "label": label},
+            where={"parts": [list(address) for address in self._addresses], "label": label},
             adapter=adapter,
         )
 
@@ -97,15 +94,15 @@ class TcpPartSender(WeightSender):
         """Raises OSError if another rank cannot be read from."""
         with ExitStack() as stack:
             readers: list[Callable[[int], memoryview]] = []
-            for rank, (address, _) in enumerate(self._everyone):
+            for rank, address in enumerate(self._addresses):
                 if rank == self._ranks.rank:
                     own = self.find(name, label, "full")
                     assert own is not None
                     readers.append(_memory_reader(own))
                 else:
-                    connection = stack.enter_context(socket.create_connection(address, INTRODUCTION))
+                    connection = stack.enter_context(reach(address, INTRODUCTION, self._tls))
                     readers.append(_rank_reader(connection, Question(self._token, name, label, "full")))
-            order = sorted((one, rank) for rank, (_, ranges) in enumerate(self._everyone) for one in ranges[name])
+            order = sorted((one, rank) for rank, ranges in enumerate(self._ranks.ranges) for one in ranges[name])
             left = iter(order)
 
             def bytes_of(spec: TensorSpec) -> Iterator[memoryview]:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hmac
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -26,7 +27,7 @@ from headrace.types import Struct
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.ranges import ByteRange, make_up
 from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
-from headrace.weight_sync.sockets import family_of, read_message, receive_into, send_message
+from headrace.weight_sync.sockets import family_of, reach, read_message, receive_into, send_message
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ class Tcp(NetworkTransport, frozen=True, tag="tcp"):
         from headrace.weight_sync.offers import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
-        server = TcpServer(offers, self.host, self.token)
+        server = TcpServer(offers, self)
         return OfferingSender(offers, server.where)
 
     def receiver(self, manifests: Manifests) -> FetchingReceiver:
-        return FetchingReceiver(manifests, TcpSource(self.token))
+        return FetchingReceiver(manifests, TcpSource(self.token, self.tls.trusting() if self.tls else None))
 
 
 class Question(Struct, frozen=True):
@@ -81,11 +82,12 @@ class WeightReply(Struct, frozen=True):
 class TcpServer:
     """Answers in threads, while the trainer trains."""
 
-    def __init__(self, offers: WeightShelf, host: str, token: str) -> None:
-        """Raises OSError if it cannot listen at that address."""
-        self._offers, self._token = offers, token
-        self._listening = socket.create_server((host, 0), family=family_of(host))
-        self._host, self._port = host, self._listening.getsockname()[1]
+    def __init__(self, offers: WeightShelf, transport: Tcp) -> None:
+        """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
+        self._offers, self._token, self._host = offers, transport.token, transport.host
+        self._tls = transport.tls.serving() if transport.tls else None
+        self._listening = socket.create_server((self._host, 0), family=family_of(self._host))
+        self._port = self._listening.getsockname()[1]
         self._places = threading.BoundedSemaphore(AT_ONCE)
         threading.Thread(target=self._accept, name="weights", daemon=True).start()
 
@@ -107,14 +109,22 @@ class TcpServer:
     def _serve(self, connection: socket.socket) -> None:
         """Errors end the connection, and the engine at its other end reports them."""
         try:
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(INTRODUCTION)
+            connection.settimeout(INTRODUCTION)
+            with contextlib.suppress(OSError, ValueError), self._secured(connection) as connection:
                 asked = msgspec.msgpack.decode(read_message(connection), type=Question)
                 if hmac.compare_digest(asked.token.encode(), self._token.encode()):
                     connection.settimeout(PATIENCE)
                     self._answer(connection, asked)
         finally:
             self._places.release()
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        """Raises OSError if the other end does not begin TLS as it must."""
+        try:
+            return self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+        except OSError:
+            connection.close()
+            raise
 
     def _answer(self, connection: socket.socket, asked: Question) -> None:
         found = self._offers.find(asked.name, asked.fingerprint, asked.part)
@@ -131,8 +141,8 @@ class TcpServer:
 class TcpSource:
     """Protocol `Source`."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, tls: ssl.SSLContext | None) -> None:
+        self._token, self._tls = token, tls
         self._ranges: dict[tuple[str, ...], list[list[ByteRange]]] = {}
         """Those of each rank, by what is published, and where."""
 
@@ -198,7 +208,7 @@ class TcpSource:
         name = update.adapter.name if update.adapter else ""
         for tried in range(1, TRIES + 1):
             try:
-                with socket.create_connection(place, INTRODUCTION) as connection:
+                with reach(place, INTRODUCTION, self._tls) as connection:
                     connection.settimeout(PATIENCE)
                     send_message(connection, Question(self._token, name, fingerprint, part))
                     reply = msgspec.msgpack.decode(read_message(connection), type=WeightReply)

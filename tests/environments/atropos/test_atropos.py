@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from atropos_client import GROUP, Env, played
 from gateway_agent import user
 
 from headrace.environments.atropos.atropos_environment import NAME
+from headrace.environments.atropos.open_rollouts import OpenRollouts
+from headrace.errors import RolloutFailed
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.types import Failure
 
@@ -252,3 +254,17 @@ def test_the_trajectory_api_answers_as_environments_expect(tmp_path: Path) -> No
 
     tickets, _ = played(tmp_path, case, distinct, tickets=2)
     assert [rewards(one) for one in tickets] == [[0.0, 1.0]] * 2
+
+
+def test_a_request_that_leaves_in_the_moment_in_which_it_gets_rollouts_gives_them_up() -> None:
+    async def main() -> None:
+        rollouts = OpenRollouts(1)
+        asking = asyncio.ensure_future(rollouts.take(b"a", 1))
+        await asyncio.sleep(0)
+        with rollouts.offered(cast(Any, None), "train/0") as one:
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert isinstance(one.ended.exception(), RolloutFailed)
+
+    asyncio.run(main())

@@ -378,6 +378,8 @@ def test_the_real_package(tmp_path: Path) -> None:
     wrong, raised = played(tmp_path, [row(), row(answer="none")], **settings)
     assert isinstance(wrong, Played) and wrong.rewards == {"exact": 2.0, "short": pytest.approx(-0.1)}
     assert isinstance(raised, Failure) and raised.reason == "environment_raised" and "no such thing" in raised.detail
+    ends = json.dumps({"eos_token_id": encoder.encode_completion("", True)[0]})
+    (tmp_path / "model" / "generation_config.json").write_text(ends)
     model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
     (one,) = found = played(
         tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings | {"options": {"renderer": {"name": "default"}}}
@@ -385,7 +387,7 @@ def test_the_real_package(tmp_path: Path) -> None:
     assert isinstance(one, Played), found
     assert one.rewards == {"exact": 2.0, "short": pytest.approx(-0.2)}, "its train client, which sends tokens"
     (first, _), text = one.episode.turns, encoder.encode_messages([{"role": "user", "content": "What is 2 + 1?"}])
-    assert first.context == text[1], "the tokens of the model's own template"
+    assert encoder.written(first.context) == text[0], "what the model's own template writes"
     check_rows(one, model)
     (refused,) = played(tmp_path, [row()], **settings | {"options": {"agent": {"harness": {"id": "bash"}}}})
     assert isinstance(refused, Failure) and "executes what the model writes" in refused.detail

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import struct
 import threading
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from test_engine_process import PROMPT, opened
-from tiny_run import tiny_config
 
-from headrace.config import load_config
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.dial_in import DialInLauncher, DialInWorker
 from headrace.orchestration.workers.joining.greeting import Hello
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.wire import (
@@ -35,10 +27,7 @@ from headrace.orchestration.workers.wire import (
     pack,
     unpack,
 )
-from headrace.protocols import Job
-from headrace.simulate.makers import request
 from headrace.version import __version__
-from headrace.weight_sync.shared_memory import SharedMemory
 
 TOKEN = "a token of many characters"
 
@@ -215,66 +204,3 @@ def test_a_frame_that_nobody_would_read_is_neither_sent_nor_awaited() -> None:
     with pytest.raises(ValueError, match="the limit is .* lower staleness.groups_per_step"):
         numbered(Frame(1, "step", too_long), numbers)
     assert next(numbers) == 0, "no message is missing because of it"
-
-
-# --- the whole of it -----------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_dials_in_survives_a_kill_and_a_stop(tiny_llama: Path, tmp_path: Path) -> None:
-    """A stopped process keeps its connection: only its silence gives it away."""
-
-    async def use(listener: Listener) -> None:
-        launcher = DialInLauncher(tmp_path, listener, silence=20.0)
-        async with opened(tiny_llama, launcher, context_length=256) as (engine, publish):
-            alone = await engine.generate(request("alone", PROMPT, 200, seed=1))
-            for harm in (signal.SIGKILL, signal.SIGSTOP):
-                running = asyncio.ensure_future(engine.generate(request(f"r{harm}", PROMPT, 200, seed=1)))
-                worker = engine._keeper._worker
-                assert isinstance(worker, DialInWorker)
-                worker.channel._silence = 1.0
-                os.kill(worker.pid, harm)
-                answer = await running
-                assert answer.tokens == alone.tokens and answer.stop == "length"
-                assert engine._keeper._worker is not worker
-            assert (await engine.load(publish(1))).version == 1
-        assert not listener.turned_away
-
-    with_listener(use)
-
-
-def test_a_trainer_that_dials_in_publishes_and_its_death_is_noticed(tiny_llama: Path, tmp_path: Path) -> None:
-    config, transport = load_config(tiny_config(tmp_path, tiny_llama)), SharedMemory.open()
-
-    async def use(listener: Listener) -> None:
-        launcher = DialInLauncher(tmp_path, listener, silence=20.0)
-        trainer = ProcessTrainer(launcher, trainer_start(config, tiny_llama, {}, transport))
-        try:
-            ready = await trainer.open()
-            update = await trainer.publish()
-            received = transport.receiver(ready.manifests).receive(update)
-            assert update.version == ready.version == 0 and len(received) == len(ready.manifests[""].tensors)
-            watching = asyncio.ensure_future(trainer.watch())
-            scoring = asyncio.ensure_future(trainer.score([1, 2, 3]))
-            assert len(await scoring) == 2 and not watching.done()
-            trainer.kill()
-            with pytest.raises(WorkerDied, match="the trainer process was killed by SIGKILL"):
-                await watching
-        finally:
-            await trainer.close()
-
-    with_listener(use)
-    transport.close()
-
-
-def test_a_process_that_ends_before_it_dials_in_is_a_death(tmp_path: Path) -> None:
-    async def use(listener: Listener) -> None:
-        worker = DialInLauncher(tmp_path, listener).worker(Job("engine", "engine"), lambda method, payload: None)
-        await listener.close()  # nobody answers
-        await worker.start()
-        assert "ended with exit code 1" in await worker.watch()
-        assert "headrace: [Errno" in (tmp_path / "engine.log").read_text()
-        with pytest.raises(WorkerDied):
-            worker.push("start", None)
-        await worker.end()
-
-    with_listener(use)

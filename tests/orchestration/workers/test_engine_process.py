@@ -24,7 +24,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_launcher
 from headrace.orchestration.workers.launch.local import LocalWorker
 from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job, Launcher
+from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.simulate.makers import request
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling
@@ -50,10 +50,12 @@ def worker_of(engine: ProcessEngine) -> LocalWorker:
 
 
 @asynccontextmanager
-async def opened(model_dir: Path, launcher: Launcher, **config: Any) -> AsyncIterator[tuple[ProcessEngine, Publish]]:
+async def opened(
+    model_dir: Path, launcher: Launcher, transport: Transport | None = None, **config: Any
+) -> AsyncIterator[tuple[ProcessEngine, Publish]]:
     """An engine that serves version 0, and what publishes others for it."""
     parameters = parameters_from_dir(model_dir, torch.float32)
-    manifests, transport = {"": lay_out(parameters.items(), torch.float32)}, SharedMemory.open()
+    manifests, transport = {"": lay_out(parameters.items(), torch.float32)}, transport or SharedMemory.open()
     sender = transport.sender(manifests)
 
     def publish(version: int) -> WeightUpdate:

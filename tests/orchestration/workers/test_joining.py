@@ -287,16 +287,16 @@ RUN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"orchestration": {"token_file": "/a/token"}}, "orchestration.token_file is about workers that join"),
+        ({"orchestration": {"token_file": "/a/token"}}, 'token_file is for orchestration.kind = "join"'),
         ({"orchestration": {"kind": "join"}}, "needs orchestration.token_file"),
         ({"orchestration": {**RUN["orchestration"], "listen": "10.0.0.5"}}, 'listen = "10.0.0.5" is not HOST:PORT'),
         ({"orchestration": {**RUN["orchestration"], "cert": "/a"}}, "belong together"),
         ({"orchestration": {**RUN["orchestration"], "listen": "0.0.0.0:7"}}, "set weight_sync.host to the one"),
         (
             {"weight_sync": {"kind": "shared_memory"}},
-            'does not reach engines that join .* use weight_sync.kind = "tcp"',
+            'does not reach engines elsewhere .* use weight_sync.kind = "tcp"',
         ),
-        ({"weight_sync": {"kind": "files"}}, "does not reach engines that join"),
+        ({"weight_sync": {"kind": "files"}}, "does not reach engines elsewhere"),
         ({"engine": {"cores": (0,)}}, "engine.cores are cores of this machine"),
         (
             {"engine": {"kind": "headrace", "urls": ("http://127.0.0.1:1",)}},

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from rank_processes import RankProcesses
 
+pytest.register_assert_rewrite("comparisons", "sharded_case")
+
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from comparisons import (
+    compare_exact,
+    compare_steps,
+    refused,
+    save_after_two,
+    steps,
+    third_step,
+    three_in_a_row,
+    weights,
+)
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, compare, sharded
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headrace.errors import ConfigError
-from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Placement
-from headrace.trainer.placement.sharded import Sharded
-from headrace.trainer.placement.single import Single
-from headrace.trainer.step.trainer import TorchTrainer
 
 CASES = {
     "llama": Case(model="llama"),
@@ -91,12 +92,6 @@ def test_four_ranks_with_whole_experts_have_the_gradient_of_one_device(name: str
     compare(four, Case(CASES[name], groups=(*GROUPS, *GROUPS), parallel={"shard": 4, "expert": 4}))
 
 
-def refused(directory: Path, case: Case) -> str:
-    with pytest.raises(ConfigError) as caught:
-        sharded(directory, case)
-    return str(caught.value)
-
-
 def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
     case = Case(model="llama", parallel={"expert": 2})
     for said in two.run(refused, tiny_models.saved("llama"), case):
@@ -106,72 +101,12 @@ def test_a_model_without_experts_is_refused(two: RankProcesses) -> None:
 # -- in float64 --------------------------------------------------------------------------------------------------------------
 
 
-def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
-    """Three clipped steps of three microbatches a rank, through the model's own logits."""
-    model = load_model(directory, CPU).double()
-    placement.spread(model)
-    named = dict(model.named_parameters())
-    parameters = list(named.values())
-    optimizer = placement.optimizer(named.items(), TrainConfig(learning_rate=1e-3, weight_decay=0.1))
-    every = tiny_models.prompts(5, 9, 7, 6, 8, 4)
-    mine = every[int(not placement.leads) :: 2] if isinstance(placement, Sharded) else every
-
-    def nll(tokens: list[int]) -> Tensor:
-        given = torch.tensor([tokens])
-        logits = model(input_ids=given, use_cache=False).logits[0, :-1]
-        return torch.nn.functional.cross_entropy(logits, given[0, 1:], reduction="sum") / 30
-
-    from contextlib import contextmanager, nullcontext
-
-    for _ in range(3):
-
-        @contextmanager
-        def microbatch(number: int) -> Iterator[Tensor]:
-            yield nll(mine[number])
-
-        placement.accumulate(mine, microbatch, parameters=parameters, precision=nullcontext)  # type: ignore[arg-type]
-        norm = placement.norm(parameters)
-        assert norm > 0.5
-        placement.clip(parameters, norm, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: placement.whole(parameter) for name, parameter in named.items()}
-
-
-def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
-    return exact_steps(directory, Sharded(parallel, CPU))
-
-
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3", "gemma3_text"])
 def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
-    directory = tiny_models.saved(name)
-    expected = exact_steps(directory, Single())
-    for found in two.run(exact_steps_of_rank, directory, ParallelConfig(shard=2)):
-        assert found.keys() == expected.keys()
-        for key, one in expected.items():
-            assert (found[key] - one).abs().max() <= 1e-12, key
+    compare_exact(two, name, ParallelConfig(shard=2))
 
 
 # -- steps, checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def weights(one: TorchTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.parameters()}
-
-
-def steps(one: TorchTrainer, case: Case, until: int) -> list[Any]:
-    return [one.step(case.batch(one.version)) for _ in range(one.version, until)]
-
-
-def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tensor], list[float], float]:
-    """Reports, weights, a score, and the share of the weights that this rank holds."""
-    one = sharded(directory, case)
-    one.score([3, 1, 4, 1, 5])  # without a backward pass that would free what it gathered
-    reports = steps(one, case, 3)
-    score = one.score([3, 1, 4, 1, 5])
-    parameters = [p for p in one._model.parameters() if "lora" not in case or not p.requires_grad]
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    return reports, weights(one), score, held / sum(p.numel() for p in parameters)
 
 
 STEPS = {
@@ -197,41 +132,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProcesses) -> None:
-    case = STEPS[name]
-    directory = tiny_models.saved(case["model"])
-    one = case.trainer(directory)
-    expected_reports = steps(one, case, 3)
-    for reports, found, score, share in two.run(three_steps, directory, case):
-        for report, other in zip(reports, expected_reports, strict=True):
-            assert (report.version, report.loss_tokens) == (other.version, other.loss_tokens)
-            assert report.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-            assert (report.kl, report.entropy, report.ratio_max, report.reference_kl) == pytest.approx(
-                (other.kl, other.entropy, other.ratio_max, other.reference_kl), rel=1e-3, abs=1e-6
-            )
-        for key, tensor in weights(one).items():  # Adam makes ±lr of the rounding of a gradient near zero
-            assert (found[key] - tensor).abs().max() <= 3e-5, key
-        assert score == pytest.approx(one.score([3, 1, 4, 1, 5]), abs=1e-4)
-        assert share == pytest.approx(0.5, abs=0.02)
-
-
-def save_after_two(directory: Path, case: Case, to: Path) -> None:
-    one = sharded(directory, case)
-    steps(one, case, 2)
-    one.save(to / "checkpoint")
-    one.export(to / "export", "float32")
-
-
-def third_step(directory: Path, case: Case, checkpoint: Path) -> tuple[dict[str, Tensor], Tensor]:
-    one = sharded(directory, case)
-    one.restore(checkpoint)
-    steps(one, case, 3)
-    return weights(one), torch.get_rng_state()
-
-
-def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    one = sharded(directory, case)
-    steps(one, case, 3)
-    return weights(one), torch.get_rng_state()
+    compare_steps(two, STEPS[name], share=0.5)
 
 
 RESUMED = {

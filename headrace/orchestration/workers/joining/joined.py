@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol, TypeVar
-
-import msgspec
 
 from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import WorkerJoined
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.joining.greeting import LEAVE, SILENCE, Arrival, Arrived
+from headrace.orchestration.workers.joining.greeting import LEAVE, SILENCE
+from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.protocols import Heard, Job
-
-T = TypeVar("T")
-
-
-class Arrivals(Protocol):
-    """The place where workers offer themselves: a `Listener`, or its fake.
-
-    >>> from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-    >>> FakeArrivals().address
-    '127.0.0.1:0'
-    """
-
-    address: str
-
-    def expect(self, kind: str, seat: str = "") -> Arrival:
-        """A future of the next worker of that kind."""
 
 
 class JoinLauncher:
@@ -47,16 +27,15 @@ class JoinLauncher:
         return JoinedWorker(job, heard, self._arrivals, self._telemetry, silence=self._silence, again=again)
 
 
-class JoinedWorker(ConnectedWorker):
+class JoinedWorker(SeatedWorker):
     """Protocol `Worker`."""
 
     def __init__(
         self, job: Job, heard: Heard, arrivals: Arrivals, telemetry: Telemetry, *, silence: float, again: bool
     ) -> None:
         """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
-        super().__init__(job.who, heard, silence)
-        self._job, self._arrivals, self._telemetry, self._again = job, arrivals, telemetry, again
-        self._arrived: Arrived | None = None
+        super().__init__(job.who, heard, telemetry, silence)
+        self._job, self._arrivals, self._again = job, arrivals, again
 
     async def start(self) -> None:
         """Returns when a worker has taken the seat. Raises StalledError."""
@@ -66,23 +45,10 @@ class JoinedWorker(ConnectedWorker):
             async with self._telemetry.waits.named(
                 "start", f"an engine to join at {self._arrivals.address} as {self.who}", endless=self._again
             ):
-                self._arrived = arrived = await arrival
+                arrived = await arrival
         finally:
             arrival.cancel()
-        self.channel.open(arrived.reader, arrived.writer)
-        hello, clock = arrived.hello, self._telemetry.clock
-        self._telemetry.record(WorkerJoined(clock(), self.who, hello.host, hello.pid, arrived.address))
-
-    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        if method != "start":
-            return await super().call(method, payload, returns)
-        assert self._arrived
-        try:
-            own = msgspec.structs.replace(payload, model_dir=self._arrived.model_dir)
-            return await super().call(method, own, returns)
-        except ConfigError as error:  # another machine may be able to
-            self._lost(f"it cannot serve this run: {error}")
-            raise WorkerDied(self.who, await self.watch()) from error
+        self._seat(arrived, arrived.model_dir)
 
     async def end(self) -> None:
         """The worker ends by itself when it reads this."""

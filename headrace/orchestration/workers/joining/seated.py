@@ -1,0 +1,58 @@
+"""The base class of workers elsewhere, which have connected to the run: of those that joined, and of those that a cluster placed."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from headrace.errors import ConfigError, WorkerDied
+from headrace.observe.facts import WorkerJoined
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.workers.connected import ConnectedWorker
+from headrace.orchestration.workers.joining.greeting import Arrival, Arrived
+from headrace.protocols import Heard
+
+T = TypeVar("T")
+
+
+class Arrivals(Protocol):
+    """The place where workers connect: a `Listener`, or its fake.
+
+    >>> from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+    >>> FakeArrivals().address
+    '127.0.0.1:0'
+    """
+
+    address: str
+    token: str
+
+    def expect(self, kind: str, seat: str = "") -> Arrival:
+        """A future of the next worker of that kind."""
+
+
+class SeatedWorker(ConnectedWorker):
+    """Protocol `Worker`, except for its start and its end."""
+
+    def __init__(self, who: str, heard: Heard, telemetry: Telemetry, silence: float) -> None:
+        super().__init__(who, heard, silence)
+        self._telemetry = telemetry
+        self._arrived: Arrived | None = None
+        self._model_dir = ""
+        """The model's directory on its machine."""
+
+    def _seat(self, arrived: Arrived, model_dir: str) -> None:
+        self._arrived, self._model_dir = arrived, model_dir
+        self.channel.open(arrived.reader, arrived.writer)
+        hello, clock = arrived.hello, self._telemetry.clock
+        self._telemetry.record(WorkerJoined(clock(), self.who, hello.host, hello.pid, arrived.address))
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        if method != "start":
+            return await super().call(method, payload, returns)
+        try:
+            own = msgspec.structs.replace(payload, model_dir=self._model_dir)
+            return await super().call(method, own, returns)
+        except ConfigError as error:  # another machine may be able to
+            self._lost(f"it cannot serve this run: {error}")
+            raise WorkerDied(self.who, await self.watch()) from error

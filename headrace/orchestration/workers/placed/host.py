@@ -1,0 +1,115 @@
+"""The part of headrace that a cluster runs on a node: it starts one worker there and watches it.
+
+The cluster is sent this module's source, so that a node answers whatever version of headrace it has. So it imports only the
+standard library, and headrace where it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+PACKAGES = ("torch", "transformers")
+"""Packages that decide what an engine computes."""
+
+LAST_WORDS = 1.0
+"""Seconds for which output is awaited after the worker has ended: a child of it may keep the pipe open."""
+
+
+class NodeHost:
+    """An actor. Its methods run in one event loop."""
+
+    def __init__(self) -> None:
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._said: asyncio.Queue[tuple[bytes, int | None]]
+
+    async def look(self) -> dict[str, str]:
+        """Returns the versions of this node, by name; empty for a package that is not installed."""
+        try:
+            from headrace.version import __version__ as version
+        except ImportError:
+            version = ""
+        found = {"headrace": version, "Python": "{}.{}".format(*sys.version_info), "host": socket.gethostname()}
+        for name in PACKAGES:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = ""
+        return found
+
+    async def clock(self) -> float:
+        """Returns the seconds since 1970."""
+        return time.time()
+
+    async def fetch(self, address: str, token: str, count: int) -> tuple[str, float]:
+        """Reads that many bytes from `address`. Returns why it could not, or an empty string, and the seconds."""
+        began = time.monotonic()
+        host, _, port = address.rpartition(":")
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
+            writer.write(token.encode())
+            while count and (data := await reader.read(1 << 20)):
+                count -= len(data)
+            writer.close()
+        except OSError as error:
+            return str(error), 0.0
+        return f"{count} bytes are missing" if count else "", time.monotonic() - began
+
+    async def agree(self, terms: Any) -> Any:
+        """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""
+        from headrace.orchestration.workers.joining.same_model import agree
+
+        return await asyncio.to_thread(agree, terms)
+
+    async def start(self, kind: str, address: str, variables: Mapping[str, str]) -> int:
+        """Starts a worker that connects to the run at `address`; returns its process id.
+
+        The thread of this loop is its parent, at whose end the kernel ends it (`orphans.py`): with this process, whatever ends that."""
+        from headrace.observe.health import orphans
+        from headrace.orchestration.workers.launch.child import PROGRAM, environment
+
+        self._said = asyncio.Queue()
+        self._worker = worker = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, kind, "--connect", address],
+            env=environment(()) | orphans.of_this_process() | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._attend, args=(worker, asyncio.get_running_loop()), daemon=True).start()
+        return worker.pid
+
+    async def output(self) -> tuple[bytes, int | None]:
+        """Waits for the next words of the worker. The last ones come with its exit code, as `subprocess` gives it."""
+        return await self._said.get()
+
+    def kill(self) -> None:
+        if self._worker and self._worker.poll() is None:
+            self._worker.send_signal(signal.SIGKILL)
+
+    def _attend(self, worker: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        reading = threading.Thread(target=self._read, args=(worker, loop), daemon=True)
+        reading.start()
+        code = worker.wait()
+        reading.join(LAST_WORDS)
+        self._say(loop, b"", code)
+
+    def _read(self, worker: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        assert worker.stdout
+        while data := os.read(worker.stdout.fileno(), 1 << 16):
+            self._say(loop, data, None)
+
+    def _say(self, loop: asyncio.AbstractEventLoop, data: bytes, code: int | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(self._said.put_nowait, (data, code))

@@ -1,0 +1,215 @@
+"""The launcher of workers that a cluster places, and the controller's side of such a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.workers.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
+from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
+from headrace.orchestration.workers.launch.child import GRACE, said_of_exit
+from headrace.orchestration.workers.placed.cluster import (
+    Berth,
+    Cluster,
+    ClusterNode,
+    Hosted,
+    HostLost,
+    NodeShare,
+    refusal,
+)
+from headrace.protocols import Heard, Job
+from headrace.version import __version__
+
+HOSTED = 120.0
+"""Seconds in which a host must have started and given its first answer."""
+
+DOUBTED = 120.0
+"""Seconds for which a node that fell silent is given no worker, if another one has room. Ray takes about 65 to notice that it is gone."""
+
+
+class PlacedLauncher:
+    """Protocol `Launcher`. Every seat has a bundle of its own, which it keeps when its worker dies and loses with its node."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arrivals: Arrivals,
+        *,
+        bundle: NodeShare,
+        terms: Terms,
+        logs: Path,
+        telemetry: Telemetry,
+        silence: float = SILENCE,
+    ) -> None:
+        self.cluster, self.arrivals, self.bundle, self.terms, self.logs = cluster, arrivals, bundle, terms, logs
+        self.telemetry, self.silence = telemetry, silence
+        self._berths: dict[str, Berth] = {}
+        self._doubts: dict[str, float] = {}
+        """The times at which nodes fell silent, by their ids."""
+        self._taken: set[str] = set()
+        """The seats that had a worker before."""
+
+    async def open(self, seats: Sequence[str]) -> None:
+        """Reserves a bundle for each seat. Raises ConfigError if they can never be had."""
+        if said := refusal(await self.cluster.nodes(), self.bundle, len(seats), self.cluster.address):
+            raise ConfigError(said)
+        for who in seats:
+            self._berths[who] = await self.cluster.reserve(self.bundle)
+
+    def worker(self, job: Job, heard: Heard) -> PlacedWorker:
+        if job.kind != "engine" or job.inherited:
+            raise ConfigError(f"a cluster cannot place the {job.who}: it shares files with the trainer's process")
+        again = job.who in self._taken
+        self._taken.add(job.who)
+        return PlacedWorker(job, heard, self, again=again)
+
+    async def place(self, who: str) -> tuple[Berth, ClusterNode]:
+        """Returns the bundle of that seat and its node, as soon as there is room for it."""
+        if who in self._berths:
+            return self._berths[who], await self._berths[who].placed()
+        if avoid := await self._doubted():
+            berth = self._berths[who] = await self.cluster.reserve(self.bundle, avoid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DOUBTED):
+                    return berth, await berth.placed()
+            await berth.release()  # the other nodes are full: the doubted one has recovered, or is no node any more
+        berth = self._berths[who] = await self.cluster.reserve(self.bundle)
+        return berth, await berth.placed()
+
+    async def _doubted(self) -> set[str]:
+        """Returns the nodes to avoid; none if no other node could hold a bundle."""
+        now = self.telemetry.clock()
+        found = {node for node, since in self._doubts.items() if now - since < DOUBTED}
+        others = [node for node in await self.cluster.nodes() if node.id not in found]
+        return found if any(node.holds(self.bundle) for node in others) else set()
+
+    async def leave(self, who: str, doubted: str = "") -> None:
+        """Gives the bundle of that seat back, so that its next worker gets another one. `doubted`: the node that does not answer."""
+        if doubted:
+            self._doubts[doubted] = self.telemetry.clock()
+        if berth := self._berths.pop(who, None):
+            await berth.release()
+
+
+class PlacedWorker(SeatedWorker):
+    """Protocol `Worker`."""
+
+    def __init__(self, job: Job, heard: Heard, launcher: PlacedLauncher, *, again: bool) -> None:
+        """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
+        super().__init__(job.who, heard, launcher.telemetry, launcher.silence)
+        self._job, self._launcher, self._again = job, launcher, again
+        self._node: ClusterNode | None = None
+        self._host: Hosted | None = None
+        self._collecting: asyncio.Task[str] | None = None
+        """Writes the worker's log, and returns how it ended. Raises HostLost."""
+        self._where, self._killed = "", False
+
+    async def start(self) -> None:
+        """Returns when the worker has connected or is lost (`watch` then says how). Raises ConfigError if its node cannot serve the run, and
+        StalledError."""
+        self._begin()
+        launcher, waits = self._launcher, self._telemetry.waits
+        async with waits.named(
+            "start",
+            f"the cluster at {launcher.cluster.address} to place {self.who} ({launcher.bundle})",
+            endless=self._again,
+        ):
+            berth, self._node = await launcher.place(self.who)
+        self._where = f"on {self._node.address}"
+        try:
+            async with waits.named("start", f"{self.who} to start on {self._node.address}", endless=self._again):
+                await self._start_in(berth)
+        except (HostLost, TimeoutError) as error:
+            self._lost(str(error) or "it did not start in time")
+        except ConfigError as error:
+            if not self._again:
+                raise
+            self._lost(str(error))
+
+    async def _start_in(self, berth: Berth) -> None:
+        launcher, arrivals = self._launcher, self._launcher.arrivals
+        async with asyncio.timeout(HOSTED):
+            self._host = host = await berth.host()
+            check_versions(await host.ask("look"))
+        async with asyncio.timeout(AGREEING):
+            agreed: Agreed = await host.ask("agree", launcher.terms)
+        if agreed.unable:
+            raise ConfigError(f"the node {self._where[3:]} cannot serve this run: {agreed.unable}")
+        seat = secrets.token_hex(8)
+        arrival = arrivals.expect(self._job.kind, seat)
+        try:
+            async with asyncio.timeout(ARRIVAL):
+                given = {TOKEN: arrivals.token, SEAT: seat}
+                pid = await host.ask("start", self._job.kind, arrivals.address, given)
+                self._where += f" (process {pid})"
+                self._collecting = collecting = asyncio.ensure_future(self._collect(host))
+                waited: list[asyncio.Future[Any]] = [arrival, collecting]
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if arrival.done():
+                self._seat(arrival.result(), agreed.model_dir)
+            else:
+                self._lost("")
+        finally:
+            arrival.cancel()
+
+    async def _collect(self, host: Hosted) -> str:
+        log = self._launcher.logs / f"{self.who.replace(' ', '-')}.log"
+        while True:
+            data, code = await host.ask("output")
+            with contextlib.suppress(OSError), log.open("ab") as file:  # a full disk must not lose the exit code
+                file.write(data)
+            if code is not None:
+                return said_of_exit(code)
+
+    async def end(self) -> None:
+        """The worker ends by itself when its connection is closed. Its last words are awaited."""
+        await self.channel.close()
+        if self._collecting and not self._killed:
+            with contextlib.suppress(HostLost, TimeoutError):
+                async with asyncio.timeout(GRACE):
+                    await asyncio.shield(self._collecting)
+        if self._collecting:
+            self._collecting.cancel()
+            await asyncio.wait([self._collecting])
+        self.kill()
+
+    def kill(self) -> None:
+        self._killed = True
+        if self._host:
+            self._host.kill()
+
+    async def _how_it_ended(self, wrong: str) -> str:
+        assert self._node
+        if wrong:
+            await self._launcher.leave(self.who, self._node.id)
+            return f"{self._where} is lost: {wrong}"
+        assert self._collecting
+        try:
+            async with asyncio.timeout(GRACE):
+                how = await asyncio.shield(self._collecting)
+                return f"{self._where} {how}"
+        except TimeoutError:
+            await self._launcher.leave(self.who, self._node.id)
+            return f"{self._where} is lost: its connection has ended, and its node does not answer"
+        except HostLost as error:
+            await self._launcher.leave(self.who)
+            return f"{self._where} is lost: {error}"
+
+
+def check_versions(there: dict[str, str]) -> None:
+    """Raises ConfigError for a node that has another headrace or Python than this process. `there`: the result of `NodeHost.look`."""
+    here = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info)}
+    for what, ours in here.items():
+        if (theirs := there[what]) != ours:
+            has = f"has {what} {theirs}" if theirs else f"has no {what}"
+            raise ConfigError(
+                f"the node {there['host']} of the cluster {has}, and the run has {ours}; install the same on all nodes, in the environment that "
+                "its Ray was started from"
+            )

@@ -1,0 +1,196 @@
+"""Ray, as far as a run uses it. Its calls block, so that each is made in the one thread that this file keeps for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from headrace.errors import ConfigError
+from headrace.orchestration.workers.placed import host
+from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
+
+R = TypeVar("R")
+
+OWN = "local"
+"""The address of a cluster that the run starts on this machine, and ends."""
+
+STORE_BYTES = 80 << 20
+"""NodeShare for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+
+GUARDED = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
+"""The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
+is without this token. It also reports to nobody how it is used."""
+
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives to every node."""
+
+
+class RayHosted:
+    """Protocol `Hosted`."""
+
+    def __init__(self, actor: Any, cluster: RayCluster) -> None:
+        self._actor, self._cluster = actor, cluster
+
+    async def ask(self, method: str, *values: Any) -> Any:
+        import ray
+
+        try:
+            return await self._cluster.result(lambda: getattr(self._actor, method).remote(*values))
+        except ray.exceptions.RayError as error:
+            raise HostLost(_in_one_line(error)) from error
+
+    def kill(self) -> None:
+        import ray
+
+        self._cluster.later(lambda: ray.kill(self._actor))
+
+
+class RayBerth:
+    """Protocol `Berth`."""
+
+    def __init__(self, group: Any, bundle: NodeShare, cluster: RayCluster) -> None:
+        self._group, self._bundle, self._cluster = group, bundle, cluster
+
+    async def placed(self) -> ClusterNode:
+        await self._cluster.result(self._group.ready)
+        return await self._cluster.do(self._node)
+
+    def _node(self) -> ClusterNode:
+        from ray.util import placement_group_table
+
+        (where,) = placement_group_table(self._group)["bundles_to_node_id"].values()
+        found = {node.id: node for node in all_nodes()}
+        return found.get(where) or ClusterNode(where, where, NodeShare(0))
+
+    async def host(self) -> RayHosted:
+        return RayHosted(await self._cluster.do(self._begin), self._cluster)
+
+    def _begin(self) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+        return _actor(strategy, self._bundle)
+
+    async def release(self) -> None:
+        from ray.util import remove_placement_group
+
+        self._cluster.berths.discard(self)
+        await self._cluster.do(lambda: remove_placement_group(self._group))
+
+
+class RayCluster:
+    """Protocol `Cluster`."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: `local`, `auto` (the cluster that this machine is a node of) or HOST:PORT."""
+        self.address = address
+        self.berths: set[RayBerth] = set()
+        self._thread = ThreadPoolExecutor(1, "headrace-ray")
+        self._connected = False
+        """Whether this process was connected by us, and not by the caller's own program."""
+
+    async def do(self, call: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    async def result(self, call: Callable[[], Any]) -> Any:
+        """Waits for the object that a call promises. The thread goes on meanwhile."""
+        return await asyncio.wrap_future((await self.do(call)).future())
+
+    def later(self, call: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._thread.submit(call)
+
+    async def open(self) -> None:
+        await self.do(self._connect)
+
+    def _connect(self) -> None:
+        if self.address == OWN and "ray" not in sys.modules:  # it reads them when it is imported
+            for name, value in GUARDED.items():
+                os.environ.setdefault(name, value)
+        import ray
+
+        if ray.is_initialized():
+            return
+        own: dict[str, Any] = {"address": self.address}
+        if self.address == OWN:
+            own |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
+        try:
+            ray.init(**own, namespace="headrace", log_to_driver=False, logging_level="error")
+        except Exception as error:  # Ray raises plain ones too
+            remedy = (
+                "try again"
+                if self.address == OWN
+                else "the run must be on a machine of the cluster (ray start --address=HOST:PORT)"
+            )
+            raise ConfigError(f"orchestration.address = {self.address}: {_in_one_line(error)}; {remedy}") from error
+        self._connected = True
+
+    async def nodes(self) -> Sequence[ClusterNode]:
+        return await self.do(all_nodes)
+
+    async def own_address(self) -> str:
+        import ray
+
+        return await self.do(ray.util.get_node_ip_address)
+
+    async def reserve(self, bundle: NodeShare, avoid: Collection[str] = ()) -> RayBerth:
+        from ray.util import placement_group
+
+        room = {name: count for name, count in (("CPU", bundle.cpus), ("GPU", bundle.gpus)) if count}
+        labels = [{NODE_ID: f"!in({', '.join(sorted(avoid))})"}] if avoid else None
+        group = await self.do(lambda: placement_group([room], bundle_label_selector=labels))
+        self.berths.add(berth := RayBerth(group, bundle, self))
+        return berth
+
+    async def visit(self, node: ClusterNode) -> RayHosted:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        return RayHosted(await self.do(lambda: _actor(there, NodeShare(0))), self)
+
+    async def aclose(self) -> None:
+        for berth in list(self.berths):
+            await berth.release()
+        if self._connected:
+            import ray
+
+            await self.do(ray.shutdown)
+        self._thread.shutdown(wait=False)
+
+
+def _actor(strategy: Any, bundle: NodeShare) -> Any:
+    """A `NodeHost`. It is never started again: its worker would be lost all the same."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(host)  # see `host.py`
+    options = {"num_cpus": bundle.cpus, "num_gpus": bundle.gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+    return ray.remote(host.NodeHost).options(**options).remote()
+
+
+def all_nodes() -> list[ClusterNode]:
+    import ray
+
+    return [
+        ClusterNode(
+            one["NodeID"],
+            one["NodeManagerAddress"],
+            NodeShare(one["Resources"].get("CPU", 0), one["Resources"].get("GPU", 0)),
+        )
+        for one in ray.nodes()
+        if one["Alive"]
+    ]
+
+
+def _in_one_line(error: Exception) -> str:
+    """Ray's messages have many lines."""
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,58 @@
+"""The trainer's ends of the way of weights where it has several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.protocols import WeightSender
+from headrace.weight_sync.over_tcp.tcp import Tcp
+from headrace.weight_sync.ranges import RankParts, ValueRun, follower_update, parts_of
+from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+def rank_sender(
+    start: TrainerStart,
+    runs: Callable[[str], Iterator[ValueRun]],
+    manifests: Mapping[str, Manifest],
+    once: Sequence[str],
+) -> WeightSender:
+    """Returns this rank's end: for its part of the weights, where engines can put parts together, else for all of them in rank 0.
+
+    `runs`: as of `RankParts`. Every rank calls this at the same time."""
+    transport = start.transport
+
+    def parts() -> RankParts | None:
+        return parts_of(manifests, start.rank, runs, lambda value: _exchanged(value, start.ranks))
+
+    if isinstance(transport, SharedMemory) and (own := parts()):
+        return transport.sender(manifests, once, own)
+    if isinstance(transport, Tcp) and not transport.encoding.delta and (own := parts()):
+        from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
+
+        return TcpPartSender(transport, manifests, once, own)
+    return FollowingSender() if start.rank else transport.sender(manifests, once)
+
+
+def _exchanged(value: Any, ranks: int) -> list[Any]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, value)
+    return found
+
+
+class FollowingSender(WeightSender):
+    """The sender of a rank that does not lead: it takes part in gathering the weights, and sends nothing."""
+
+    def copy(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> Callable[[], WeightUpdate]:
+        for _ in parameters:
+            pass
+        return lambda: follower_update(version, adapter)

@@ -1,0 +1,124 @@
+"""`headrace doctor --cluster`: nodes that differ, that are too small, too far away or silent. On a fake of Ray with the real `NodeHost`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace import cli
+from headrace.commands.installed import cluster_check
+from headrace.commands.installed.cluster_check import examine_cluster, findings_of, versions
+from headrace.commands.installed.doctor import DoctorFinding
+from headrace.config import load_config
+from headrace.errors import ConfigError
+from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare
+from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine
+from headrace.orchestration.workers.placed.host import NodeHost
+from headrace.version import __version__
+
+Sections = dict[str, list[DoctorFinding]]
+
+
+def findings(directory: Path, model: Path, nodes: list[NodeShare], begin: Any = None, **tables: Any) -> Sections:
+    place = {"kind": "ray", **tables.pop("orchestration", {})}
+    config = load_config(tiny_config(directory, model, engine={"threads": 2}, orchestration=place, **tables))
+
+    async def go() -> Sections:
+        cluster = FakeCluster(nodes, begin or (lambda machine: NodeHost()))
+        for machine in cluster.machines.values():  # all of them are this machine
+            machine.node = ClusterNode(machine.node.id, "10.0.0.1", machine.node.has)
+        return await findings_of(config, cluster)
+
+    return asyncio.run(go())
+
+
+def bad(sections: Sections) -> list[tuple[str, str]]:
+    return [(one.what, one.value) for found in sections.values() for one in found if one.state == "bad"]
+
+
+def test_every_node_that_could_hold_an_engine_is_asked(tiny_llama: Path, tmp_path: Path) -> None:
+    sections = findings(tmp_path, tiny_llama, [NodeShare(4), NodeShare(2), NodeShare(1)])
+    assert not bad(sections)
+    assert [*sections] == ["Cluster", "Node 10.0.0.1 (4 CPUs)", "Node 10.0.0.1 (2 CPUs)"]
+    assert sections["Cluster"] == [DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")]
+    whats = [one.what for one in sections["Node 10.0.0.1 (2 CPUs)"]]
+    assert whats == ["headrace", "Python", "torch", "transformers", "clock", "model", "network"]
+    *_, model, network = sections["Node 10.0.0.1 (2 CPUs)"]
+    assert model.value == str(tiny_llama) and "MB/s from 127.0.0.1:" in network.value
+
+
+def test_no_room_and_machines_that_cannot_reach_the_run_are_said(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeCluster, "own", "10.0.0.9")
+    ((_, room), (_, reach)) = bad(findings(tmp_path, tiny_llama, [NodeShare(1)]))
+    assert "can never place an engine of 2 CPUs each" in room
+    assert "nodes on other machines (10.0.0.1)" in reach and 'such as "10.0.0.9:0"' in reach
+
+
+class Another(NodeHost):
+    async def look(self) -> dict[str, str]:
+        return {**await super().look(), "headrace": "0.0.9", "torch": ""}
+
+    async def clock(self) -> float:
+        return await super().clock() - 3600
+
+    async def fetch(self, address: str, token: str, count: int) -> tuple[str, float]:
+        return await super().fetch(address, "0" * len(token), count)
+
+
+def test_a_mixed_fleet_is_refused_and_a_node_without_the_token_gets_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Another())
+    assert [what for what, _ in bad(sections)] == ["headrace", "torch", "network"]
+    found = {one.what: one for one in sections["Node 10.0.0.1 (2 CPUs)"]}
+    assert found["headrace"].remedy == f"the run has {__version__}: install the same in the environment of its Ray"
+    assert (
+        found["clock"].state == "note" and found["clock"].value.startswith("3600.") and "behind" in found["clock"].value
+    )
+    assert "32000000 bytes are missing" in found["network"].value
+
+
+def test_a_node_without_headrace_is_asked_no_more(tiny_llama: Path, tmp_path: Path) -> None:
+    class Bare(NodeHost):
+        async def look(self) -> dict[str, str]:
+            return {"headrace": "", "Python": "3.9", "host": "b", "torch": "", "transformers": ""}
+
+    sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Bare())
+    assert [what for what, _ in bad(sections)] == ["headrace", "Python", "torch", "transformers"]
+    assert all(one.what not in ("model", "network") for one in sections["Node 10.0.0.1 (2 CPUs)"])
+
+
+def test_a_silent_node_and_one_that_is_gone_are_said(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_check, "PATIENCE", 0.1)
+
+    def begin(machine: FakeMachine) -> NodeHost:
+        machine.frozen = True
+        machine.awake.clear()
+        return NodeHost()
+
+    assert bad(findings(tmp_path, tiny_llama, [NodeShare(2)], begin)) == [("the node", "did not answer in 0.1 seconds")]
+
+
+def test_the_same_versions_are_the_same() -> None:
+    there = {
+        one.what: one.value for one in versions(dict.fromkeys(("headrace", "Python", "torch", "transformers"), ""))
+    }
+    assert set(there.values()) == {"none"}
+    here = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "torch": "1", "transformers": "1"}
+    assert [one.state for one in versions(here)] == ["ok", "ok", "bad", "bad"]
+
+
+def test_other_runs_and_options_without_a_config_are_refused(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="workers that join are compared when they come"):
+        examine_cluster(load_config(tiny_config(tmp_path, tiny_llama)))
+    assert cli.main(["doctor", "--set", "seed=1"]) == 2
+    assert "--cluster CONFIG; name it" in capsys.readouterr().err

@@ -1,0 +1,414 @@
+"""Workers that a cluster places: on a fake of it, in virtual time and with real workers. Ray itself: `test_ray.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_process import PROMPT, opened
+from test_forking import gone
+from test_joining import RUN, Engine, telemetry_of
+
+from headrace.config import load_config
+from headrace.errors import ConfigError, WorkerDied
+from headrace.observe.facts import Warned, WorkerJoined, WorkerLost
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.seats import threads_elsewhere
+from headrace.orchestration.starting import transport_of
+from headrace.orchestration.wording import placement
+from headrace.orchestration.workers.build import open_network
+from headrace.orchestration.workers.fake import FakeProcess
+from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+from headrace.orchestration.workers.joining.greeting import Agreed, Terms
+from headrace.orchestration.workers.joining.listener import Listener
+from headrace.orchestration.workers.joining.same_model import terms_of
+from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare, refusal
+from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
+from headrace.orchestration.workers.placed.placed import PlacedLauncher, PlacedWorker
+from headrace.orchestration.workers.worker_messages import EngineStart
+from headrace.protocols import Job
+from headrace.simulate import virtual_time
+from headrace.simulate.makers import request
+from headrace.simulate.world import FactList
+from headrace.types import Request, Sampling
+from headrace.version import __version__
+from headrace.weight_sync.config import FULL
+from headrace.weight_sync.over_tcp.tcp import Tcp
+
+SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
+ASKED = Request("r", (1, 2), Sampling(max_tokens=8))
+ALL = tuple(range(100, 108))
+
+
+class OnNode(Engine):
+    """Samples a token a second on a node."""
+
+    def __init__(self, machine: FakeMachine, life: int, refuses: str = "") -> None:
+        super().__init__(life, refuses)
+        self.network = machine
+
+
+class Place:
+    """A launcher over a fake cluster, in virtual time."""
+
+    def __init__(
+        self,
+        tmp: Path,
+        nodes: list[NodeShare],
+        begin: Callable[[FakeMachine], FakeProcess] = lambda machine: OnNode(machine, life=100),
+        versions: Callable[[FakeMachine], dict[str, str]] = lambda machine: SAME,
+        agreed: Callable[[FakeMachine], Agreed] = lambda machine: Agreed("/its/model"),
+    ) -> None:
+        self.facts, arrivals = FactList(), FakeArrivals()
+        self.telemetry = telemetry_of(self.facts)
+        self.cluster = FakeCluster(
+            nodes, lambda machine: ScriptedHost(machine, arrivals, begin, versions(machine), agreed(machine))
+        )
+        self.launcher = PlacedLauncher(
+            self.cluster, arrivals, bundle=NodeShare(2), terms=Terms("m", {}), logs=tmp, telemetry=self.telemetry
+        )
+        self.engine = ProcessEngine(self.launcher, Job("engine", "engine"), 3, self.telemetry)
+
+    async def start(self) -> None:
+        await self.launcher.open(["engine"])
+        await self.engine.launch()
+        await self.engine.open(EngineStart("/the/run's", {}, {}))
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, act)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [one.host for one in self.facts.of(WorkerJoined)]
+
+    @property
+    def how(self) -> list[str]:
+        return [one.how for one in self.facts.of(WorkerLost)]
+
+
+def in_virtual_time(case: Callable[[], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        return await case()
+
+    return virtual_time.run(go())
+
+
+# --- nodes that fail ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_is_started_again_in_its_bundle_and_goes_on_with_its_tokens(tmp_path: Path) -> None:
+    lives = iter((3, 100))
+
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2), NodeShare(8)], lambda machine: OnNode(machine, next(lives)))
+        await place.start()
+        bundles = [len(machine.bundles) for machine in place.cluster.machines.values()]
+        assert (await place.engine.generate(ASKED)).tokens == ALL
+        assert place.hosts == ["node 1", "node 1"], "its bundle is its own"
+        assert [len(machine.bundles) for machine in place.cluster.machines.values()] == bundles == [1, 0]
+        assert place.how == ["on 10.0.0.1 (process 1) ended with exit code 1"]
+        (lost,) = place.facts.of(WorkerLost)
+        assert lost.requests_reissued == 1
+        await place.engine.close()
+
+    in_virtual_time(case)
+    assert (tmp_path / "engine.log").read_text().startswith("was killed"), "its words are in the run's log"
+
+
+def test_a_frozen_node_is_noticed_by_its_silence_and_the_seat_is_placed_elsewhere(tmp_path: Path) -> None:
+    """The cluster itself notices nothing, and would place the next worker on the same node: it has the most room."""
+
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(8), NodeShare(2)])
+        await place.start()
+        frozen = place.telemetry.clock() + 3
+        place.after(3.0, lambda: place.cluster.freeze("node 1"))
+        assert (await place.engine.generate(ASKED)).tokens == ALL
+        assert place.hosts == ["node 1", "node 2"]
+        (lost,) = place.facts.of(WorkerLost)
+        assert lost.how == "on 10.0.0.1 (process 1) is lost: it was silent for 6 seconds"
+        assert 4 <= lost.t - frozen <= 7, "a beat a second, five may be missing"
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_a_node_that_is_removed_is_a_lost_worker_whose_seat_waits_until_there_is_room(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2)])
+        await place.start()
+        place.after(3.0, lambda: place.cluster.remove("node 1"))
+        place.after(60.0, lambda: place.cluster.add(NodeShare(4)))
+        assert (await place.engine.generate(ASKED)).tokens == ALL
+        assert place.how == ["on 10.0.0.1 (process 1) is lost: its node is gone"]
+        said = [one.message for one in place.facts.of(Warned)]
+        assert "start has waited 10 s for the cluster at fake to place engine (2 CPUs)" in said
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_a_doubted_node_is_used_again_when_the_others_stay_full(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2), NodeShare(2)])
+        await place.start()
+        other = await place.cluster.reserve(NodeShare(2))  # another job's
+        await other.placed()
+        place.after(3.0, lambda: place.cluster.freeze("node 1"))
+        place.after(20.0, lambda: thaw(place.cluster.machines["node 1"]))
+        began = place.telemetry.clock()
+        assert (await place.engine.generate(ASKED)).tokens == ALL
+        assert place.hosts == ["node 1", "node 1"] and place.telemetry.clock() - began > 100
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def thaw(machine: FakeMachine) -> None:
+    machine.frozen = False
+    machine.awake.set()
+
+
+def test_a_node_that_freezes_while_the_worker_starts_there_is_a_death(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2), NodeShare(2)])
+        await place.launcher.open(["engine"])
+        place.cluster.freeze("node 1")
+        worker = place.launcher.worker(Job("engine", "engine"), lambda method, payload: None)
+        await worker.start()
+        assert await worker.watch() == "on 10.0.0.1 is lost: it did not start in time"
+        with pytest.raises(WorkerDied):
+            worker.push("start", None)
+        await worker.end()
+        again = place.launcher.worker(Job("engine", "engine"), lambda method, payload: None)
+        await again.start()
+        assert place.hosts == ["node 2"]
+        await again.end()
+
+    in_virtual_time(case)
+
+
+# --- nodes that do not fit ---------------------------------------------------------------------------------------------------
+
+
+def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> None:
+    nodes = [ClusterNode("a", "10.0.0.1", NodeShare(4)), ClusterNode("b", "10.0.0.2", NodeShare(4, 1))]
+    assert refusal(nodes, NodeShare(4), 2, "auto") == ""
+    assert refusal(nodes, NodeShare(2, 1), 1, "auto") == ""
+    said = refusal(nodes, NodeShare(2, 1), 2, "10.0.0.1:6379")
+    assert "address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1." in said
+    assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in said
+    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), 1, "auto")
+    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), 1, "auto")
+
+
+def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awaited(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2)])
+        with pytest.raises(ConfigError, match="can never place 2 engines"):
+            await place.launcher.open(["engine 1", "engine 2"])
+        assert not place.cluster.machines["node 1"].bundles
+        other = await place.cluster.reserve(NodeShare(1))
+        place.after(50.0, lambda: place.cluster.give_back(other))
+        await place.start()
+        assert place.telemetry.clock() == 50
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+@pytest.mark.parametrize(
+    ("versions", "agreed", "words"),
+    [
+        ({**SAME, "headrace": "0.0.9"}, Agreed("/m"), "node b of the cluster has headrace 0.0.9, and the run has"),
+        ({**SAME, "headrace": ""}, Agreed("/m"), "has no headrace, and the run has .*install the same on all nodes"),
+        ({**SAME, "Python": "3.9"}, Agreed("/m"), "has Python 3.9, and the run has"),
+        (SAME, Agreed(unable="its model differs"), "the node 10.0.0.1 cannot serve this run: its model differs"),
+    ],
+)
+def test_a_node_with_something_else_is_refused_at_the_start(
+    tmp_path: Path, versions: dict[str, str], agreed: Agreed, words: str
+) -> None:
+    async def case() -> None:
+        place = Place(tmp_path, [NodeShare(2)], versions=lambda machine: versions, agreed=lambda machine: agreed)
+        with pytest.raises(ConfigError, match=words):
+            await place.start()
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_later_such_a_node_counts_as_a_death_and_another_one_is_tried(tmp_path: Path) -> None:
+    async def case() -> None:
+        place = Place(
+            tmp_path,
+            [NodeShare(2)],
+            versions=lambda machine: {**SAME, "headrace": "0.0.9"} if machine.node.id == "node 2" else SAME,
+        )
+        await place.start()
+        place.cluster.add(NodeShare(4))
+        place.cluster.add(NodeShare(2))
+        place.after(3.0, lambda: place.cluster.remove("node 1"))
+        assert (await place.engine.generate(ASKED)).tokens == ALL
+        assert (
+            place.hosts == ["node 1", "node 3"] and "on 10.0.0.2 is lost: the node b of the cluster has" in place.how[1]
+        )
+        await place.engine.close()
+
+    in_virtual_time(case)
+
+
+def test_what_shares_files_with_the_run_cannot_be_placed(tmp_path: Path) -> None:
+    async def case() -> None:
+        launcher = Place(tmp_path, []).launcher
+        for job in (Job("trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
+            with pytest.raises(ConfigError, match="a cluster cannot place the"):
+                launcher.worker(job, lambda method, payload: None)
+
+    in_virtual_time(case)
+
+
+# --- real workers ------------------------------------------------------------------------------------------------------------
+
+
+def with_real_workers(model: Path, logs: Path, use: Callable[[PlacedLauncher], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        record, clock = FactList().record, asyncio.get_running_loop().time
+        telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 2e6))
+        listener, cluster = Listener("a token of many characters"), FakeCluster([NodeShare(1), NodeShare(1)])
+        await listener.open()
+        launcher = PlacedLauncher(
+            cluster,
+            listener,
+            bundle=NodeShare(1),
+            terms=terms_of(str(model), model),
+            logs=logs,
+            telemetry=telemetry,
+            silence=20.0,
+        )
+        try:
+            async with asyncio.timeout(300):
+                return await use(launcher)
+        finally:
+            await cluster.aclose()
+            await listener.close()
+
+    return asyncio.run(go())
+
+
+def pid_of(worker: PlacedWorker) -> int:
+    assert worker._arrived
+    return worker._arrived.hello.pid
+
+
+def test_a_placed_engine_survives_a_kill_and_a_stop_and_its_host_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
+    """A stopped process keeps its connection: only its silence gives it away."""
+
+    async def use(launcher: PlacedLauncher) -> int:
+        async with opened(tiny_llama, launcher, open_network("tcp", FULL, "127.0.0.1"), context_length=256) as (
+            engine,
+            publish,
+        ):
+            alone = await engine.generate(request("alone", PROMPT, 200, seed=1))
+            for harm in (signal.SIGKILL, signal.SIGSTOP):
+                running = asyncio.ensure_future(engine.generate(request(f"r{harm}", PROMPT, 200, seed=1)))
+                worker = engine._keeper._worker
+                assert isinstance(worker, PlacedWorker)
+                worker.channel._silence = 1.0
+                os.kill(pid_of(worker), harm)
+                answer = await running
+                assert answer.tokens == alone.tokens and answer.stop == "length"
+                assert engine._keeper._worker is not worker
+                assert await asyncio.to_thread(gone, pid_of(worker)), "not even a stopped one is left"
+            assert (await engine.load(publish(1))).version == 1
+            last = engine._keeper._worker
+        assert isinstance(last, PlacedWorker)
+        return pid_of(last)
+
+    assert gone(with_real_workers(tiny_llama, tmp_path, use))
+
+
+def test_a_worker_that_ends_before_it_connects_is_a_death_and_its_words_are_in_the_log(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    async def use(launcher: PlacedLauncher) -> None:
+        worker = launcher.worker(Job("engine", "engine"), lambda method, payload: None)
+        await launcher.arrivals.close()  # type: ignore[attr-defined]  # nobody answers
+        await worker.start()
+        assert (await worker.watch()).endswith("ended with exit code 1")
+        await worker.end()
+        assert "headrace: [Errno" in (tmp_path / "engine.log").read_text()
+
+    with_real_workers(tiny_llama, tmp_path, use)
+
+
+ALONE = """
+import asyncio, socket, sys
+from headrace.orchestration.workers.placed.host import NodeHost
+async def main():
+    host = NodeHost()
+    print(await host.start("engine", sys.argv[1], {"HEADRACE_TOKEN": "x"}), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+def test_a_host_that_is_killed_leaves_no_worker_not_even_a_stopped_one(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it is connected to, and says nothing
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        host = subprocess.Popen([sys.executable, "-c", ALONE, address], stdout=subprocess.PIPE, text=True)
+        assert host.stdout
+        worker = int(host.stdout.readline())
+        connection, _ = server.accept()
+        os.kill(worker, signal.SIGSTOP)
+        host.kill()
+        host.communicate()
+        assert gone(worker)
+        connection.close()
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------
+
+ON_RAY: dict[str, Any] = {**RUN, "orchestration": {"kind": "ray"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"orchestration": {"kind": "ray", "token_file": "/a/token"}}, 'token_file is for orchestration.kind = "join"'),
+        ({"orchestration": {"gpus": 1}}, 'orchestration.gpus is for orchestration.kind = "ray"'),
+        ({"orchestration": {**RUN["orchestration"], "address": "auto"}}, "address is for orchestration.kind = .ray"),
+        ({"orchestration": {"listen": "10.0.0.5:1"}}, 'listen is for orchestration.kind = "join" or "ray"'),
+        ({"orchestration": {"kind": "ray", "address": "ray://10.0.0.5:10001"}}, "not through Ray's client"),
+        ({"orchestration": {"kind": "ray", "listen": "0.0.0.0:7"}}, "set weight_sync.host to the one"),
+        ({"weight_sync": {"kind": "shared_memory"}}, "does not reach engines elsewhere"),
+        ({"engine": {"cores": (0,)}}, "remove it; Ray gives each engine.threads CPUs"),
+        (
+            {"engine": {"kind": "headrace", "urls": ("http://127.0.0.1:1",)}},
+            'kind = "ray" is for headrace.s own engine',
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_a_remedy(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({**ON_RAY, **tables})
+
+
+def test_a_bundle_has_the_engine_s_threads_and_weights_travel_over_tcp(tmp_path: Path) -> None:
+    config = load_config(
+        {**ON_RAY, "engine": {"threads": 3}, "orchestration": {"kind": "ray", "listen": "10.0.0.5:0", "gpus": 2}}
+    )
+    assert threads_elsewhere(config) == 3
+    way = transport_of(config, tmp_path)
+    assert isinstance(way, Tcp) and way.host == "10.0.0.5" and way.inherited == ()
+    assert "an engine placed by Ray (local) with 2 GPUs each" in placement(config, "hf")["engine"]

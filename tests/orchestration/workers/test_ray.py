@@ -1,0 +1,254 @@
+"""Runs on a real Ray cluster of three nodes on this machine: nodes that are removed or frozen, and a run that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_forking import gone, stat
+from test_joining_run import PATIENCE, SYNCHRONOUS, free_port, joining, offering, weights_of
+from tiny_run import of, tiny_config, when_step
+
+import headrace
+from headrace.errors import ConfigError
+from headrace.observe.facts import RunEnded, WorkerJoined, WorkerLost
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (make test-slow does it)"),
+]
+
+Cluster = Any
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Cluster]:
+    """A node without CPUs, where the runs are."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    patient(lambda: made.add_node(num_cpus=0, include_dashboard=False))
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.fixture
+def cluster(head: Cluster) -> Cluster:
+    """With two nodes of one CPU each: the test before may have removed one. (Ray starts nodes in the main thread only.)"""
+    while len(head.worker_nodes) < 2:
+        patient(lambda: head.add_node(num_cpus=1))
+    return head
+
+
+def patient(start: Callable[[], object]) -> None:
+    """Ray gives a node 30 seconds to start, which a busy machine may not have."""
+    for _ in range(10):
+        with contextlib.suppress(Exception):
+            start()
+            return
+    start()
+
+
+def placed(directory: Path, model: Path, cluster: Cluster, **tables: Any) -> dict[str, Any]:
+    tables["engine"] = {"threads": 1, **tables.get("engine", {})}
+    return tiny_config(directory, model, orchestration={"kind": "ray", "address": cluster.address}, **tables)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        yield pid
+        pid = int(stat(pid)[1])
+
+
+def node_of(cluster: Cluster, run: Path) -> Any:
+    """The node of the worker that took a seat last."""
+    pids = set(ancestors(of(run, WorkerJoined)[-1].pid))
+    (found,) = [node for node in cluster.worker_nodes if raylet_of(node) in pids]
+    return found
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def remove(cluster: Cluster, run: Path) -> None:
+    cluster.remove_node(node_of(cluster, run), allow_graceful=False)
+
+
+def assert_went_on(run: Path, how: str) -> None:
+    (lost,) = of(run, WorkerLost)
+    assert how in lost.how and len(of(run, WorkerJoined)) == 2
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+
+
+def test_local_joined_and_placed_runs_have_the_same_weights_bit_for_bit(
+    cluster: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
+    port = free_port()
+    with offering(tmp_path, port):
+        headrace.train(joining(tmp_path, tiny_llama, port, **SYNCHRONOUS, name="joined"))
+    result = headrace.train(placed(tmp_path, tiny_llama, cluster, **SYNCHRONOUS, name="placed"))
+    assert result.step == 3
+    local, *others = (weights_of(tmp_path / "runs" / name) for name in ("local", "joined", "placed"))
+    for other in others:
+        assert local.keys() == other.keys() and all(torch.equal(local[name], other[name]) for name in local)
+    run = tmp_path / "runs" / "placed"
+    (seat,) = of(run, WorkerJoined)
+    assert gone(seat.pid)
+    assert (run / "logs" / "engine.log").exists()
+
+
+def test_two_engines_are_on_two_nodes_and_one_more_is_refused_with_what_there_is(
+    cluster: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"can never place 3 engines of 1 CPU each: it has room for 2\. It has 3 nodes"
+    ):
+        headrace.train(placed(tmp_path, tiny_llama, cluster, engine={"replicas": 3}, name="three"))
+    assert time.monotonic() - began < PATIENCE
+    nodes: list[int] = []
+
+    def look() -> None:
+        joined = [list(ancestors(one.pid)) for one in of(tmp_path / "runs" / "tiny", WorkerJoined)]
+        nodes.extend(raylet_of(node) for node in cluster.worker_nodes for pids in joined if raylet_of(node) in pids)
+
+    thread = when_step(tmp_path / "runs" / "tiny", 1, look)
+    result = headrace.train(placed(tmp_path, tiny_llama, cluster, engine={"replicas": 2}))
+    thread.join()
+    assert result.step == 6 and len(set(nodes)) == 2
+
+
+def test_a_node_is_removed_while_its_engine_generates(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+    thread = when_step(run, 2, lambda: remove(cluster, run))
+    result = headrace.train(placed(tmp_path, tiny_llama, cluster, train={"steps": 12}))
+    thread.join()
+    assert result.step == 12
+    assert_went_on(run, "is lost")
+
+
+REMOVED_IN_SCORING = """
+import pathlib, time
+asked, done = pathlib.Path({asked!r}), pathlib.Path({done!r})
+
+def reward(prompts, completions, **columns):
+    calls = asked.with_suffix(".calls")
+    calls.open("a").write("x")
+    if len(calls.read_text()) == 5:
+        asked.touch()
+        while not done.exists():
+            time.sleep(0.01)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+
+
+def test_a_node_is_removed_while_its_rollouts_are_scored(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
+    """Nothing is generated meanwhile: max_lag is 0, and the step waits for this group."""
+    asked, done, run = tmp_path / "asked", tmp_path / "done", tmp_path / "runs" / "tiny"
+    (tmp_path / "slow.py").write_text(REMOVED_IN_SCORING.format(asked=str(asked), done=str(done)))
+
+    def act() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not asked.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        remove(cluster, run)
+        done.touch()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    result = headrace.train(
+        placed(
+            tmp_path,
+            tiny_llama,
+            cluster,
+            reward={"function": f"{tmp_path / 'slow.py'}:reward", "timeout": PATIENCE},
+            staleness={"max_lag": 0, "groups_per_step": 2},
+        )
+    )
+    thread.join()
+    assert result.step == 6
+    assert_went_on(run, "is lost")
+
+
+def test_a_node_is_removed_while_weights_are_on_their_way(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
+    """Its engine is stopped as soon as a step is trained, so that it does not finish loading."""
+    run = tmp_path / "runs" / "tiny"
+
+    def act() -> None:
+        node = node_of(cluster, run)
+        os.kill(of(run, WorkerJoined)[-1].pid, signal.SIGSTOP)
+        cluster.remove_node(node, allow_graceful=False)
+
+    thread = when_step(run, 2, act)
+    result = headrace.train(
+        placed(tmp_path, tiny_llama, cluster, staleness={"max_lag": 0, "groups_per_step": 2}, train={"steps": 5})
+    )
+    thread.join()
+    assert result.step == 5
+    assert_went_on(run, "is lost")
+
+
+def test_a_frozen_node_is_noticed_by_its_silence_and_its_seat_is_placed_on_the_other(
+    cluster: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Ray itself would notice it after a minute. The node is removed in the end: it is no node any more for Ray."""
+    run = tmp_path / "runs" / "tiny"
+    frozen: list[Any] = []
+
+    def act() -> None:
+        node = node_of(cluster, run)
+        worker = of(run, WorkerJoined)[-1].pid
+        frozen.append(node)
+        for pid in ancestors(worker):
+            os.kill(pid, signal.SIGSTOP)
+            if pid == raylet_of(node):
+                return
+
+    thread = when_step(run, 2, act)
+    result = headrace.train(placed(tmp_path, tiny_llama, cluster, train={"steps": 8}))
+    thread.join()
+    assert result.step == 8
+    assert_went_on(run, "is lost: it was silent for")
+    os.kill(raylet_of(frozen[0]), signal.SIGCONT)
+    cluster.remove_node(frozen[0], allow_graceful=False)
+
+
+_CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_killed_run_leaves_nothing_on_the_cluster(
+    own: bool, cluster: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """`own`: the run has a cluster of its own, which ends with it."""
+    run = tmp_path / "runs" / "tiny"
+    config = placed(tmp_path, tiny_llama, cluster, train={"steps": 10_000})
+    if own:
+        config["orchestration"]["address"] = "local"
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)])
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and '"StepTrained"' in metrics.read_text()):
+        assert child.poll() is None
+        time.sleep(0.1)
+    (seat,) = of(run, WorkerJoined)
+    worker, host, raylet, *_ = ancestors(seat.pid)
+    child.kill()
+    assert child.wait(PATIENCE) == -signal.SIGKILL
+    assert all(gone(pid) for pid in (worker, host, *([raylet] if own else [])))

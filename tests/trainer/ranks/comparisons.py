@@ -1,0 +1,130 @@
+"""What ranks compute, and what one device does: steps and checkpoints; and their comparison. A piece of work of a rank is a
+function of this module, so that every process finds it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+from rank_processes import RankProcesses
+from sharded_case import CPU, Case, sharded
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from headrace.errors import ConfigError
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.sharded import Sharded
+from headrace.trainer.placement.single import Single
+from headrace.trainer.step.trainer import TorchTrainer
+
+
+def refused(directory: Path, case: Case) -> str:
+    with pytest.raises(ConfigError) as caught:
+        sharded(directory, case)
+    return str(caught.value)
+
+
+def exact_steps(directory: Path, placement: Placement, place: int = 0, places: int = 1) -> dict[str, Tensor]:
+    """Three clipped steps of at least three microbatches, through the model's own logits. `place`: of `places` that share the batch."""
+    model = load_model(directory, CPU).double()
+    placement.spread(model)
+    named = dict(model.named_parameters())
+    parameters = list(named.values())
+    optimizer = placement.optimizer(named.items(), TrainConfig(learning_rate=1e-3, weight_decay=0.1))
+    mine = tiny_models.prompts(5, 9, 7, 6, 8, 4)[place::places]
+
+    def nll(tokens: list[int]) -> Tensor:
+        given = torch.tensor([tokens])
+        logits = model(input_ids=given, use_cache=False).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits, given[0, 1:], reduction="sum") / 30
+
+    def microbatch(number: int) -> AbstractContextManager[Tensor]:
+        return nullcontext(nll(mine[number]))
+
+    for _ in range(3):
+        placement.accumulate(mine, microbatch, parameters=parameters, precision=nullcontext)  # type: ignore[arg-type]
+        norm = placement.norm(parameters)
+        assert norm > 0.5
+        placement.clip(parameters, norm, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: placement.whole(parameter) for name, parameter in named.items()}
+
+
+def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
+    places = parallel.ranks // parallel.tensor
+    return exact_steps(directory, Sharded(parallel, CPU), dist.get_rank() // parallel.tensor, places)
+
+
+def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig) -> None:
+    directory = tiny_models.saved(name)
+    expected = exact_steps(directory, Single())
+    for found in ranks.run(exact_steps_of_rank, directory, parallel):
+        assert found.keys() == expected.keys()
+        for key, one in expected.items():
+            assert (found[key] - one).abs().max() <= 1e-12, key
+
+
+def weights(one: TorchTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in one.parameters()}
+
+
+def steps(one: TorchTrainer, case: Case, until: int) -> list[Any]:
+    return [one.step(case.batch(one.version)) for _ in range(one.version, until)]
+
+
+def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tensor], list[float], float]:
+    """Reports, weights, a score, and the share of the weights that this rank holds."""
+    one = sharded(directory, case)
+    one.score([3, 1, 4, 1, 5])  # without a backward pass that would free what it gathered
+    reports = steps(one, case, 3)
+    score = one.score([3, 1, 4, 1, 5])
+    parameters = [p for p in one._model.parameters() if "lora" not in case or not p.requires_grad]
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return reports, weights(one), score, held / sum(p.numel() for p in parameters)
+
+
+def compare_steps(ranks: RankProcesses, case: Case, share: float) -> None:
+    """`share`: of the weights that each rank holds, nearly."""
+    directory = tiny_models.saved(case["model"])
+    one = case.trainer(directory)
+    expected_reports = steps(one, case, 3)
+    for reports, found, score, held in ranks.run(three_steps, directory, case):
+        for report, other in zip(reports, expected_reports, strict=True):
+            assert (report.version, report.loss_tokens) == (other.version, other.loss_tokens)
+            assert report.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+            assert (report.kl, report.entropy, report.ratio_max, report.reference_kl) == pytest.approx(
+                (other.kl, other.entropy, other.ratio_max, other.reference_kl), rel=1e-3, abs=1e-6
+            )
+        for key, tensor in weights(one).items():  # Adam makes ±lr of the rounding of a gradient near zero
+            assert (found[key] - tensor).abs().max() <= 3e-5, key
+        assert score == pytest.approx(one.score([3, 1, 4, 1, 5]), abs=1e-4)
+        assert held == pytest.approx(share, abs=0.02)
+
+
+def save_after_two(directory: Path, case: Case, to: Path) -> None:
+    one = sharded(directory, case)
+    steps(one, case, 2)
+    one.save(to / "checkpoint")
+    one.export(to / "export", "float32")
+
+
+def third_step(directory: Path, case: Case, checkpoint: Path) -> tuple[dict[str, Tensor], Tensor]:
+    one = sharded(directory, case)
+    one.restore(checkpoint)
+    steps(one, case, 3)
+    return weights(one), torch.get_rng_state()
+
+
+def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tensor]:
+    one = sharded(directory, case)
+    steps(one, case, 3)
+    return weights(one), torch.get_rng_state()

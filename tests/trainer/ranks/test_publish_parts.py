@@ -1,0 +1,175 @@
+"""Ranks publish the parts that they hold: the bits of `full_tensor()` in canonical order, and the whole model in no process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tiny_models
+import torch
+from rank_processes import RankProcesses
+from sharded_case import Case, sharded
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.errors import IdentityError
+from headrace.orchestration.workers.rank_senders import FollowingSender, rank_sender
+from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.weight_sync.config import Encoding
+from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
+from headrace.weight_sync.over_tcp.tcp import Tcp
+from headrace.weight_sync.packed import PackedBuffer, lay_out
+from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up
+from headrace.weights import Manifest, WeightUpdate
+
+KEPT: list[Any] = []
+"""The senders of a rank's process, which serve from threads."""
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not any(one.alias_info for one in func._schema.returns):
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+def sender_of(
+    directory: Path, case: Case, transport: Tcp
+) -> tuple[TorchTrainer, Any, dict[str, Manifest], torch.distributed.ProcessGroup]:
+    import torch.distributed as dist
+
+    one, rank, ranks = sharded(directory, case), dist.get_rank(), dist.get_world_size()
+    names = ["", *(spec.name for spec in one.adapters())]
+    manifests = {name: lay_out(one.parameters(name), torch.bfloat16) for name in names}
+    start = TrainerStart(
+        model_dir="", train={}, algo={}, seed=0, serving_dtype="bfloat16", keep_routing=False, transport=transport
+    )
+    start = msgspec.structs.replace(start, rank=rank, ranks=ranks)
+
+    def runs(name: str) -> Iterator[ValueRun]:
+        return itertools.starmap(ValueRun, one.runs(name, rank, ranks))
+
+    sender = rank_sender(start, runs, manifests, [""] if names[1:] else [])
+    return one, sender, manifests, dist.group.WORLD
+
+
+def published(directory: Path, case: Case, transport: Tcp) -> dict[str, Any]:
+    """Publishes three versions of a model whose values are its own. Returns what the last update and this rank held."""
+    one, sender, manifests, _ = sender_of(directory, case, transport)
+    KEPT.append(sender)
+    for version in range(3):
+        one.step(case.batch(version))
+        with Largest() as largest:
+            finish = sender.copy(version, one.parameters())
+        update = finish()
+    whole = {name: tensor.bfloat16() for name, tensor in one.parameters()}
+    (manifest,) = manifests.values()
+    buffer = PackedBuffer(manifest, memoryview(bytearray(manifest.nbytes)))
+    buffer.fill(whole.items())
+    return {
+        "update": update,
+        "manifest": manifest,
+        "whole": whole,
+        "fingerprint": buffer.fingerprint(),
+        "kind": type(sender).__name__,
+        "held": sender.held_bytes if isinstance(sender, TcpPartSender) else 0,
+        "largest": largest.nbytes,
+    }
+
+
+CASES = {
+    "llama": Case(model="llama"),
+    "tied": Case(model="llama-tied-biased"),
+    "bfloat16": Case(model="llama", train={"weights": "bfloat16", "dtype": "bfloat16"}),
+    "merged": Case(model="llama", lora={"rank": 2, "publish": "merged"}),
+    "experts": Case(model="qwen3_moe", parallel={"expert": 2}),
+}
+
+
+def check(ranks: RankProcesses, directory: Path, case: Case) -> list[dict[str, Any]]:
+    transport = Tcp.open()
+    found = ranks.run(published, directory, case, transport)
+    first = found[0]
+    update, manifest = first["update"], first["manifest"]
+    assert {one["kind"] for one in found} == {"TcpPartSender"}
+    assert isinstance(update, WeightUpdate) and update.fingerprint == first["fingerprint"], "bit for bit"
+    receiver = transport.receiver({"": manifest})
+    views = receiver.receive(update)
+    assert receiver.received == manifest.payload
+    assert all(torch.equal(views[name], tensor) for name, tensor in first["whole"].items())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_publish_the_bits_of_one(two: RankProcesses, name: str) -> None:
+    case = CASES[name]
+    check(two, tiny_models.saved(case["model"]), case)
+
+
+def test_copies_of_a_split_are_published_once(four: RankProcesses) -> None:
+    case = Case(model="llama", parallel={"shard": 2, "replicate": 2})
+    check(four, tiny_models.saved("llama"), case)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_rank_holds_more_than_its_share_and_one_tensor(two: RankProcesses, four: RankProcesses, count: int) -> None:
+    case = Case(model="llama", parallel={"shard": count})
+    for one in check(two if count == 2 else four, tiny_models.saved("llama"), case):
+        manifest = one["manifest"]
+        tensor = max(spec.nbytes for spec in manifest.tensors)
+        assert one["largest"] <= 2 * tensor, "a parameter in float32"
+        slots, page = 2, 4096
+        assert one["held"] <= slots * (manifest.payload / count + tensor + page), one["held"]
+
+
+def through(directory: Path, case: Case, transport: Tcp) -> str:
+    _, sender, _, _ = sender_of(directory, case, transport)
+    return type(sender).__name__
+
+
+def test_differences_come_from_rank_0(two: RankProcesses) -> None:
+    """Engines put no differences of parts together."""
+    case = Case(model="llama")
+    found = two.run(through, tiny_models.saved("llama"), case, Tcp.open(Encoding(delta=True)))
+    assert found == ["OfferingSender", FollowingSender.__name__]
+
+
+def test_parts_that_are_torn_stale_or_do_not_make_up_the_whole_are_refused(two: RankProcesses) -> None:
+    case, transport = Case(model="llama"), Tcp.open()
+    first, _ = two.run(published, tiny_models.saved("llama"), case, transport)
+    update, manifest = first["update"], first["manifest"]
+    receiver = transport.receiver({"": manifest})
+    replaced = msgspec.structs.replace
+    stale = replaced(update, where={**update.where, "label": "copy 1"}, fingerprint="00")
+    with pytest.raises(IdentityError, match="no longer has them"):
+        receiver.receive(stale)
+    half = replaced(update, where={**update.where, "parts": update.where["parts"][:1]})
+    with pytest.raises(IdentityError, match="do not make up this engine's weights"):
+        receiver.receive(half)
+    older = replaced(update, where={**update.where, "label": "copy 2"})
+    with pytest.raises(IdentityError, match="the engine loaded"):
+        receiver.receive(older)
+    assert torch.equal(receiver.receive(update)["lm_head.weight"], first["whole"]["lm_head.weight"])
+
+
+def test_ranges_make_up_a_buffer_when_every_byte_lies_in_one() -> None:
+    manifest = lay_out([("a", torch.empty(64)), ("b", torch.empty(3, 10))], torch.bfloat16)
+    whole = [ByteRange(0, 128), ByteRange(128, 60)]
+    assert make_up(manifest, [whole]) and make_up(manifest, [whole[1:], whole[:1]])
+    assert make_up(manifest, [[ByteRange(0, 40), ByteRange(128, 60)], [ByteRange(40, 88)]])
+    for wrong in (
+        [whole[:1]],
+        [whole, whole[1:]],
+        [[ByteRange(0, 130), ByteRange(130, 58)]],
+        [[ByteRange(0, 100), *whole[1:]]],
+    ):
+        assert not make_up(manifest, wrong), wrong
