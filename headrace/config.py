@@ -278,7 +278,6 @@ def _fork_problems(config: RunConfig) -> Iterator[str]:
         config.rollout.forks,
         turns=config.environment.turns,
         credit=algo.credit,
-        length_penalty=bool(algo.length_penalty),
         kl_in_reward=algo.reference_in_reward,
         per_rollout=algo.name if one_weight else "",
     )

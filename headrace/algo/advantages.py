@@ -229,14 +229,22 @@ def advantage_of(name: str) -> Advantage:
     return ADVANTAGES[name] if name in ADVANTAGES else Advantage(user_advantage(name), compares=False)
 
 
-def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, max_length: int) -> tuple[float, ...]:
-    """Subtracts max(mean(R), 0)·weight·length/max_length from every reward, before the advantage is centred.
+def penalised(
+    rewards: Sequence[float],
+    lengths: Sequence[float],
+    weight: float,
+    max_length: int,
+    *,
+    mean: float | None = None,
+) -> tuple[float, ...]:
+    """Subtracts max(mean(R), 0)·weight·length/max_length from every reward, before the advantage is centred. `mean`: that of the whole
+    group, where the rewards are those of branches of one rollout.
 
     Through the mean the penalty acts on prompts that are mostly solved, and does not push towards short wrong answers
     on the others. Choice: a negative mean counts as 0, since it would reward length.
     """
     assert max_length > 0, "rollout.max_tokens"
-    mean = max(fmean(rewards), 0.0)
+    mean = max(fmean(rewards) if mean is None else mean, 0.0)
     return tuple(r - mean * weight * n / max_length for r, n in zip(rewards, lengths, strict=True))
 
 

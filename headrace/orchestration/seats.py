@@ -92,10 +92,8 @@ async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> Asy
 @asynccontextmanager
 async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
     place = config.orchestration
-    cluster, listener = (
-        open_cluster(place.address),
-        Listener(secrets.token_hex(16), place.host, place.port, say=telemetry.warn),
-    )
+    cluster = open_cluster(place.address)
+    listener = Listener(secrets.token_hex(16), place.host, place.port, say=telemetry.warn)
     async with _listening(place, listener, telemetry), aclosing(cluster):
         await cluster.open()
         if problem := await reach_problem(place, cluster):

@@ -35,8 +35,8 @@ from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import reached_at, way_of
-from headrace.weight_sync.fetching import TlsIdentity
 from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.over_tcp.tcp import TlsIdentity
 from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {

@@ -6,6 +6,17 @@ within a token budget), `ranks.py` (microbatches of several devices).
 
 from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence
-from headrace.packing.ranks import split_ranks
+from headrace.packing.ranks import fill_up, split_ranks
 
-__all__ = ["ROOT", "Kept", "Pack", "Segment", "StepPlan", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]
+__all__ = [
+    "ROOT",
+    "Kept",
+    "Pack",
+    "Segment",
+    "StepPlan",
+    "fill_up",
+    "loss_places",
+    "pack_rows",
+    "pack_sequence",
+    "split_ranks",
+]

@@ -57,6 +57,17 @@ def split_ranks(
     return plans if share else _levelled(plans)
 
 
+def fill_up(plan: StepPlan, *, least: int, multiple: int) -> StepPlan:
+    """The plan with packs of one token without loss, until there are at least so many, and a multiple of that. A plan of nothing stays."""
+    count = len(plan.packs)
+    if not count:
+        return plan
+    routing = plan.packs[0].routing
+    routed = None if routing is None else (routing.shape[1], routing.shape[2])
+    more = -(-max(count, least) // multiple) * multiple - count
+    return replace(plan, packs=(*plan.packs, *(_empty_pack(routed),) * more))
+
+
 def cost_of(root: TreeNode) -> int:
     """The cost of a forward pass, in pairs: every token attends to its ancestors and to the tokens before it in its own node."""
     nodes = list(preorder([root]))

@@ -13,6 +13,7 @@ import msgspec
 from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.rates import hardware
+from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
 from headrace.plan.rates.mesh import Traffic
 from headrace.plan.rates.shapes import shape_of
 from headrace.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
@@ -20,6 +21,7 @@ from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
 from headrace.rehearsal.memory_needs import token_activations
 from headrace.trainer.parallel import ParallelConfig
+from headrace.trainer.placement.cutting import LOOPS
 
 
 def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
@@ -52,6 +54,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_details(asked, price, run_steps),
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
+        *_piped(request, asked),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -116,6 +119,35 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
         f"  a microbatch of {number(tokens)} tokens: a rank computes {short_time(computes)}, and receives {size / 1e9:.1f} GB meanwhile, "
         f"{short_time(size / hardware.link(chip, mesh))}{together}{between}",
         *_longest(request, mesh, moved),
+    ]
+
+
+def _piped(request: PlanRequest, asked: Option) -> list[str]:
+    """The trainer's GPUs as a pipeline instead. Embedding and head count as two matrices of one size."""
+    gpus, schedule = asked.scenario.rates.trainer.gpus, request.config.train.parallel.schedule
+    if not request.hardware or gpus < 2:
+        return []
+    model, tokens = shape_of(request.model), request.config.train.microbatch_tokens
+    if gpus * LOOPS[schedule] > model.layers:
+        return []
+    trained = asked.prediction.tokens_per_second * asked.prediction.seconds_per_step
+    count = max(2, round(trained / tokens))
+    memory = pipeline_memory(
+        schedule,
+        gpus,
+        layers=model.layers,
+        inner=model.parameters - model.outer,
+        embedding=model.outer / 2,
+        head=model.outer / 2,
+        microbatches=count,
+        tokens=tokens,
+        hidden=model.hidden,
+    )
+    return [
+        f"  as a pipeline of {gpus} (schedule = {schedule}): the fullest rank holds {gigabytes(memory.held)}, keeps "
+        f"{in_flight(schedule, gpus, count):g} microbatches in flight ({gigabytes(memory.received)} of hidden states, and the activations of its "
+        f"layers), and waits {waiting(schedule, gpus, count):.0%} of a step of {count} microbatches, for each of which "
+        f"{gigabytes(sent(schedule, gpus, tokens, model.hidden))} are sent in all"
     ]
 
 

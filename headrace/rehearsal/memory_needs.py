@@ -103,7 +103,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         loaded = max(4 * shape.parameters * ranks, checkpoint_bytes(shape, plan))
         yield MemoryNeed("trainer", "the whole model in each rank while it loads, a checkpoint in one", loaded, "cpu")
     everyone = ranks if device == "cpu" else 1
-    split = shape.parameters * everyone / train.parallel.split
+    split = shape.parameters * everyone / (train.parallel.split * train.parallel.pipeline)
     if plan.adapters:
         kept = BYTES[plan.lora.quantise or plan.train_dtype]
         yield MemoryNeed("trainer", "frozen weights", split * kept, device, certain=True)

@@ -30,7 +30,7 @@ def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str, remed
 
 
 def fork_problems(
-    config: ForksConfig, *, turns: int, credit: str, length_penalty: bool, kl_in_reward: bool, per_rollout: str
+    config: ForksConfig, *, turns: int, credit: str, kl_in_reward: bool, per_rollout: str
 ) -> Iterator[str]:
     """Returns a sentence for each setting that cannot follow episodes that branch. `turns`: the most of a rollout; `credit`:
     `algo.credit`; `per_rollout`: an algorithm that gives a rollout's tokens one weight by its whole reward; empty if it does not."""
@@ -41,8 +41,6 @@ def fork_problems(
         yield f"{said} branches at a turn, and the environment has one: set environment.function, or set it to 0"
     if credit != "rollout":
         yield f'{said} gives the turns behind a fork their own advantage, and so does algo.credit = "{credit}": keep one of them'
-    if length_penalty:
-        yield f"{said} compares rollouts that branch, which have no one length for algo.length_penalty: set it to 0"
     if kl_in_reward:
         yield f'{said} compares rollouts that branch, whose divergences have no one sum: set algo.kl.place = "loss"'
     if per_rollout:

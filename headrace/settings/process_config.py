@@ -176,7 +176,12 @@ def elsewhere_problems(
                 else "; Ray gives each engine.threads CPUs"
             )
         )
-    if not server and reached_at in WILDCARDS:
+    if config.kind == "ray" and config.host in WILDCARDS:
+        yield (
+            f'orchestration.listen = "{config.listen}" stands for every address of this machine, and workers that Ray places are given one to '
+            "connect to; set it to the one that the nodes reach"
+        )
+    elif not server and reached_at in WILDCARDS:
         yield (
             f'orchestration.listen = "{config.listen}" stands for every address of this machine; set weight_sync.host to the one at which '
             "engines fetch weights"

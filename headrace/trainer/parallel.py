@@ -26,6 +26,12 @@ class ParallelConfig:
     context: int = Field(default=1, gt=0)
     """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
     one. The model is split among them too, so among `shard` × `context` ranks."""
+    pipeline: int = Field(default=1, gt=0)
+    """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of the microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
+    first, which keeps more activations. interleaved: as 1f1b, with two stages on each rank: less waiting, twice the
+    traffic. zero_bubble: as interleaved, and gradients of weights are computed where a rank would wait."""
     reshard: bool = True
     """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass. false: keep
     them; a third fewer bytes between ranks, and the whole model in the memory of each during a microbatch."""
@@ -35,7 +41,7 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
-        return self.split * self.replicate
+        return self.split * self.replicate * self.pipeline
 
     @property
     def split(self) -> int:
@@ -68,7 +74,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
     """
     parallel, ranks = train.parallel, train.parallel.ranks
     if parallel.gathering == 1:
-        for name in ("reshard", "gather", *(["expert"] if ranks == 1 else [])):
+        for name in ("reshard", "gather", *(["expert", "schedule"] if ranks == 1 else [])):
             if getattr(parallel, name) != getattr(ParallelConfig(), name):
                 who = "one rank" if ranks == 1 else "weights that are never gathered"
                 yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
@@ -76,6 +82,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         return
     yield from _mesh_problems(parallel, bool(lora.rank))
     asks = f"train.parallel asks for {ranks} ranks"
+    yield from _pipeline_problems(train)
     if train.parity == "bitwise":
         yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
     if train.path == "kernels":
@@ -104,9 +111,30 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
         yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
 
 
+def _pipeline_problems(train: Any) -> Iterator[str]:
+    """Yields the settings that do not go together with a pipeline."""
+    parallel = train.parallel
+    if parallel.pipeline == 1:
+        if parallel.schedule != ParallelConfig().schedule:
+            yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
+        return
+    asks = f"train.parallel.pipeline = {parallel.pipeline}"
+    for name in ("shard", "expert", "context", "tensor"):
+        if (size := getattr(parallel, name)) > 1:
+            yield (
+                f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "
+                "several pipelines)"
+            )
+    if parallel.schedule == "zero_bubble" and train.gradient_checkpointing:
+        yield (
+            'train.parallel.schedule = "zero_bubble" goes through a layer backwards twice, and train.gradient_checkpointing keeps '
+            'nothing for the second time; use "1f1b" or "interleaved"'
+        )
+
+
 def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
     """Yields sizes that do not go together. `adapters`: whether adapters are trained."""
-    if parallel.split == 1:
+    if parallel.split == parallel.pipeline == 1:
         yield (
             f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"

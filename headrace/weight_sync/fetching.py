@@ -4,40 +4,20 @@ version that it has."""
 from __future__ import annotations
 
 import secrets
-import ssl
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from headrace.errors import IdentityError
 from headrace.types import Struct
-from headrace.web.tls import pinned_context, server_context
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
-
-
-class TlsIdentity(Struct, frozen=True):
-    """The certificate of the trainer's server."""
-
-    certificate: str
-    """PEM. Engines trust it and no other: it reaches them in their start message, over a connection that was checked."""
-    cert_file: str
-    key_file: str
-    """The files on the trainer's machine."""
-
-    def serving(self) -> ssl.SSLContext:
-        """Raises ConfigError for files that cannot be used."""
-        return server_context(Path(self.cert_file), Path(self.key_file))
-
-    def trusting(self) -> ssl.SSLContext:
-        return pinned_context(self.certificate)
 
 
 class NetworkTransport(Struct, frozen=True):
@@ -47,8 +27,6 @@ class NetworkTransport(Struct, frozen=True):
     host: str = "127.0.0.1"
     """The address that the trainer listens at."""
     encoding: Encoding = FULL
-    tls: TlsIdentity | None = None
-    """None: nothing is encrypted."""
 
     @classmethod
     def open(cls, form: Encoding = FULL) -> Self:

@@ -1,4 +1,4 @@
-"""A fleet whose engines fetch weights over TCP, for real: one of them is killed with half of a version received."""
+"""A fleet whose engines are sent weights over TCP or by broadcast, for real: one of them is killed with half of a version received."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def kill_while_it_fetches(pid: int) -> None:
     raise AssertionError("no engine was met in the middle of a version")
 
 
-def test_an_engine_that_is_killed_with_half_of_a_version(wide_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "broadcast"])
+def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: Path, tmp_path: Path) -> None:
     """It leaves the rotation, the other one goes live and takes its requests, and it comes back with the newest weights: a full copy,
     though differences are published."""
     run, steps = tmp_path / "runs" / "tiny", 10
@@ -81,7 +82,7 @@ def test_an_engine_that_is_killed_with_half_of_a_version(wide_llama: Path, tmp_p
         tmp_path,
         wide_llama,
         engine={"replicas": 2, "dtype": "bfloat16", "path": "hf"},
-        weight_sync={"kind": "tcp", "encoding": "delta", "anchor_every": 1},
+        weight_sync={"kind": kind, "encoding": "delta", "anchor_every": 1},
         train={"steps": steps, "learning_rate": 1e-6, "path": "torch", "dtype": "float32"},
         staleness={"groups_per_step": 2},
     )

@@ -226,6 +226,16 @@ PAIRS = [
     sets("copies of experts", "set it to 4, or remove it", "train.parallel={shard=4,expert=2}"),
     sets("experts of half a context", "context = 4 ranks; set it to 4", "train.parallel={shard=2,context=2,expert=2}"),
     sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
+    sets("an order of one rank", "no meaning for one rank", "train.parallel.schedule=gpipe"),
+    sets("an order of no pipeline", "set train.parallel.pipeline", "train.parallel={shard=2,schedule='gpipe'}"),
+    sets("a split pipeline", "train.parallel.replicate gives several", "train.parallel={shard=2,pipeline=2}"),
+    sets("a pipeline that gathers", "weights that are never gathered", "train.parallel={pipeline=2,reshard=false}"),
+    sets(
+        "a pipeline that computes twice",
+        'use "1f1b" or "interleaved"',
+        "train.parallel={pipeline=2,schedule='zero_bubble'}",
+        "train.gradient_checkpointing=true",
+    ),
     sets("copies of layers", "set shard to 4 and remove replicate", "train.parallel={shard=2,tensor=2,replicate=2}"),
     sets(
         "nothing is gathered",

@@ -37,6 +37,10 @@ def findings(directory: Path, model: Path, nodes: list[NodeShare], begin: Any = 
     return asyncio.run(go())
 
 
+def last(sections: Sections) -> list[DoctorFinding]:
+    return [*sections.values()][-1]
+
+
 def bad(sections: Sections) -> list[tuple[str, str]]:
     return [(one.what, one.value) for found in sections.values() for one in found if one.state == "bad"]
 
@@ -44,11 +48,13 @@ def bad(sections: Sections) -> list[tuple[str, str]]:
 def test_every_node_that_could_hold_an_engine_is_asked(tiny_llama: Path, tmp_path: Path) -> None:
     sections = findings(tmp_path, tiny_llama, [NodeShare(4), NodeShare(2), NodeShare(1)])
     assert not bad(sections)
-    assert [*sections] == ["Cluster", "Node 10.0.0.1 (4 CPUs)", "Node 10.0.0.1 (2 CPUs)"]
-    assert sections["Cluster"] == [DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")]
-    whats = [one.what for one in sections["Node 10.0.0.1 (2 CPUs)"]]
+    assert [*sections] == ["Cluster", "Node 10.0.0.1 (4 CPUs), node 1", "Node 10.0.0.1 (2 CPUs), node 2"]
+    room, trainer = sections["Cluster"]
+    assert room == DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")
+    assert "stays on this machine" in trainer.value
+    whats = [one.what for one in last(sections)]
     assert whats == ["headrace", "Python", "torch", "transformers", "clock", "model", "network"]
-    *_, model, network = sections["Node 10.0.0.1 (2 CPUs)"]
+    *_, model, network = last(sections)
     assert model.value == str(tiny_llama) and "MB/s from 127.0.0.1:" in network.value
 
 
@@ -75,7 +81,7 @@ class Another(NodeHost):
 def test_a_mixed_fleet_is_refused_and_a_node_without_the_token_gets_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Another())
     assert [what for what, _ in bad(sections)] == ["headrace", "torch", "network"]
-    found = {one.what: one for one in sections["Node 10.0.0.1 (2 CPUs)"]}
+    found = {one.what: one for one in last(sections)}
     assert found["headrace"].remedy == f"the run has {__version__}: install the same in the environment of its Ray"
     assert (
         found["clock"].state == "note" and found["clock"].value.startswith("3600.") and "behind" in found["clock"].value
@@ -90,7 +96,7 @@ def test_a_node_without_headrace_is_asked_no_more(tiny_llama: Path, tmp_path: Pa
 
     sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Bare())
     assert [what for what, _ in bad(sections)] == ["headrace", "Python", "torch", "transformers"]
-    assert all(one.what not in ("model", "network") for one in sections["Node 10.0.0.1 (2 CPUs)"])
+    assert all(one.what not in ("model", "network") for one in last(sections))
 
 
 def test_a_silent_node_and_one_that_is_gone_are_said(

@@ -87,6 +87,20 @@ def test_the_turns_of_a_fork_are_compared_with_each_other_and_those_before_it_wi
     assert rows[2].advantages[2] == rows[3].advantages[2] == 0.0
 
 
+def test_the_length_penalty_of_branches_is_that_of_their_paths() -> None:
+    """By hand: the mean reward is 1 and a rollout has at most 8 tokens, so a sampled token costs 1/16. The paths of the first tree have 3 and 2
+    of them, 2.5 on average, and the other rollout has 1."""
+    tree = as_tree([scored(1.0, 10, 11, 12), scored(1.0, 10, 21)], 1)
+    first, second, alone = rows_of(tree, scored(1.0, 40), length_penalty=0.5)
+    assert alone.advantages[0] == pytest.approx((2.5 - 1) / 16 / 2) == -first.advantages[0]
+    assert first.advantages[2] == first.advantages[4] == pytest.approx(-1 / 16 / 2)
+    assert second.advantages[2] == pytest.approx(1 / 16 / 2)
+    solved, failed = as_tree([scored(1.0, 10, 11), scored(1.0, 10, 21, 22)], 1), scored(-1.0, 40)
+    assert [row.advantages[2] for row in rows_of(solved, failed, length_penalty=0.5)[:2]] == [0.0, 0.0], (
+        "the group's mean is 0"
+    )
+
+
 def test_a_branch_that_was_cut_off_is_masked_alone() -> None:
     tree = as_tree([scored(1.0, 10, 11, cut="turns"), scored(0.0, 10, 21)], 1)
     assert tree.episode.cut == ""

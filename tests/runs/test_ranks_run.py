@@ -64,6 +64,26 @@ def test_a_run_on_two_ranks_ends_at_the_weights_of_one(undisturbed: Path, tiny_l
     ).exists()
 
 
+def test_a_run_on_two_stages_ends_at_the_weights_of_two_ranks(
+    undisturbed: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipeline trains, publishes and saves what FSDP2 does. Its last stage is killed, and the run goes on."""
+    config = config_of(tmp_path, tiny_llama, "piped", parallel={"pipeline": 2}, max_deaths=1)
+    directory = Path(config["out"]) / "piped"
+    harm = when_step(directory, 3, lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL))
+    assert headrace.train(config).reason == "finished"
+    harm.join()
+    assert "the trainer process of rank 1 was killed by SIGKILL" in capsys.readouterr().err
+    for step, other in zip(of(directory, StepTrained), of(undisturbed, StepTrained), strict=True):
+        assert step.report.loss_tokens == other.report.loss_tokens and step.report.microbatches >= 3
+        assert step.report.grad_norm == pytest.approx(other.report.grad_norm, rel=1e-3)
+    expected = final(undisturbed)
+    for name, tensor in final(directory).items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
+    assert replay(directory, 2, 3) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_whose_two_ranks_share_microbatches_ends_at_the_weights_of_one(tiny_llama: Path, tmp_path: Path) -> None:
     """A microbatch has 48 tokens on either mesh."""

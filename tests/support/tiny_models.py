@@ -72,6 +72,17 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
 }
+DEEP = {
+    "llama-deep": ("llama", {"num_hidden_layers": 5}),
+    "qwen3-deep": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "gemma3-deep": (
+        "gemma3_text",
+        {**GEMMA, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "qwen3_moe-deep": ("qwen3_moe", {**QWEN3_MOE, "num_hidden_layers": 4}),
+    "granite-scaled": ("granite", {"logits_scaling": 8.0}),
+}
+"""Layers enough for the stages of a pipeline, and logits that are more than a product."""
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "nine-heads": ("llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
     "one-key-head": ("gemma3_text", {**GEMMA, "num_key_value_heads": 1}),
@@ -92,7 +103,7 @@ def saved(name: str, seed: int = 0) -> Path:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Any:
-    model_type, extra = (MODELS | OTHERS | HEADS).get(name, (name, {}))
+    model_type, extra = (MODELS | OTHERS | DEEP | HEADS).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

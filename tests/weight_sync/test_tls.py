@@ -14,8 +14,7 @@ import torch
 from headrace.errors import ConfigError, IdentityError
 from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import Encoding
-from headrace.weight_sync.fetching import TlsIdentity
-from headrace.weight_sync.over_tcp.tcp import Question, Tcp
+from headrace.weight_sync.over_tcp.tcp import Question, Tcp, TlsIdentity
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import send_message
 from headrace.weights import WeightUpdate

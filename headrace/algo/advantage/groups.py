@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -119,20 +120,21 @@ class Algorithm:
         """Compares rollouts by the mean rewards of their branches, which goes to the turns before the fork, and the branches of each rollout with
         one another, which goes to the turns of each."""
         found = []
+        mean = fmean(one.reward for one in scored) if scored else 0.0
         for one, advantage in zip(scored, self._advantage.function(self._group(scored)), strict=True):
             of_turns = [advantage] * len(one.episode.turns)
-            for branch, value in zip(one.branches, self._of_branches(one), strict=True):
+            for branch, value in zip(one.branches, self._of_branches(one, mean), strict=True):
                 of_turns[branch.first : branch.end] = [value] * (branch.end - branch.first)
             found.append(of_turns)
         return found
 
-    def _of_branches(self, one: Scored) -> list[float]:
+    def _of_branches(self, one: Scored, mean: float) -> list[float]:
+        """`mean`: the mean reward of the group."""
         if not one.branches:
             return []
-        counts = [len(turn.completion.tokens) for turn in one.episode.turns]
-        shared = sum(counts[: one.branches[0].first])
-        lengths = tuple(shared + sum(counts[branch.first : branch.end]) for branch in one.branches)
-        rewards = tuple(branch.reward for branch in one.branches)
+        rewards, lengths = tuple(branch.reward for branch in one.branches), _branch_lengths(one)
+        if self._algo.length_penalty:
+            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._longest, mean=mean)
         named = _by_name([branch.rewards for branch in one.branches])
         return self._advantage.function(GroupRewards(rewards, lengths, named, self._weights))
 
@@ -163,7 +165,9 @@ class Algorithm:
         rewards = tuple(one.reward - self._kl(one) for one in scored)
         lengths = tuple(one.episode.sampled for one in scored)
         if self._algo.length_penalty and rewards:
-            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._longest)
+            # The reward of a rollout that branches is the mean of its branches, and so is its length.
+            paths = [fmean(_branch_lengths(one)) if one.branches else one.episode.sampled for one in scored]
+            rewards = penalised(rewards, paths, self._algo.length_penalty, self._longest)
         return GroupRewards(rewards, lengths, _by_name([one.rewards for one in scored]), self._weights)
 
     def _kl(self, one: Scored) -> float:
@@ -195,6 +199,13 @@ class Algorithm:
             rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
         rewards[last] += reward
         return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+
+
+def _branch_lengths(one: Scored) -> tuple[int, ...]:
+    """Returns the sampled tokens of each path from the first turn to the end of a branch."""
+    counts = [len(turn.completion.tokens) for turn in one.episode.turns]
+    shared = sum(counts[: one.branches[0].first])
+    return tuple(shared + sum(counts[branch.first : branch.end]) for branch in one.branches)
 
 
 def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ...]]:

@@ -57,11 +57,16 @@ async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings
         room = (
             f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
         )
-        found = {"Cluster": said or [DoctorFinding("room", "ok", room)]}
+        trainer = DoctorFinding(
+            "trainer", "ok", "stays on this machine, as a child of the run: Ray places engines only"
+        )
+        found = {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}
         terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
         for node in nodes:
             if node.holds(bundle):
-                found[f"Node {node.address} ({node.has})"] = await _node(cluster, node, (terms, address, token))
+                found[f"Node {node.address} ({node.has}), {node.id[:6]}"] = await _node(
+                    cluster, node, (terms, address, token)
+                )
         return found
 
 

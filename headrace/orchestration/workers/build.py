@@ -26,8 +26,9 @@ from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.config import FULL, Encoding
-from headrace.weight_sync.fetching import NetworkTransport, TlsIdentity
+from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
+from headrace.weight_sync.over_tcp.tcp import Tcp, TlsIdentity
 from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
@@ -47,10 +48,13 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
 def open_network(
     kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
 ) -> Transport:
-    """`host`: the address at which the trainer's process listens for engines."""
+    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP, which alone can be encrypted."""
     made = TRANSPORTS[kind].open(form)
     assert isinstance(made, NetworkTransport)
-    return msgspec.structs.replace(made, host=host, tls=tls)
+    if isinstance(made, Tcp):
+        return msgspec.structs.replace(made, host=host, tls=tls)
+    assert tls is None, f"weights cannot be encrypted over {kind}"
+    return msgspec.structs.replace(made, host=host)
 
 
 def open_files(directory: Path, form: Encoding = FULL) -> Transport:
@@ -132,6 +136,7 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
     from headrace.trainer.placement.meeting import meet
     from headrace.trainer.placement.sharded import Sharded
+    from headrace.trainer.placement.staged import Staged
 
     device = resolve_device(train.device)
     if train.parallel.gather != "float32" and str(resolve_dtype(train.dtype, device)) != "torch.bfloat16":
@@ -140,7 +145,7 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
             "remove train.parallel.gather"
         )
     meet(start.rank, start.ranks, start.meeting, device)
-    return Sharded(train.parallel, device)
+    return Staged(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:

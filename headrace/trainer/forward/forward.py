@@ -63,9 +63,15 @@ class Forward:
             return self._own_logprobs(pack, temperature)
         return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
 
+    def hidden(self, pack: Pack) -> Tensor:
+        """[N, H] hidden states of a pack."""
+        return within(self.model, lambda: self._hidden(pack))
+
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         hidden = self._hidden(pack)
         head = self.model.get_output_embeddings()
+        if head.weight.is_meta:  # another rank has it (placement/staged.py)
+            return _unknown(pack)
         softcap = softcap_of(self.model)
         asked = _asked(pack, pack.predictor)
         predictor, target, kept = asked if self.context is None else _asked_here(self.context, *asked)
@@ -140,6 +146,12 @@ def _scores(pack: Pack, head: Head) -> TokenScores:
     count = len(pack.target)
     top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
     return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside)
+
+
+def _unknown(pack: Pack) -> TokenScores:
+    """NaN, so that a number that another rank should have given shows."""
+    nothing = torch.full(pack.target.shape, torch.nan, device=pack.target.device)
+    return TokenScores(nothing, nothing)
 
 
 def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:

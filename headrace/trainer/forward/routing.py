@@ -55,7 +55,7 @@ class RoutingReplay:
     """Used as `with replay(pack): forward and backward`. Raises ConfigError if the model's routers are not supported.
 
     Any number of whole passes over the pack may run inside, each as one call or row after row in the order of its tokens. The
-    backward pass must be inside if layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
+    backward pass need not be inside, even if layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
     """
 
     def __init__(self, forward: Forward, dtype: torch.dtype) -> None:
@@ -70,7 +70,8 @@ class RoutingReplay:
         """The next token of the pack whose routes are due."""
         self._now: Tensor | None = None
         """[T, layers, k] routes of the running call, or of the one that is recomputed."""
-        self._again = False
+        self._open = False
+        """Whether hooks force the routers."""
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
         self._context: Context | None = None
@@ -94,10 +95,9 @@ class RoutingReplay:
         missing = int((routes < 0).any(-1).sum())
         if self._context:
             routes = self._context.part(routes, fill=-1)
-        with ExitStack() as hooks:
-            for layer, router in enumerate(self._routers):
-                for module in router.modules:
-                    hooks.callback(module.register_forward_hook(partial(self._force, layer)).remove)
+        inner: Any = self._forward.model.base_model
+        with self._forced(), ExitStack() as hooks:
+            hooks.callback(inner.register_forward_pre_hook(self._advance, with_kwargs=True).remove)
             self._routes, self._place, passed = routes, 0, False
             try:
                 yield Replayed(total, missing)
@@ -105,7 +105,20 @@ class RoutingReplay:
             finally:
                 left, seen = self._place, self._now is not None
                 self._routes = self._now = None
-            assert not passed or (seen and left == 0), "the forward pass did not ask the routers for every token"
+            assert not passed or (seen and left == 0), "the forward pass did not have every token"
+
+    @contextmanager
+    def _forced(self) -> Iterator[None]:
+        if self._open:  # layers are computed again in a backward pass within the context of their forward pass
+            yield
+            return
+        self._open = True
+        with ExitStack() as hooks:
+            hooks.callback(setattr, self, "_open", False)
+            for layer, router in enumerate(self._routers):
+                for module in router.modules:
+                    hooks.callback(module.register_forward_hook(partial(self._force, layer)).remove)
+            yield
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns `context_fn` of torch's checkpoint: a recomputed layer gets the routes that it got before."""
@@ -114,30 +127,33 @@ class RoutingReplay:
 
     @contextmanager
     def _remember(self, seen: list[Tensor | None]) -> Iterator[None]:
-        yield  # the first layer's router moves on to the routes of its call while it runs
         seen.append(self._now)
+        yield
 
     @contextmanager
     def _recall(self, seen: list[Tensor | None]) -> Iterator[None]:
-        before, self._now, self._again = self._now, seen[0], True
-        try:
+        if seen[0] is None:
             yield
+            return
+        before, self._now = self._now, seen[0]
+        try:
+            with self._forced():
+                yield
         finally:
-            self._now, self._again = before, False
+            self._now = before
 
     def _force(self, layer: int, module: torch.nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Forward hook of a router: (logits [T, E], weights [T, k], experts [T, k]), the latter two as recorded."""
         logits, weights, live = output
-        if layer == 0 and not self._again:
-            self._advance(len(logits))
         assert self._now is not None
         routes = self._now[:, layer]
         experts = torch.where((routes < 0).any(-1, keepdim=True), live, routes)
         return logits, _weights(logits, experts, self._routers[layer].normalised).to(weights.dtype), experts
 
-    def _advance(self, count: int) -> None:
+    def _advance(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook of the inner model: the routes of this call's tokens are due."""
         assert self._routes is not None
-        end = self._place + count
+        end = self._place + kwargs["input_ids"].shape[1]
         assert end <= len(self._routes), "the forward pass has more tokens than the pack"
         self._now, self._place = self._routes[self._place : end], end % len(self._routes)
 

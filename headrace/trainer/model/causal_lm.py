@@ -59,6 +59,13 @@ def load_model(directory: Path, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model: the list of modules that holds most of its parameters. None, if it has no list."""
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
+    return list(max(lists, key=size, default=()))
+
+
 NOISE = ("dropout", "layerdrop", "jitter_noise")
 """Endings of the names of attributes that make a module random in training mode."""
 KEPT = ("router_jitter_noise",)

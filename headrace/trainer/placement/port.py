@@ -7,8 +7,9 @@ plain torch call (`single.py`).
     load      load, spread                      the model as it was saved, and as it lies in training
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
     sum       sum, largest, join                numbers, and columns of tokens, of all ranks
+    know      of_head, each                     numbers that another rank has
     norm      norm, clip                        of the whole gradient
-    gather    whole, part                       for checkpoints, exports and the weight sender; and back
+    gather    whole, part, gather               for checkpoints, exports and the weight sender; and back
     optimizer                                   its state lies where the parameters lie, is saved by `whole`, restored by `part`
 
 All but `leads`, `plain`, `context` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
@@ -18,7 +19,7 @@ the call of the head, so that hooks which gather parameters have fired.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ from headrace.types import Row
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
+
+Body = Callable[[int], object]
+"""Computes the hidden states of the microbatch of this number: all that a rank does that has not the head."""
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """A fresh autocast context (`causal_lm.computed_in`)."""
@@ -84,6 +88,7 @@ class Placement(Protocol):
         *,
         parameters: Sequence[torch.nn.Parameter],
         precision: Precision,
+        body: Body,
     ) -> None:
         """Adds the gradients of all microbatches of all ranks in `parameters[...].grad`.
 
@@ -101,6 +106,13 @@ class Placement(Protocol):
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         """[c, M of this rank] -> ([c, M of the step], which of them are this rank's). Microbatches count as for `sum`."""
 
+    def of_head(self, values: Tensor) -> Tensor:
+        """Numbers that follow from log-probs, in the same shape, from a rank that has the head. A rank that has it not has NaN in
+        their place."""
+
+    def each(self, values: Tensor) -> tuple[Tensor, int]:
+        """[n] -> ([R, n] those of every rank, which of them is this one)."""
+
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         """The 2-norm of the whole gradient, a plain scalar that is the same on all ranks."""
 
@@ -110,6 +122,10 @@ class Placement(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself if this rank holds
         all of it."""
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`whole` of several tensors, in the host's memory, on the rank that leads; others keep nothing. Ranks may have tensors of
+        their own: moments of parameters that the rest has not."""
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """The inverse of `whole`: this rank's part of a tensor. `like`: the parameter or buffer that it belongs to."""

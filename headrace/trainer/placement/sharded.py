@@ -16,7 +16,7 @@ Or neighbouring ranks compute each microbatch together (`forward/context.py`). T
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
-from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.by_plan import split_by_plan
-from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.whole_experts import split_experts
 from headrace.types import Row
 
@@ -163,6 +163,7 @@ class Sharded:
         *,
         parameters: Sequence[torch.nn.Parameter],
         precision: Precision,
+        body: Body,
     ) -> None:
         for number in range(len(packs)):
             for root in self._roots:  # copies of the split add up their gradients once a step
@@ -213,6 +214,14 @@ class Sharded:
         joined = torch.cat([one[:, :count] for one, count in zip(found, counts, strict=True)], 1)
         return joined, slice(start, start + columns.shape[1])
 
+    def of_head(self, values: Tensor) -> Tensor:
+        return values
+
+    def each(self, values: Tensor) -> tuple[Tensor, int]:
+        found = [torch.empty_like(values) for _ in range(self._ranks)]
+        dist.all_gather(found, values)
+        return torch.stack(found), self._rank
+
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         parts = defaultdict(list)
         for parameter in parameters:
@@ -233,18 +242,19 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            whole = self.whole(tensor)
+            if self.leads:
+                found[name] = whole.cpu()
+        return found
+
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
             return whole
         # every rank has the whole: nothing is sent
         return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model: the list of modules that holds most of its parameters. None, if it has no list."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
-    return list(max(lists, key=size, default=()))
 
 
 def _beside(model: torch.nn.Module) -> set[torch.nn.Parameter]:

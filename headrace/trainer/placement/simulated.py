@@ -8,7 +8,7 @@ make different calls, or a different number of them, end with an error and not w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.types import Row
 
 T = TypeVar("T")
@@ -135,6 +135,7 @@ class Simulated:
         *,
         parameters: Sequence[torch.nn.Parameter],
         precision: Precision,
+        body: Body,
     ) -> None:
         for number in range(len(packs)):
             with precision(), microbatch(number) as loss:
@@ -156,6 +157,12 @@ class Simulated:
         start = sum(one.shape[1] for one in given[: self._rank])
         return torch.cat(given, 1), slice(start, start + columns.shape[1])
 
+    def of_head(self, values: Tensor) -> Tensor:
+        return values
+
+    def each(self, values: Tensor) -> tuple[Tensor, int]:
+        return torch.stack(self._exchange("each", values)), self._rank
+
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         mine = [p.grad[self._rows(p)] for p in parameters if p.grad is not None]
         return self.sum(torch.nn.utils.get_total_norm(mine) ** 2).sqrt()
@@ -167,6 +174,10 @@ class Simulated:
         if not tensor.ndim:
             return tensor.detach()
         return torch.cat(self._exchange(f"whole {tuple(tensor.shape)}", tensor.detach()[self._rows(tensor)]))
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = {name: self.whole(tensor).cpu() for name, tensor in tensors.items()}
+        return whole if self.leads else {}
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         return self._own(whole)

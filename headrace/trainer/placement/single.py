@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from headrace.packing import Pack, StepPlan, pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.types import Row
 
 
@@ -57,6 +57,7 @@ class Single:
         *,
         parameters: Sequence[torch.nn.Parameter],
         precision: Precision,
+        body: Body,
     ) -> None:
         for number in range(len(packs)):
             with precision(), microbatch(number) as loss:
@@ -71,6 +72,12 @@ class Single:
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         return columns, slice(None)
 
+    def of_head(self, values: Tensor) -> Tensor:
+        return values
+
+    def each(self, values: Tensor) -> tuple[Tensor, int]:
+        return values[None], 0
+
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
 
@@ -79,6 +86,9 @@ class Single:
 
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         return whole

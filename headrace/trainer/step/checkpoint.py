@@ -54,14 +54,14 @@ def save(
     seed: int,
 ) -> None:
     """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
-    weights = _gathered(_trained(contents, optimizer), placement)
-    moments = _gathered(_moments(contents, optimizer), placement)
-    generators, _ = placement.join(torch.get_rng_state()[None])
+    weights = placement.gather(_trained(contents, optimizer))
+    moments = placement.gather(_moments(contents, optimizer))
+    generators, _ = placement.each(torch.get_rng_state())
     if not placement.leads:
         return
     directory.mkdir(parents=True, exist_ok=True)
     _write(directory / contents.file, weights)
-    _write(directory / OPTIMIZER, {**moments, **_rng(generators[0])})
+    _write(directory / OPTIMIZER, {**moments, **_rng(generators.flatten())})
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
     (directory / TRAINER).write_text(text)
     for name in (contents.file, OPTIMIZER, TRAINER):
@@ -85,16 +85,6 @@ def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimize
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _restore_rng(rest, placement)
     return version
-
-
-def _gathered(tensors: Mapping[str, Tensor], placement: Placement) -> dict[str, Tensor]:
-    """The whole tensors, in the host's memory. A rank that does not write keeps none of them."""
-    found = {}
-    for name, tensor in tensors.items():
-        whole = placement.whole(tensor)
-        if placement.leads:
-            found[name] = whole.cpu()
-    return found
 
 
 def all_weights(model: Any) -> Contents:
@@ -181,9 +171,9 @@ def _rng(cpu: Tensor) -> dict[str, Tensor]:
 def _restore_rng(rest: Mapping[str, Tensor], placement: Placement) -> None:
     """Every rank goes on with its own random numbers, or with those of rank 0 where there were other ranks."""
     if "rng/cpu" in rest:
-        saved, size = rest["rng/cpu"], len(torch.get_rng_state())
-        now, mine = placement.join(torch.get_rng_state()[None])
-        torch.set_rng_state((saved[mine] if len(saved) == now.shape[1] else saved[:size]).clone())
+        now, mine = placement.each(torch.get_rng_state())
+        saved = rest["rng/cpu"].view(-1, now.shape[1])
+        torch.set_rng_state(saved[mine if len(saved) == len(now) else 0].clone())
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"rng/cuda:{i}" in rest:
             torch.cuda.set_rng_state(rest[f"rng/cuda:{i}"], i)

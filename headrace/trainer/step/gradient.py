@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +29,6 @@ from headrace.trainer.step.sums import Sums
 
 Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 """Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
-
-
-class _Preferred(NamedTuple):
-    marks: Marks
-    reference: Tensor | None
-    """[M]"""
 
 
 @dataclass(kw_only=True)
@@ -66,13 +59,15 @@ class Gradient:
     def fill(self, plan: StepPlan) -> Sums:
         """Adds the gradient of the whole step, over all microbatches and ranks, to the parameters' `.grad`. Returns its sums."""
         packs = [pack.to(self.device) for pack in plan.packs]
-        keep, marks = self._selected(packs), self._preferred(packs)
+        references = [self._referred(pack) for pack in packs]
+        keep, marks = self._selected(packs), self._preferred(packs, references)
         self.sums.count(plan)
         self.placement.accumulate(
             packs,
-            lambda number: self._microbatch(packs[number], keep[number], marks[number]),
+            lambda number: self._microbatch(packs[number], keep[number], references[number], marks[number]),
             parameters=list(self.learner.parameters.values()),
             precision=self._precision,
+            body=lambda number: self._body(packs[number]),
         )
         self.sums.combine(self.placement, self.kept)
         if self.kept:
@@ -100,15 +95,13 @@ class Gradient:
         keep = self.learner.selection(logprob, sampled, advantage)[mine]
         return keep.split([len(pack.target) for pack in packs])
 
-    def _preferred(self, packs: Sequence[Pack]) -> Sequence[_Preferred | None]:
-        """Returns the marks of each pack, and the reference's log-probs of it. Left to the microbatch if there is only one,
-        whose own forward pass has all log-probs."""
+    def _preferred(self, packs: Sequence[Pack], references: Sequence[Tensor | None]) -> Sequence[Marks | None]:
+        """Returns the marks of each pack. Left to the microbatch if there is only one, whose own forward pass has all log-probs."""
         if self.pairs is None or len(packs) == 1:
             return [None] * len(packs)
         with torch.no_grad():
             logprobs = [self._scores(pack).logprob for pack in packs]
-        references = [self._referred(pack) for pack in packs]
-        return [_Preferred(*one) for one in zip(self._marks(packs, logprobs, references), references, strict=True)]
+        return self._marks(packs, logprobs, references)
 
     def _marks(
         self, packs: Sequence[Pack], logprobs: Sequence[Tensor], references: Sequence[Tensor | None]
@@ -130,21 +123,26 @@ class Gradient:
         with self._precision():
             return self.reference(pack, self.temperature)
 
+    def _body(self, pack: Pack) -> Tensor:
+        with self.replay(pack):
+            return self.forward.hidden(pack)
+
     def _scores(self, pack: Pack) -> TokenScores:
         with self._precision(), self.replay(pack):
             return self.forward.logprobs(pack, self.temperature, self.dtype)
 
     @contextmanager
-    def _microbatch(self, pack: Pack, keep: Tensor | None, preferred: _Preferred | None) -> Iterator[Tensor]:
+    def _microbatch(
+        self, pack: Pack, keep: Tensor | None, reference: Tensor | None, marks: Marks | None
+    ) -> Iterator[Tensor]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
-        reference = preferred.reference if preferred else self._referred(pack)
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, self.temperature, self.dtype)
             if self.bitwise:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             tokens = _tokens(pack, scores, reference, keep)
             if self.pairs:
-                marks = preferred.marks if preferred else self._marks([pack], [scores.logprob], [reference])[0]
+                marks = marks or self._marks([pack], [scores.logprob], [reference])[0]
                 tokens = tokens._replace(advantage=-marks.slope, share=marks.share)
             result = self.learner.objective(tokens)
             if self.kept:

@@ -201,7 +201,8 @@ class TorchTrainer:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
         with computed_in(self._dtype, self._device), self._replay(there):
-            return self._forward.logprobs(there, temperature, self._dtype).logprob.tolist()
+            found = self._forward.logprobs(there, temperature, self._dtype).logprob
+        return self._placement.of_head(found).tolist()
 
     def save(self, directory: Path, adapter: str = "") -> None:
         """Raises IdentityError if frozen weights have changed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -35,7 +36,7 @@ class TcpPartSender(WeightSender):
         self._own = ranks.ranges[ranks.rank]
         self._slots = Slots(anonymous_memory(), {name: _room(ranges) for name, ranges in self._own.items()}, once)
         self._labels = {name: [""] * self._slots.count(name) for name in manifests}
-        self._copies = 0
+        self._copies: Counter[str] = Counter()
         self._tls = transport.tls.trusting() if transport.tls else None
         server = TcpServer(self, transport)
         self._addresses: Sequence[tuple[str, int]] = ranks.exchange(server.address)
@@ -60,9 +61,9 @@ class TcpPartSender(WeightSender):
         """The parameters are not read: that would gather each of them whole."""
         started = time.perf_counter()
         name = adapter.name if adapter else ""
-        number = self._copies % self._slots.count(name)
-        self._copies += 1
-        label = f"copy {self._copies}"
+        number = self._copies[name] % self._slots.count(name)
+        self._copies[name] += 1
+        label = f"copy {self._copies[name]}"
         self._labels[name][number] = ""
         self._fill(name, number)
         self._labels[name][number] = label

@@ -317,6 +317,16 @@ def test_weights_travel_over_tcp_from_the_address_that_workers_reach(tmp_path: P
     default, named = way(orchestration=there), way(orchestration=there, weight_sync={"host": "10.0.0.6"})
     assert isinstance(default, Tcp) and isinstance(named, Tcp)
     assert (default.host, named.host, default.inherited) == ("10.0.0.5", "10.0.0.6", ())
+    assert default.tls is None
+
+
+def test_weights_are_encrypted_where_engines_join_over_tls(tmp_path: Path) -> None:
+    cert = tmp_path / "cert.pem"
+    cert.write_text("first\n-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n")
+    place = {**RUN["orchestration"], "cert": str(cert), "key": "/key.pem"}
+    found = transport_of(load_config({**RUN, "orchestration": place}), tmp_path)
+    assert isinstance(found, Tcp) and found.tls
+    assert (found.tls.certificate, found.tls.key_file) == (cert.read_text().removeprefix("first\n"), "/key.pem")
 
 
 def test_a_token_that_could_be_guessed_and_a_certificate_that_is_none_are_refused(tmp_path: Path) -> None:

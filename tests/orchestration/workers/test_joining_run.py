@@ -104,9 +104,10 @@ def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit
     assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
 
 
-def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["auto", "broadcast"])
+def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
     run, port = tmp_path / "runs" / "tiny", free_port()
-    config = joining(tmp_path, tiny_llama, port, train={"steps": 6})
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 6}, weight_sync={"kind": kind})
     with offering(tmp_path, port, count=2) as workers:
         seated: list[int] = []
 

@@ -22,6 +22,7 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import Warned, WorkerJoined, WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration import seats
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.seats import threads_elsewhere
 from headrace.orchestration.starting import transport_of
@@ -390,7 +391,7 @@ ON_RAY: dict[str, Any] = {**RUN, "orchestration": {"kind": "ray"}}
         ({"orchestration": {**RUN["orchestration"], "address": "auto"}}, "address is for orchestration.kind = .ray"),
         ({"orchestration": {"listen": "10.0.0.5:1"}}, 'listen is for orchestration.kind = "join" or "ray"'),
         ({"orchestration": {"kind": "ray", "address": "ray://10.0.0.5:10001"}}, "not through Ray's client"),
-        ({"orchestration": {"kind": "ray", "listen": "0.0.0.0:7"}}, "set weight_sync.host to the one"),
+        ({"orchestration": {"kind": "ray", "listen": "0.0.0.0:7"}}, "set it to the one that the nodes reach"),
         ({"weight_sync": {"kind": "shared_memory"}}, "does not reach engines elsewhere"),
         ({"engine": {"cores": (0,)}}, "remove it; Ray gives each engine.threads CPUs"),
         (
@@ -402,6 +403,12 @@ ON_RAY: dict[str, Any] = {**RUN, "orchestration": {"kind": "ray"}}
 def test_settings_that_cannot_be_are_refused_with_a_remedy(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config({**ON_RAY, **tables})
+
+
+def test_a_run_without_ray_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "is_installed", lambda module: module != "ray")
+    with pytest.raises(ConfigError, match="needs Ray, which is not installed: pip install 'ray>=2"):
+        seats.check_seats(load_config(ON_RAY).orchestration)
 
 
 def test_a_bundle_has_the_engine_s_threads_and_weights_travel_over_tcp(tmp_path: Path) -> None:

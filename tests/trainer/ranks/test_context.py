@@ -163,7 +163,7 @@ def exact_steps(directory: Path, placement: Placement, case: Case) -> dict[str, 
         def microbatch(number: int, packs: tuple[Pack, ...] = packs) -> Iterator[Tensor]:
             yield within(model, lambda: nll(packs[number]))
 
-        placement.accumulate(packs, microbatch, parameters=parameters, precision=nullcontext)  # type: ignore[arg-type]
+        placement.accumulate(packs, microbatch, parameters=parameters, precision=nullcontext, body=len)  # type: ignore[arg-type]
         norm = placement.norm(parameters)
         assert norm > 0.5
         placement.clip(parameters, norm, 0.5)

@@ -23,8 +23,8 @@ from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.packed import PackedBuffer, lay_out
-from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up
-from headrace.weights import Manifest, WeightUpdate
+from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up, parts_of
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 KEPT: list[Any] = []
 """The senders of a rank's process, which serve from threads."""
@@ -159,6 +159,31 @@ def test_parts_that_are_torn_stale_or_do_not_make_up_the_whole_are_refused(two: 
     with pytest.raises(IdentityError, match="the engine loaded"):
         receiver.receive(older)
     assert torch.equal(receiver.receive(update)["lm_head.weight"], first["whole"]["lm_head.weight"])
+
+
+def test_adapters_that_are_published_in_turn_keep_two_versions_each() -> None:
+    manifests = {name: lay_out([("a", torch.empty(8))], torch.bfloat16) for name in ("", "north", "south")}
+    values = dict.fromkeys(manifests, 0.0)
+
+    def runs(name: str) -> Iterator[ValueRun]:
+        yield ValueRun("a", 0, torch.full((8,), values[name]))
+
+    parts = parts_of(manifests, 0, runs, lambda value: [value])
+    assert parts
+    transport = Tcp.open()
+    sender = TcpPartSender(transport, manifests, [""], parts)
+    updates = {}
+    for version in range(3):
+        for name in ("north", "south"):
+            values[name] = version + 1.0
+            updates[name, version] = sender.send(version, [], AdapterSpec(name, 8, 16.0))
+    for (name, version), update in updates.items():
+        receiver = transport.receiver(manifests)
+        if version == 0:
+            with pytest.raises(IdentityError, match="no longer has them"):
+                receiver.receive(update)
+        else:
+            assert receiver.receive(update)["a"].tolist() == [version + 1.0] * 8, (name, version)
 
 
 def test_ranges_make_up_a_buffer_when_every_byte_lies_in_one() -> None:

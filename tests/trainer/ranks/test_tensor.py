@@ -21,7 +21,11 @@ from rank_processes import RankProcesses
 from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, compare, sharded
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from headrace.packing import Kept
+from headrace.trainer.forward.head import token_logprobs
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
 from headrace.trainer.parallel import ParallelConfig
@@ -97,9 +101,9 @@ def test_four_ranks_of_both_kinds_have_the_gradient_of_one_device(name: str, fou
 @pytest.mark.slow
 def test_rounding_is_that_of_one_device(two: RankProcesses) -> None:
     """Partial sums are rounded to bfloat16 before they are added up; a wrong one would be off by half."""
-    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=TENSOR), 6e-2)
-    compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}, parallel=TENSOR), 6e-2)
-    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel=TENSOR), 6e-2)
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
+    compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}, parallel=TENSOR), 1e-1)
+    compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
@@ -111,6 +115,35 @@ def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two:
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3", "gemma3_text"])
 def test_three_steps_in_float64_over_four_ranks(name: str, four: RankProcesses) -> None:
     compare_exact(four, name, ParallelConfig(shard=2, tensor=2))
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------------
+
+
+def head_numbers(split: int | None) -> list[Tensor]:
+    """Log-probs, entropies and gradients of a head whose matrix is whole, or split over two ranks by rows (0) or columns (1)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((6, 16), (20, 16), (20,)))
+    if split is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(weight, mesh, [Shard(split)], src_data_rank=None)
+        bias = distribute_tensor(bias, mesh, [Replicate() if split else Shard(0)], src_data_rank=None)
+    inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    predictor, target = torch.tensor([0, 0, 2, 3, 5]), torch.tensor([19, 4, 9, 10, 0])
+    kept = Kept(ids=torch.tensor([4, 12, 19, 9, 11, 3, 10, 7]), offsets=torch.tensor([0, 3, 3, 5, 7, 8]))
+    head = token_logprobs(*inputs, predictor, target, temperature=0.7, dtype=torch.float32, kept=kept, softcap=2.0)
+    (head.logprob * torch.tensor([0.5, -1.0, 2.0, 0.25, 1.0])).sum().backward()
+    gradients = [one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in inputs]
+    return [head.logprob.detach(), head.entropy, torch.tensor(head.outside), *gradients]
+
+
+@pytest.mark.parametrize("split", [0, 1], ids=["rows", "columns"])
+def test_a_split_head_computes_what_a_whole_one_does(split: int, two: RankProcesses) -> None:
+    expected = head_numbers(None)
+    assert int(expected[2]) == 1
+    for found in two.run(head_numbers, split):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 # -- steps, checkpoints ------------------------------------------------------------------------------------------------------
@@ -125,8 +158,8 @@ def test_three_steps_end_at_the_weights_of_one_device(two: RankProcesses) -> Non
 @pytest.mark.slow
 def test_three_steps_with_whole_experts(two: RankProcesses, four: RankProcesses) -> None:
     case = Case(model="qwen3_moe", routing=True, algo={"kl": {"coef": 0.1}}, train=CLIPPED, parallel=EXPERTS)
-    compare_steps(two, case, share=0.5)
-    compare_steps(four, Case(case, parallel={**BOTH, "expert": 4}, **WIDE), share=0.25)
+    compare_steps(two, case, share=0.5, near=1e-4)
+    compare_steps(four, Case(case, parallel={**BOTH, "expert": 4}, **WIDE), share=0.25, near=1e-4)
 
 
 RESUMED = {

@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.packing import Pack
 from headrace.plan.rates.mesh import Heads, rank_memory, traffic
-from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.sharded import layers_of
 from headrace.trainer.step.trainer import TorchTrainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -72,6 +73,10 @@ def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agree
             answer = agree(welcome.terms)
             sock.sendall(packed(answer))
             if answer.unable:
+                with contextlib.suppress(OSError):
+                    sock.recv(
+                        1
+                    )  # until the controller has read it: over TLS another thread sends it, and this process ends now
                 raise ConfigError(answer.unable)
         elif welcome.waiting:
             sock.settimeout(DESERTED)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from headrace.errors import ConfigError
+from headrace.observe.texts import clip
 from headrace.orchestration.workers.placed import host
 from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
 
@@ -21,7 +22,10 @@ OWN = "local"
 """The address of a cluster that the run starts on this machine, and ends."""
 
 STORE_BYTES = 80 << 20
-"""NodeShare for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+"""Room for objects in a cluster of the run's own, near the least that Ray accepts: nothing large goes through Ray."""
+
+QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
+"""Ray prints errors of nodes into the terminal of the run, whatever it was told about logs: none of their lines."""
 
 GUARDED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,7 +33,7 @@ GUARDED = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 """The environment of a cluster of the run's own. Ray listens on all addresses of a machine, and who is let in may run anything: so nobody
-is without this token. It also reports to nobody how it is used."""
+is let in without this token. It also reports to nobody how it is used."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives to every node."""
@@ -46,8 +50,10 @@ class RayHosted:
 
         try:
             return await self._cluster.result(lambda: getattr(self._actor, method).remote(*values))
-        except ray.exceptions.RayError as error:
-            raise HostLost(_in_one_line(error)) from error
+        except ray.exceptions.RayTaskError as error:
+            raise HostLost(f"its host failed: {error.cause!r}") from error
+        except ray.exceptions.RayError as error:  # its message has many lines that say no more
+            raise HostLost(f"Ray has lost its host ({type(error).__name__})") from error
 
     def kill(self) -> None:
         import ray
@@ -114,8 +120,8 @@ class RayCluster:
         await self.do(self._connect)
 
     def _connect(self) -> None:
-        if self.address == OWN and "ray" not in sys.modules:  # it reads them when it is imported
-            for name, value in GUARDED.items():
+        if "ray" not in sys.modules:  # it reads them when it is imported
+            for name, value in (QUIET | (GUARDED if self.address == OWN else {})).items():
                 os.environ.setdefault(name, value)
         import ray
 
@@ -132,7 +138,7 @@ class RayCluster:
                 if self.address == OWN
                 else "the run must be on a machine of the cluster (ray start --address=HOST:PORT)"
             )
-            raise ConfigError(f"orchestration.address = {self.address}: {_in_one_line(error)}; {remedy}") from error
+            raise ConfigError(f"orchestration.address = {self.address}: {clip(str(error), 400)}; {remedy}") from error
         self._connected = True
 
     async def nodes(self) -> Sequence[ClusterNode]:
@@ -189,8 +195,3 @@ def all_nodes() -> list[ClusterNode]:
         for one in ray.nodes()
         if one["Alive"]
     ]
-
-
-def _in_one_line(error: Exception) -> str:
-    """Ray's messages have many lines."""
-    return " ".join(str(error).split())[:400]
