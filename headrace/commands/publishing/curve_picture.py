@@ -95,5 +95,5 @@ def _png(canvas: np.ndarray) -> bytes:
 
     height, width, _ = canvas.shape
     rows = b"".join(b"\0" + row.tobytes() for row in canvas)
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = struct.pack(">II", width, height) + bytes((8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
