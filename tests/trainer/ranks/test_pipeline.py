@@ -165,13 +165,13 @@ def test_two_stages_round_as_one_device(two: RankProcesses) -> None:
 
 
 def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
-    """Three clipped steps of five microbatches, through the model's own logits."""
+    """Three clipped steps of six microbatches, through the model's own logits."""
     model = load_model(directory, CPU).double()
     placement.spread(model)
     forward, named = Forward(model, packed=False, chunked_head=True), dict(model.named_parameters())
     parameters = list(named.values())
     optimizer = placement.optimizer(named.items(), TrainConfig(learning_rate=1e-3, weight_decay=0.1))
-    packs = [pack_sequence(tokens) for tokens in tiny_models.prompts(5, 9, 7, 6, 8)]
+    packs = [pack_sequence(tokens) for tokens in tiny_models.prompts(5, 9, 7, 6, 8, 4)]
 
     def nll(pack: Pack) -> Tensor:
         logits = model.get_output_embeddings()(forward.hidden(pack))[pack.predictor]

@@ -1,0 +1,40 @@
+"""The engine on a pretended CUDA device: no call mixes devices, and its tokens and log-probs are those of the CPU.
+
+CUDA graphs are captured by the real device only (`benchmarks/device.sh`), so the engine is `exact` here, which decodes without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pretend_cuda import PretendedCuda, pretended_cuda
+from test_native_engine import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score  # noqa: F401
+from tiny_models import MODELS
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
+    yield from pretended_cuda(monkeypatch)
+
+
+def answers(directory: Path, newer: Path, device: str) -> tuple[dict[str, Answer], tuple[float, ...]]:
+    """Greedy and drawn, longer than a chunk, with new weights in the middle; then the log-probs of a text."""
+    engine = make_engine(directory, device=device, path="fused", exact=True, max_running=3)
+    first, second, third = prompts(40, 3, 17)
+    found = run(engine, [greedy("a", first), drawn("b", second, 7, top_p=0.8, top_k=20, temperature=0.9)])
+    engine.add(drawn("c", third, 8, min_p=0.05))
+    engine.step()
+    put(engine, newer, 1)
+    return run(engine, answers=found), score(engine, first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_log_probs_are_those_of_the_cpu(name: str, saved: Callable[..., Path], cuda: PretendedCuda):  # noqa: F811
+    on_gpu, scored = answers(saved(name), saved(name, 1), "cuda")
+    assert cuda.calls > 100
+    on_cpu, expected = answers(saved(name), saved(name, 1), "cpu")
+    assert {key: one.tokens for key, one in on_gpu.items()} == {key: one.tokens for key, one in on_cpu.items()}
+    assert [one.logprobs for one in on_gpu.values()] == [one.logprobs for one in on_cpu.values()]
+    assert scored == expected
