@@ -28,6 +28,7 @@ from headrace.commands.publishing.export_command import add_export
 from headrace.commands.running import demo_command as starting
 from headrace.commands.running import gateway_command as handing
 from headrace.commands.running import pool_command as pooling
+from headrace.commands.running import rollouts_command as rolling
 from headrace.commands.running import worker_command as working
 from headrace.commands.serving import board_command as boarding
 from headrace.commands.serving import serve as serving
@@ -114,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     handing.add_arguments(add_command(commands, "gateway", handing.gateway, handed))
     offered = "offer this machine's process to a run, wherever it runs"
     working.add_arguments(add_command(commands, "worker", working.worker, offered))
+    hosted = "a rollout host: sample and score for a run, over a bus"
+    rolling.add_arguments(add_command(commands, "rollouts", rolling.rollouts, hosted))
     add_doctor(commands)
     add_completion(commands)
     return parser

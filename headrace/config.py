@@ -33,6 +33,7 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.sandbox.config import SandboxConfig
 from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
+from headrace.settings.bus_problems import bus_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
 from headrace.settings.process_config import (
@@ -106,7 +107,7 @@ class RunConfig:
         server = self.engine.kind if self.engine.is_server else ""
         joined = self.orchestration.host if self.orchestration.elsewhere else ""
         adapters, encrypted = bool(self.adapters or self.lora.served_name), bool(self.orchestration.cert)
-        return WeightEnds(server, adapters, joined, encrypted)
+        return WeightEnds(server, adapters, joined, encrypted, bool(self.orchestration.bus))
 
     @property
     def longest_rollout(self) -> int:
@@ -176,6 +177,7 @@ def check(config: RunConfig) -> list[str]:
             cores=config.engine.cores,
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
+        *bus_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -352,6 +354,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield f"two adapters are called {twice[0]}; give each a name of its own"
     if config.train.minutes or any(one.train.get("minutes") for one in config.adapters):
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
+    if config.orchestration.bus:
+        yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

@@ -73,7 +73,7 @@ ROOMS = {
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
     "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
-    "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
+    "orchestration": ("store", "bus", "groups", "loops", "fleets", "workers", "clients", "runs"),
     "orchestration.workers": ("launch", "joining", "placed"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),

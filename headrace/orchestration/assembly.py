@@ -16,6 +16,8 @@ from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.groups.group_source import GroupSource
+from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
@@ -101,15 +103,30 @@ def assemble(
     noise: NoiseWatch | None = None,
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
+    elsewhere: GroupSource | None = None,
 ) -> Parts:
-    """`scorer` scores training rollouts; `evaluated_by` scores the held-out ones, without penalties and teachers' log-probs."""
+    """`scorer` scores training rollouts; `evaluated_by` scores the held-out ones, without penalties and teachers' log-probs. `elsewhere`:
+    where rollouts are sampled and scored, if not in this process."""
     curriculum, buffer, interrupts = restored.curriculum, restored.buffer, restored.interrupts
+    groups = elsewhere or OwnGroups(
+        plan=plan,
+        evaluation=evaluation,
+        interrupts=interrupts,
+        environment=environment,
+        scorer=scorer,
+        evaluated_by=evaluated_by,
+        notebook=restored.notebook,
+        decode=decode,
+        waits=telemetry.waits,
+        context_length=engine.capabilities.context_length,
+    )
     return Parts(
         curriculum=curriculum,
         engine=engine,
         interrupts=interrupts,
         notebook=restored.notebook,
         trainer=trainer,
+        groups=groups,
         environment=environment,
         scorer=scorer,
         telemetry=telemetry,
@@ -117,21 +134,9 @@ def assemble(
         buffer=buffer,
         ledger=Ledger(journal, buffer, curriculum, telemetry),
         algorithm=algorithm,
-        decode=decode,
         snapshots=snapshots,
         probe=probe,
-        evaluator=Evaluator(
-            generate=interrupts.once,
-            environment=environment,
-            scorer=evaluated_by,
-            prompts=held_out,
-            config=evaluation,
-            rollout=plan.rollout,
-            decode=decode,
-            telemetry=telemetry,
-            context_length=engine.capabilities.context_length,
-            adapter=plan.adapter,
-        ),
+        evaluator=Evaluator(groups=groups, prompts=held_out, telemetry=telemetry),
         turns=turns or Turns(),
         noise=noise or NoiseWatch(),
         minutes=minutes or Minutes(),

@@ -28,6 +28,7 @@ from headrace.observe.machine_mark import machine_mark
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import RestoredState, assemble, go_live, restore_state
 from headrace.orchestration.choosing import allowance_of
+from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
@@ -138,6 +139,11 @@ async def prepare(
     config: RunConfig, model_dir: Path, encoder: ChatEncoder, *, inputs: PythonInputs, logs: Path, telemetry: Telemetry
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
+    if config.orchestration.bus and inputs.rewards:
+        raise ConfigError(
+            "a function that was passed from Python cannot be called by rollout hosts (orchestration.bus); put it into a file, and name it there and "
+            'here: reward.function = "my_rewards.py:exact"'
+        )
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
     scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
     make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log")
@@ -264,6 +270,7 @@ def _built(
         noise=NoiseWatch(config.algo),
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
+        elsewhere=pools.engine.groups(restored.buffer.in_flight) if isinstance(pools.engine, BusEngine) else None,
     )
     pipeline = Pipeline(parts, plan, restored.step, earlier_metrics(storage.recorder.state))
     return BuiltRun(

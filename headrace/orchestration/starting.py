@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
+from headrace.durable.atomic_files import replace_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
@@ -25,14 +27,20 @@ from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Bus
+from headrace.orchestration.bus.open_bus import open_for_run
+from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
+from headrace.orchestration.groups.errands import RunNotice
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.seats import threads_elsewhere
 from headrace.orchestration.workers.build import open_files, open_network, open_transport
+from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
+from headrace.version import __version__
 from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import reached_at, way_of
 from headrace.weight_sync.over_http.http_ranges import Http
@@ -92,9 +100,53 @@ def start_engine(
             member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=member_telemetry
         )
 
+    if config.orchestration.bus:
+        return _on_bus(config, model_dir=model_dir, transport=transport, run_dir=logs.parent, telemetry=telemetry)
     if not config.engine.is_fleet:
         return start(config.engine, "", telemetry)
     return start_fleet(config.engine, logs.parent, start, telemetry)
+
+
+def _on_bus(
+    config: RunConfig, *, model_dir: Path, transport: Transport, run_dir: Path, telemetry: Telemetry
+) -> Starting[BusEngine]:
+    place, adapter = config.orchestration, config.lora.served_name
+
+    async def opened() -> tuple[Bus, str]:
+        return await open_for_run(
+            place.bus,
+            name_on_bus(run_dir, config.name),
+            password=read_token(Path(place.token_file), "orchestration.token_file") if place.token_file else "",
+            forgets=place.bus_forgets,
+            say=telemetry.warn,
+        )
+
+    engine = BusEngine(place.bus, opened, adapter, telemetry)
+
+    async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
+        terms = terms_of(config.model.path, model_dir)
+        notice = RunNotice(
+            session="",
+            version=__version__,
+            config=dataclasses.asdict(config),
+            model=terms.model,
+            files=terms.files,
+            manifests=dict(manifests),
+            transport=transport,
+            adapters=adapters,
+            adapter=adapter,
+        )
+        await engine.open(notice)
+
+    return Starting(engine, engine.launch, finish)
+
+
+def name_on_bus(run_dir: Path, name: str) -> str:
+    """The name of a run on its bus: its own, and digits that no other run has. A resumed run has the same."""
+    path = run_dir / "bus_name"
+    if not path.is_file():
+        replace_file(path, f"{name}-{secrets.token_hex(4)}".encode())
+    return path.read_text()
 
 
 def _process(

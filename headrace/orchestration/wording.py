@@ -59,6 +59,8 @@ def _engine(config: RunConfig, path: str) -> str:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
+    if config.orchestration.bus:
+        return f"rollout hosts on {config.orchestration.bus}, {engine.serving_dtype}, {path}"
     if config.orchestration.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
         return f"{count} {_elsewhere(config.orchestration)}, {engine.serving_dtype}, {path}"

@@ -43,6 +43,7 @@ EXTRAS = {
         ("peft>=0.18,<1", "uvicorn>=0.34,<1", "starlette>=0.46,<2"),
     ),
     "remote": Extra("aiohttp", "aiohttp>=3.11,<4", "engines behind HTTP (engine.kind = headrace)"),
+    "redis": Extra("redis", "redis>=5.2,<9", "a bus for rollouts on a Redis server (orchestration.bus)"),
     "ray": Extra("ray", "ray>=2.60,<3", "engines on the nodes of a Ray cluster (orchestration.kind = ray)"),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }

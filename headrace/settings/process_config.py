@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -109,6 +110,37 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    bus: str = ""
+    """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
+    redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""
+    bus_forgets: bool = False
+    """Take a Redis server that has no append-only file. When it is started again, rollouts that were finished or under way are sampled
+    again."""
+
+    @model_validator(mode="after")
+    def _bus_is_one(self) -> OrchestrationConfig:
+        if not self.bus:
+            if self.bus_forgets:
+                raise ValueError(
+                    "orchestration.bus_forgets is about a Redis server; set orchestration.bus, or remove it"
+                )
+            return self
+        if not re.fullmatch(r"rediss?://[^\s/]+(/\d+)?|jsonl:.+", self.bus):
+            raise ValueError(
+                f'orchestration.bus = "{self.bus}" is no bus; use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY'
+            )
+        if "@" in self.bus and self.bus.startswith("redis"):
+            raise ValueError(
+                "orchestration.bus holds a password, and settings are written to the run's directory; put it into a file that only you may read, and "
+                "name that as orchestration.token_file"
+            )
+        if self.bus_forgets and not self.bus.startswith("redis"):
+            raise ValueError("orchestration.bus_forgets is about a Redis server, and files forget nothing; remove it")
+        if self.kind != "local":
+            raise ValueError(
+                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines that join; remove one of the two'
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> OrchestrationConfig:
@@ -116,6 +148,8 @@ class OrchestrationConfig:
         if not colon or not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f'orchestration.listen = "{self.listen}" is not HOST:PORT, such as 10.0.0.5:7400')
         for name, kinds in _ABOUT.items():
+            if name == "token_file" and self.bus.startswith("redis"):
+                continue
             if self.kind not in kinds and getattr(self, name) != getattr(OrchestrationConfig, name):
                 wanted = " or ".join(f'"{kind}"' for kind in kinds)
                 raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
@@ -132,6 +166,11 @@ class OrchestrationConfig:
                 "through Ray's client (ray://)"
             )
         return self
+
+    @property
+    def at_home(self) -> OrchestrationConfig:
+        """The same without a bus: for an engine of this process."""
+        return replace(self, bus="", bus_forgets=False, token_file="") if self.bus else self
 
     @property
     def elsewhere(self) -> bool:

@@ -11,7 +11,7 @@ scorer are handed in, and the clock is the event loop's. Run a world inside `vir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from headrace.observe.facts import Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import EarlierMetrics
@@ -89,6 +90,8 @@ class World:
     """The metrics of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    elsewhere: Callable[[Collection[int]], GroupSource] | None = None
+    """Makes the source of groups from the tickets in flight, where they are not sampled by `engine`."""
 
     @property
     def facts(self) -> FactList:
@@ -140,6 +143,7 @@ class World:
             probe=IdentityProbe([1, 2, 3], self.identity_every, 1e-3, telemetry),
             noise=self.noise,
             sentinels=self.sentinels,
+            elsewhere=self.elsewhere(self.restored.buffer.in_flight) if self.elsewhere else None,
         )
         self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.earlier)
         return self.pipeline

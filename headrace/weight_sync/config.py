@@ -42,7 +42,7 @@ class WeightSyncConfig:
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
     """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
-    tcp or by broadcast (default: the host of `orchestration.listen`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
+    tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
 
     @property
     def form(self) -> Encoding:
@@ -60,6 +60,8 @@ class WeightEnds(NamedTuple):
     """The host at which the run listens for engines elsewhere; empty for engines that are its children."""
     encrypted: bool = False
     """Whether engines that join talk to the run over TLS."""
+    bus: bool = False
+    """Whether the engines are those of rollout hosts."""
 
 
 class Way(NamedTuple):
@@ -81,6 +83,8 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
         return Way("tcp", 'engines elsewhere share no memory with the trainer (orchestration.kind = "join" or "ray")')
+    if ends.bus:
+        return Way("tcp", "rollout hosts share no memory with the trainer (orchestration.bus)")
     if ends.server:
         return Way("files", "an engine behind HTTP reads what the trainer writes")
     return Way("shared_memory", "trainer and engine are processes of this machine")
@@ -96,6 +100,11 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
             f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = "tcp", '
             "or leave it out"
         )
+    if ends.bus and way.kind not in ("tcp", "http", "files"):
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach rollout hosts, which come and go (orchestration.bus); use weight_sync.kind = "tcp", '
+            '"http" or (where all see one directory: engine.shared_dir) "files", or leave it out'
+        )
     if ends.encrypted and way.kind == "broadcast":
         yield (
             'weight_sync.kind = "broadcast" cannot be encrypted, and engines join over TLS (orchestration.cert); use weight_sync.kind = "tcp", '
@@ -106,7 +115,8 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
             f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
             f'"{fit[-1]}", or leave it out'
         )
-    if settings.host != LOOPBACK and (way.kind != "http" or not ends.server) and not ends.joined:
+    reached = ends.joined or (ends.bus and way.kind != "files") or (ends.server and way.kind == "http")
+    if settings.host != LOOPBACK and not reached:
         yield (
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
             '= "http"), and this run has none; remove it'

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bus_world import Fleet, bus_world
 from fake_world import FakeWorld
 
 import headrace
@@ -42,6 +43,9 @@ from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, build, open_telemetry
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
+from headrace.orchestration.groups.own_groups import OwnGroups
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.loops.utilisation import Utilisation
@@ -59,8 +63,10 @@ from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
 from headrace.orchestration.workers.placed.placed import PlacedLauncher
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Job
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.reward_scorer import RewardScorer
@@ -310,20 +316,31 @@ def of_pipeline(**settings: Any) -> Scenario:
 
 async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits], environment: EnvironmentKind = SINGLE_TURN) -> None:
     clock = asyncio.get_running_loop().time
-    engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
+    engine, waits = FakeEngine(), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-    prompts = [Prompt("p", "a text", (1, 2))]
-    evaluator = Evaluator(
-        generate=Interrupts(engine, PartialConfig(), waits, clock).once,
+    plan = LoopPlan(
+        steps=1,
+        staleness=StalenessConfig(),
+        rollout=RolloutConfig(max_tokens=4),
+        seed=0,
+        max_skipped_steps=1,
+        checkpoint_every=0,
+        evaluate_every=0,
+    )
+    groups = OwnGroups(
+        plan=plan,
+        evaluation=EvalConfig(),
+        interrupts=Interrupts(engine, PartialConfig(), waits, clock),
         environment=environment,
         scorer=FakeScorer(),
-        prompts=prompts,
-        config=EvalConfig(),
-        rollout=rollout,
+        evaluated_by=FakeScorer(),
+        notebook=Notebook(),
         decode=str,
-        telemetry=Telemetry(FactList().record, clock, waits),
+        waits=waits,
         context_length=1000,
     )
+    telemetry = Telemetry(FactList().record, clock, waits)
+    evaluator = Evaluator(groups=groups, prompts=[Prompt("p", "a text", (1, 2))], telemetry=telemetry)
     await evaluator.measure("before", 0)
 
 
@@ -484,6 +501,31 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
 
+def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:
+    async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+        waits = spoil(here(lambda fact: None, 300.0, 600.0))
+        fleet = Fleet(
+            open_bus=functools.partial(MemoryBus, MemoryServer()),
+            staleness=StalenessConfig(groups_per_step=3, max_lag=1),
+            engine=lambda: FakeEngine(load_seconds=weights_after),
+            waits=waits,
+        )
+        for _ in range(hosts):
+            fleet.join()
+        try:
+            world = await bus_world(None, fleet, evaluate_every=2)
+            running = asyncio.ensure_future(world.run())
+            await asyncio.wait([running, *fleet.tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in fleet.tasks:
+                if task.done():
+                    task.result()
+            await running
+        finally:
+            await fleet.end()
+
+    return scenario
+
+
 async def of_placing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
     cluster, one = FakeCluster([NodeShare(1)]), NodeShare(1)
@@ -518,6 +560,10 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
     ("start", "an engine to join at * as *"): of_joining,
+    ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
+    ("rollouts", "a rollout host"): over_bus(),
+    ("evaluation", "a rollout host"): over_bus(),
+    ("rollouts", "the weights of version *"): over_bus(weights_after=5.0),
     ("start", "the cluster at * to place * (*)"): of_placing,
     ("start", "* to start on *"): of_placing,
     ("start", "the first weights to be live"): of_start,
@@ -537,7 +583,11 @@ ENDLESS: dict[tuple[str, str], Callable[..., Awaitable[None]]] = {
 }
 """What is reported again and again and never stopped."""
 
-WITH_PROCESSES = {("start", "the trainer to load the model"), ("start", "the engine to make room for it")}
+WITH_PROCESSES = {
+    ("start", "the trainer to load the model"),
+    ("start", "the engine to make room for it"),
+    ("start", "the engine to load the model"),
+}
 """Those that are between the controller and real processes; see below."""
 
 

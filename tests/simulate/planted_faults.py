@@ -165,7 +165,7 @@ OF_ROLLING = (
     ),
     _one(
         "kept_for_ever", ROLLING, "memory", "what a group's requests sampled is kept when it has ended",
-        "        self._parts.interrupts.forget_group(ticket)\n", "",
+        "        self._parts.groups.forget(ticket)\n", "",
     ),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal
 from headrace.observe.numbers.state import RunState
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.ledger import Ledger
@@ -23,7 +24,6 @@ from headrace.protocols import Engine, Scorer, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout_session import Decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class Parts:
     notebook: Notebook
     """The notes of environments about rollouts in flight."""
     trainer: Trainer
+    groups: GroupSource
+    """The place where rollouts are sampled and scored."""
     environment: EnvironmentKind
     scorer: Scorer
     telemetry: Telemetry
@@ -44,7 +46,6 @@ class Parts:
     buffer: Buffer
     ledger: Ledger
     algorithm: Algorithm
-    decode: Decode
     snapshots: Snapshots
     probe: IdentityProbe
     evaluator: Evaluator

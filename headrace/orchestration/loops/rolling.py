@@ -11,9 +11,7 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
-from headrace.rollouts.rollout_session import Played, Room, TurnAsked
-from headrace.types import Completion, Failure, Group, Prompt, Scored
+from headrace.types import Group, Prompt
 
 
 class Rolling:
@@ -85,17 +83,17 @@ class Rolling:
         started = self._clock()
         try:
             async with self._parts.interrupts.group():
-                scored, failures, between = await self._rollouts_of(ticket, prompt)
+                group = await self._parts.groups.trained(ticket, prompt, partial(self._texts.report, prompt))
             rolled = Rolled(
                 ticket=ticket,
                 prompt=prompt,
-                scored=scored,
-                failures=failures,
+                scored=group.scored,
+                failures=group.failures,
                 seconds=self._clock() - started,
                 lost_tokens=self._not_asked_again(ticket),
-                between=between,
+                between=group.between,
             )
-            self._rewards += [one.reward for one in scored]
+            self._rewards += [one.reward for one in group.scored]
             self._judge(rolled)
         except asyncio.CancelledError:
             if ticket not in self._cancelled:
@@ -106,8 +104,7 @@ class Rolling:
                 ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
             )
             self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
-        self._parts.interrupts.forget_group(ticket)
-        self._parts.notebook.forget_group(ticket)
+        self._parts.groups.forget(ticket)
 
     def _judge(self, rolled: Rolled) -> None:
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
@@ -121,46 +118,6 @@ class Rolling:
             group = Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures, pairs=pairs)
             fact = ledger.ready(group, rolled)
         self._budgets.spend(rolled, fact)
-
-    async def _rollouts_of(
-        self, ticket: int, prompt: Prompt
-    ) -> tuple[tuple[Scored, ...], tuple[Failure, ...], tuple[float, ...]]:
-        """Returns the scored rollouts, the failures, and the seconds that each scored one spent between its turns."""
-        parts, rollout = self._parts, self._plan.rollout
-        room = parts.engine.capabilities.context_length
-        if len(prompt.tokens) + rollout.max_tokens > room:
-            detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
-            return (), (Failure("prompt_too_long", detail),) * rollout.group_size, ()
-
-        async def ask(asked: TurnAsked) -> Completion:
-            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked), asked.heard)
-
-        waits, players = parts.telemetry.waits, parts.environment.players
-        async with (
-            waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine")
-        ):
-            results = await roll_out(
-                parts.environment,
-                prompt,
-                self._plan.environment_seeds(ticket),
-                ask=ask,
-                decode=parts.decode,
-                room=Room(room, rollout.max_tokens),
-                page=partial(parts.notebook.page, ticket),
-                forks=rollout.forks,
-            )
-        played = [result for result in results if isinstance(result, Played)]
-        episodes = [one.episode for one in played]
-        self._texts.report(prompt, episodes)
-        judged: list[Scored | Failure] = []
-        if episodes:
-            async with parts.telemetry.waits.named("rollouts", "the scorer"):
-                judged = with_rewards(await parts.scorer.score(prompt, episodes), played)
-        between = {of.rollout: of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
-        joined = as_trees(judged, played)
-        scored = tuple(result for result in joined if isinstance(result, Scored))
-        failures = tuple(result for result in [*results, *joined] if isinstance(result, Failure))
-        return scored, failures, tuple(between.values())
 
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""

@@ -2,5 +2,5 @@
 
 Read `run.py` (one run), `lane.py` (its directory, storage and session), `session.py` (until the last step or a signal), `several.py`
 (several adapters at once) and `result.py`. Then read `rehearse.py` (checks before anything costs time), `one_shot.py` (evaluation and
-export), `callbacks.py`, `hosting.py` (the thread of the event loop) and `pieces.py` (tokens as text).
+export), `callbacks.py`, `rollout_hosting.py` (a process that serves another's run), `hosting.py` (the thread of the event loop) and `pieces.py` (tokens as text).
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import tempfile
 import time
@@ -22,8 +23,10 @@ from headrace.orchestration.build import (
     build_task,
     open_model,
     open_telemetry,
+    plan_of,
 )
 from headrace.orchestration.choosing import settle_here
+from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
@@ -31,6 +34,7 @@ from headrace.orchestration.runs.hosting import complete
 from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
 from headrace.orchestration.store.run_directory import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
+from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
 
 
@@ -87,6 +91,7 @@ async def _choose_and_evaluate(
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
+    config = dataclasses.replace(config, orchestration=config.orchestration.at_home)
     with tempfile.TemporaryDirectory() as logs:
         telemetry = open_telemetry(config, _Stderr(), time.monotonic)
         waits = telemetry.waits
@@ -114,18 +119,20 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
                 launcher=pools.launcher,
             )
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
-            evaluator = Evaluator(
-                generate=Interrupts(pools.engine, config.partial, waits, telemetry.clock).once,
+            rewarding = pools.teaching.rewarding(scorer)
+            groups = OwnGroups(
+                plan=plan_of(config, adapter),
+                evaluation=config.eval,
+                interrupts=Interrupts(pools.engine, config.partial, waits, telemetry.clock),
                 environment=environment,
-                scorer=pools.teaching.rewarding(scorer),
-                prompts=task.held_out(prompts),
-                config=config.eval,
-                rollout=config.rollout,
+                scorer=rewarding,
+                evaluated_by=rewarding,
+                notebook=Notebook(adapter),
                 decode=encoder.decode,
-                telemetry=telemetry,
+                waits=waits,
                 context_length=pools.engine.capabilities.context_length,
-                adapter=adapter,
             )
+            evaluator = Evaluator(groups=groups, prompts=task.held_out(prompts), telemetry=telemetry)
             measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None
             return measured

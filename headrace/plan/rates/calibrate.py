@@ -59,7 +59,11 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
             "--calibrate measures full weights only; for a run that trains adapters, plan from a finished run with --run"
         )
     still = dataclasses.replace(config.train, learning_rate=1e-12)
-    return asyncio.run(_calibrate(dataclasses.replace(config, train=still), say, reward, window))
+    return asyncio.run(
+        _calibrate(
+            dataclasses.replace(config, train=still, orchestration=config.orchestration.at_home), say, reward, window
+        )
+    )
 
 
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:

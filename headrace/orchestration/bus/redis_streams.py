@@ -1,0 +1,282 @@
+"""A bus on a Redis server (6.2 or newer): a stream with a consumer group for each queue.
+
+    headrace:RUN:tickets, :answers     streams; a letter is an entry {k: key, b: body}, acknowledged and deleted when it is settled
+    headrace:RUN:board:NAME            a stream of the newest notice
+    headrace:RUN:list                  a hash: who is there
+    headrace:runs                      a set: the runs
+
+`XAUTOCLAIM` gives the letters of a silent claimant to others; `XCLAIM ... JUSTID` by the claimant says that it is not silent. An answer is
+posted and its ticket settled in one transaction.
+
+A server that does not answer is tried again for as long as it takes: the waits of run and hosts have names and deadlines. A server
+that comes back without its memory gets its groups anew; the run posts what is missing (`groups/desk.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from headrace.errors import ConfigError
+from headrace.orchestration.bus.bus_port import LEASE, Letter, Notice, Posting
+
+RUNS = b"headrace:runs"
+GROUP = "headrace"
+AGAIN = 0.5
+"""Seconds between two attempts to reach the server."""
+SOCKET = 15.0
+"""Seconds after which a command without an answer counts as an outage."""
+LONGEST_BLOCK = 5.0
+"""Seconds for which the server may hold back the answer to a read."""
+KEPT = 86_400
+"""Seconds for which the board of a run that is over stays."""
+QUEUES, BOARD = ("tickets", "answers"), ("run", "weights", "alive")
+"""The names that a run uses."""
+
+T = TypeVar("T")
+
+
+class Persistence(NamedTuple):
+    """The part of its content that a server keeps over a restart."""
+
+    version: str
+    aof: bool
+    fsync: str
+    """`always`, `everysec`, `no`; empty if the server does not say."""
+    evicts: bool
+    """Whether it may drop keys when its memory is full."""
+
+    def __str__(self) -> str:
+        return f"Redis {self.version}, " + (f"AOF, fsync {self.fsync or 'unknown'}" if self.aof else "no AOF")
+
+
+class RedisBus:
+    """Protocol `Bus`."""
+
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        password: str = "",
+        lease: float = LEASE,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`say`: called when the server stops answering, and when it answers again. Raises ConfigError for an address that is none."""
+        self._client, self._where, self._say = client_of(url, password), url, say
+        self._prefix, self._run, self._lease = f"headrace:{run}", run, lease
+        self._down = False
+        self._backlog: dict[str, list[Letter]] = {}
+        """The letters that an earlier process under this name held, by queue, until they are claimed."""
+        self._looked = 0.0
+        """The time at which the letters of silent claimants were last asked for."""
+
+    async def register(self) -> None:
+        """Enters the run into the list of runs. What an earlier process of it left is kept from now on."""
+
+        async def work() -> None:
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.sadd(RUNS, self._run)
+                for key in (*map(self._stream, QUEUES), *map(self._board, BOARD)):
+                    pipe.persist(key)
+                await pipe.execute()
+
+        await self._steady(work)
+
+    async def persistence(self) -> Persistence:
+        """Raises ConfigError if the server does not answer, or refuses."""
+        from redis.exceptions import RedisError, ResponseError
+
+        try:
+            server, kept = await self._client.info("server"), await self._client.info("persistence")
+            memory = await self._client.info("memory")
+            try:
+                fsync = (await self._client.config_get("appendfsync")).get("appendfsync", "")
+            except ResponseError:  # many hosted servers forbid CONFIG
+                fsync = ""
+        except (RedisError, OSError) as error:
+            raise ConfigError(
+                f"orchestration.bus = {self._where} cannot be used: {error}; start it (redis-server --appendonly yes), or name another"
+            ) from None
+        evicts = bool(memory.get("maxmemory")) and memory.get("maxmemory_policy") != "noeviction"
+        return Persistence(server["redis_version"], bool(kept["aof_enabled"]), fsync, evicts)
+
+    async def post(self, posting: Posting) -> None:
+        await self._steady(lambda: self._client.xadd(self._stream(posting.queue), _fields(posting)))
+
+    async def claim(self, queue: str, who: str, most: int, wait: float = 0.0) -> list[Letter]:
+        return await self._steady(lambda: self._claim(queue, who, most, wait))
+
+    async def _claim(self, queue: str, who: str, most: int, wait: float) -> list[Letter]:
+        stream, client = self._stream(queue), self._client
+        if queue not in self._backlog:
+            await self._make_group(stream)
+            self._backlog[queue] = _letters(await client.xreadgroup(GROUP, who, {stream: "0"}))
+        if backlog := self._backlog[queue]:
+            self._backlog[queue] = backlog[most:]
+            return backlog[:most]
+        if time.monotonic() - self._looked > self._lease / 4:
+            self._looked = time.monotonic()
+            found = await client.xautoclaim(stream, GROUP, who, round(self._lease * 1000), "0-0", count=most)
+            if letters := _entries(found[1]):
+                return letters
+        block = round(min(wait, LONGEST_BLOCK) * 1000) or None
+        return _letters(await client.xreadgroup(GROUP, who, {stream: ">"}, count=most, block=block))
+
+    async def keep(self, queue: str, who: str, ids: Collection[str]) -> None:
+        if ids:
+            stream, those = self._stream(queue), list(ids)
+            await self._steady(lambda: self._client.xclaim(stream, GROUP, who, 0, those, justid=True))
+
+    async def settle(self, queue: str, ids: Collection[str], then: Posting | None = None) -> None:
+        async def work() -> None:
+            async with self._client.pipeline(transaction=True) as pipe:
+                if then:
+                    pipe.xadd(self._stream(then.queue), _fields(then))
+                if ids:
+                    pipe.xack(self._stream(queue), GROUP, *ids)
+                    pipe.xdel(self._stream(queue), *ids)
+                await pipe.execute()
+
+        await self._steady(work)
+
+    async def unsettled(self, queue: str) -> set[str]:
+        entries = await self._steady(lambda: self._client.xrange(self._stream(queue)))
+        return {letter.key for letter in _entries(entries)}
+
+    async def pin(self, name: str, body: bytes) -> None:
+        stream = self._board(name)
+        await self._steady(lambda: self._client.xadd(stream, {b"b": body}, maxlen=1, approximate=False))
+
+    async def newer(self, name: str, than: str = "", wait: float = 0.0) -> Notice | None:
+        stream, block = self._board(name), round(min(wait, LONGEST_BLOCK) * 1000) or None
+        found = await self._steady(lambda: self._client.xread({stream: than or "0"}, block=block))
+        if not found:
+            return None
+        id, fields = _pairs(found)[-1]
+        return Notice(id.decode(), fields[b"b"])
+
+    async def sign(self, who: str, body: bytes) -> None:
+        await self._steady(lambda: self._client.hset(f"{self._prefix}:list", who, body))
+
+    async def signed(self) -> Mapping[str, bytes]:
+        found = await self._steady(lambda: self._client.hgetall(f"{self._prefix}:list"))
+        return {who.decode(): body for who, body in found.items()}
+
+    async def unsign(self, who: str) -> None:
+        await self._steady(lambda: self._client.hdel(f"{self._prefix}:list", who))
+
+    async def wipe(self) -> None:
+        async def work() -> None:
+            boards = [key async for key in self._client.scan_iter(f"{self._prefix}:board:*")]
+            async with self._client.pipeline(transaction=True) as pipe:
+                pipe.delete(f"{self._prefix}:list")
+                pipe.srem(RUNS, self._run)
+                for stream in QUEUES:  # one that is deleted is an error for those who wait for its next entry
+                    pipe.xtrim(self._stream(stream), maxlen=0, approximate=False)
+                for key in (*boards, *map(self._stream, QUEUES)):
+                    pipe.expire(key, KEPT)
+                await pipe.execute()
+
+        await self._steady(work)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def _stream(self, queue: str) -> str:
+        return f"{self._prefix}:{queue}"
+
+    def _board(self, name: str) -> str:
+        return f"{self._prefix}:board:{name}"
+
+    async def _make_group(self, stream: str) -> None:
+        from redis.exceptions import ResponseError
+
+        try:
+            await self._client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def _steady(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Does the work as soon as the server answers. Work that was done although its answer was lost is done again: letters repeat."""
+        from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
+
+        while True:
+            try:
+                done = await work()
+            except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
+                _heed_cancelling()
+                if not self._down:
+                    self._down = True
+                    self._say(f"{self._where} does not answer ({error}); it is tried again until it does")
+                await asyncio.sleep(AGAIN)
+            except ResponseError as error:
+                if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                    raise
+                self._backlog.clear()  # the server has lost its memory
+            else:
+                _heed_cancelling()
+                if self._down:
+                    self._down = False
+                    self._say(f"{self._where} answers again")
+                return done
+
+
+def client_of(url: str, password: str = "") -> Any:
+    """A client that reports an outage instead of hiding it. Raises ConfigError for an address that is none."""
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    try:
+        return Redis.from_url(
+            url,
+            password=password or None,
+            socket_timeout=SOCKET,
+            socket_connect_timeout=SOCKET,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise ConfigError(f"orchestration.bus = {url} is no address of a Redis server: {error}") from None
+
+
+async def runs_of(url: str, password: str = "") -> list[str]:
+    """Returns the runs that a server has, by name. Raises ConfigError if it does not answer."""
+    from redis.exceptions import RedisError
+
+    client = client_of(url, password)
+    try:
+        return sorted(name.decode() for name in await client.smembers(RUNS))
+    except (RedisError, OSError) as error:
+        raise ConfigError(f"{url} cannot be used: {error}") from None
+    finally:
+        await client.aclose()
+
+
+def _heed_cancelling() -> None:
+    """Raises the cancellation of this task if the client has swallowed it: seen with redis-py 8.1, on a connection that broke before."""
+    if (task := asyncio.current_task()) and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _fields(posting: Posting) -> dict[bytes, bytes]:
+    return {b"k": posting.key.encode(), b"b": posting.body}
+
+
+def _letters(found: Any) -> list[Letter]:
+    return _entries(_pairs(found)) if found else []
+
+
+def _pairs(found: Any) -> list[Any]:
+    """The entries of an answer that names its one stream: a list of pairs, or (RESP3) a dict."""
+    streams = list(found.values()) if isinstance(found, dict) else [entries for _, entries in found]
+    entries = streams[0] if streams else []
+    return entries[0] if entries and isinstance(entries[0], list) else entries
+
+
+def _entries(entries: Iterable[Any]) -> list[Letter]:
+    """Leaves out entries that were deleted, which a claim returns without their fields."""
+    return [Letter(id.decode(), fields[b"k"].decode(), fields[b"b"]) for id, fields in entries if fields]

@@ -1,0 +1,171 @@
+"""The engines of rollout hosts, behind the protocol `Engine`: what a run with a bus has in place of an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from headrace.engine.scoring_request import scoring
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Bus
+from headrace.orchestration.groups.bus_groups import BusGroups
+from headrace.orchestration.groups.desk import BusDesk
+from headrace.orchestration.groups.errands import RUN, WEIGHTS, RequestErrand, RunNotice, WeightsNotice
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import Transcript
+from headrace.types import Completion, Request
+from headrace.version import __version__
+from headrace.weights import WeightUpdate
+
+T = TypeVar("T")
+
+AGAIN = 1.0
+"""Seconds after which the work at the bus is cancelled again, if it has not ended."""
+
+GOODBYE = 10.0
+"""Seconds in which a run that ends must have said so on the bus."""
+
+
+class BusEngine:
+    """Protocol `Engine`. Hosts carry out `partial.mode` themselves, so that there is nothing here to drain or to abort."""
+
+    def __init__(
+        self, where: str, open_bus: Callable[[], Awaitable[tuple[Bus, str]]], adapter: str, telemetry: Telemetry
+    ) -> None:
+        """`where`: the address of the bus. `open_bus` also returns what it keeps, in words. `adapter`: the policy's; empty if all weights
+        are trained."""
+        self._where, self._open, self._adapter, self._telemetry = where, open_bus, adapter, telemetry
+        self.capabilities = Capabilities(context_length=0)
+        self._session = secrets.token_hex(4)
+        self._bus: Bus | None = None
+        self._working: asyncio.Task[None] | None = None
+        self._notice = RunNotice(self._session, __version__)
+        self._updates: dict[str, WeightUpdate] = {}
+        self._requests, self._scorings = itertools.count(), itertools.count()
+        self._announcing = asyncio.Lock()
+        self._moved = asyncio.Event()
+        """Set when a host has come or gone, or serves other weights."""
+
+    async def launch(self) -> None:
+        """Opens the bus. Raises ConfigError if it cannot be used."""
+        self._bus, self._kept = await self._open()
+        self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed)
+        await self._desk.begin()
+
+    async def open(self, notice: RunNotice) -> None:
+        """Announces the run, and returns when the first host is there. `notice`: without its session."""
+        assert self._bus
+        self._notice = msgspec.structs.replace(notice, session=self._session)
+        await self._announce()
+        await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
+        self._working = asyncio.ensure_future(self._desk.run())
+        async with self._telemetry.waits.named("start", f"a rollout host on {self._where} (headrace rollouts)"):
+            first = await self._until(self._first_capabilities)
+        self.capabilities = msgspec.structs.replace(first, path=f"{first.path} ({self._kept})")
+
+    def groups(self, in_flight: Collection[int]) -> BusGroups:
+        """`in_flight`: the tickets that were in flight when an earlier process of the run ended."""
+        self._desk.expect([str(ticket) for ticket in in_flight])
+        return BusGroups(self._desk, self._session, self._telemetry.waits)
+
+    async def generate(self, request: Request) -> Completion:
+        key = f"request {self._session} {next(self._requests)}"
+        reply = await self._desk.ask(key, RequestErrand(request, at_least=self._desk.newest))
+        self._desk.forget(key)
+        if reply.completion is None:
+            raise ValueError(reply.refused)
+        return reply.completion
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        """Announces the weights: from now on no errand is begun with older ones (C1). Hosts fetch and prove them at their own pace. The first
+        weights of the policy are awaited, so that no run begins that no host can serve."""
+        name = update.adapter.name if update.adapter else ""
+        is_first = name == self._adapter and name not in self._updates
+        self._updates[name] = update
+        if name == self._adapter:
+            self._desk.newest = update.version
+        await self._announce()
+        if is_first:
+            await self._until(lambda: self._serves(update.version))
+        return LoadReport(update.version, 0.0, 0.0)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1, adapter=adapter))
+
+    async def drain(self) -> None:
+        """Does nothing: see the class."""
+
+    async def resume(self) -> None:
+        """Does nothing: see the class."""
+
+    async def abort(self) -> None:
+        """Does nothing: see the class."""
+
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        """Returns nothing: tokens in flight stay with the hosts, and a group whose host is lost is sampled anew."""
+        return {}
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """Does nothing: see `unfinished`."""
+
+    async def stats(self) -> EngineStats:
+        return self._desk.stats
+
+    async def watch(self) -> None:
+        assert self._working
+        await asyncio.shield(self._working)
+
+    def kill(self) -> None:
+        if self._working:
+            self._working.cancel()
+
+    async def close(self) -> None:
+        """Says on the bus that the run is over, and takes its letters off."""
+        while self._working and not self._working.done():
+            self._working.cancel()
+            await asyncio.wait([self._working], timeout=AGAIN)
+        if self._bus is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE):
+                await self._bus.pin(RUN, msgspec.msgpack.encode(RunNotice(self._session, __version__, over=True)))
+                await self._bus.wipe()
+        await self._bus.close()
+
+    def _serves(self, version: int) -> bool:
+        return any(host.entry.version == version for host in self._desk.hosts.values())
+
+    async def _announce(self) -> None:
+        assert self._bus
+        async with self._announcing:  # else an older notice could be the last one that is pinned
+            weights = WeightsNotice(self._session, self._updates, max(1, len(self._desk.hosts)))
+            await self._bus.pin(WEIGHTS, msgspec.msgpack.encode(weights))
+
+    async def _hosts_changed(self) -> None:
+        assert self._bus
+        self._moved.set()
+        await self._announce()
+        if await self._bus.newer(RUN) is None:  # the bus has lost its memory
+            await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
+
+    def _first_capabilities(self) -> Capabilities | None:
+        return next((host.entry.capabilities for host in self._desk.hosts.values() if host.entry.capabilities), None)
+
+    async def _until(self, look: Callable[[], T | None]) -> T:
+        assert self._working
+        while not (found := look()):
+            self._moved.clear()
+            moved = asyncio.ensure_future(self._moved.wait())
+            try:
+                await asyncio.wait([moved, self._working], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                moved.cancel()
+            if self._working.done():
+                self._working.result()
+        return found

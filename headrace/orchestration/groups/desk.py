@@ -1,0 +1,282 @@
+"""The run's end of a bus: it posts errands, takes replies, and knows which hosts are there.
+
+C2 over a bus. A letter may come twice, late, or never. So:
+
+- The run holds the truth: its journal and buffer know every ticket in flight. An errand that is in neither queue is posted again (`_audit`).
+- The first reply to an errand is taken. Any other one, now or after a restart of the run, is counted and removed.
+- A reply is removed from the bus only when its group is in the journal (`forget`). If the run is killed before that, it finds the reply again.
+
+C1 over a bus. An errand names the version that was live when its ticket was drawn, and no host begins it with an older one. So a version is
+live, in the sense of the proof in `staleness.py`, as soon as it is announced: no group that is admitted later has an older token, however
+slow a host is. A reply that breaks this, or that has a version which this run has not published, is thrown away, and its errand posted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.observe.facts import EngineSample, FleetSample, MemberSample, WorkerJoined
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
+from headrace.orchestration.groups.errands import ALIVE, ANSWERS, SILENT, TICKETS, Errand, ErrandReply, HostEntry
+from headrace.reports import TOTALS, EngineStats
+
+LOOK = 1.0
+"""Seconds between two looks at the list of hosts."""
+
+AUDIT = 10.0
+"""Seconds between two comparisons of what was asked with what is on the bus."""
+
+RUN_NAME = "run"
+"""The name under which the run claims answers."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass
+class _Asked:
+    errand: Errand
+    reply: asyncio.Future[ErrandReply]
+    oldest: int
+    """The oldest version that the reply may have. 0 for an errand that an earlier process of the run posted: its letter names another one."""
+    posted: bool = False
+
+
+@dataclass
+class KnownHost:
+    """A rollout host that has signed."""
+
+    entry: HostEntry
+    heard: float
+    """The time at which its entry last changed, on the run's clock."""
+    rate: float = 0.0
+    """Sampled tokens per second between its last two entries."""
+
+
+class BusDesk:
+    def __init__(self, bus: Bus, session: str, telemetry: Telemetry, changed: Callable[[], Awaitable[None]]) -> None:
+        """`changed`: called when a host has come, moved or gone, and when the bus has lost its notices."""
+        self._bus, self._session, self._telemetry, self._changed = bus, session, telemetry, changed
+        self._clock = telemetry.clock
+        self._asked: dict[str, _Asked] = {}
+        self._early: dict[str, ErrandReply | None] = {}
+        """Replies by key that an earlier process of the run is owed; None until they come."""
+        self._expecting = asyncio.Event()
+        self._there: set[str] = set()
+        """The keys that were on the bus when this process began."""
+        self._replies: dict[str, str] = {}
+        """The letter of each reply that was taken, by key."""
+        self._to_settle: list[str] = []
+        self.hosts: dict[str, KnownHost] = {}
+        self.newest = -1
+        """The newest version that was announced."""
+        self.repeated = 0
+        """Replies that nobody waited for."""
+        self.reposted = 0
+        """Errands that had to be posted again."""
+        self._gone = EngineStats()
+        """The totals of hosts that are no longer there."""
+
+    async def begin(self) -> None:
+        """Reads what an earlier process of the run has left on the bus."""
+        self._there = await self._bus.unsettled(TICKETS) | await self._bus.unsettled(ANSWERS)
+
+    def expect(self, keys: Collection[str]) -> None:
+        """Names the errands that will be asked for again, because the run was killed meanwhile. Replies are taken from then on: before, all of
+        them would be replies that nobody waits for."""
+        self._early = dict.fromkeys(keys)
+        self._expecting.set()
+
+    async def ask(self, key: str, errand: Errand) -> ErrandReply:
+        known = key in self._there
+        reply: asyncio.Future[ErrandReply] = asyncio.get_running_loop().create_future()
+        asked = self._asked[key] = _Asked(errand, reply, oldest=0 if known else errand.at_least)
+        try:
+            if early := self._early.pop(key, None):
+                self._take(key, asked, early)
+            elif not known:
+                await self._post(key, errand)
+            asked.posted = True
+            return await asked.reply
+        finally:
+            del self._asked[key]
+
+    def forget(self, key: str) -> None:
+        """Removes the reply from the bus: what it said is in the journal."""
+        if letter := self._replies.pop(key, ""):
+            self._to_settle.append(letter)
+
+    async def run(self) -> None:
+        """Works until it is cancelled."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._collect())
+            loops.create_task(self._roll_call())
+            loops.create_task(self._audit())
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sums of all hosts that were ever there. Busy seconds are the mean of those that are, so that the engine is idle to the share to
+        which they are on average."""
+        entries = [host.entry for host in self.hosts.values()]
+        sums = _summed([self._gone, *(entry.stats for entry in entries)])
+        busy = _summed([entry.stats for entry in entries]).busy_seconds / max(1, len(entries))
+        return msgspec.structs.replace(
+            sums,
+            busy_seconds=busy,
+            running=sum(entry.stats.running for entry in entries),
+            waiting=sum(entry.stats.waiting for entry in entries),
+            kv_used=max((entry.stats.kv_used for entry in entries), default=0.0),
+            version=min((entry.version for entry in entries), default=-1),
+        )
+
+    # -- loops ----------------------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        await self._expecting.wait()
+        while True:
+            for letter in await self._bus.claim(ANSWERS, RUN_NAME, most=64, wait=LOOK):
+                self._receive(letter)
+            if settled := self._to_settle[:]:
+                await self._bus.settle(ANSWERS, settled)
+                del self._to_settle[: len(settled)]
+
+    def _receive(self, letter: Letter) -> None:
+        if self._replies.get(letter.key) == letter.id:
+            return  # it was taken, and waits for the journal
+        asked = self._asked.get(letter.key)
+        try:
+            reply = msgspec.msgpack.decode(letter.body, type=ErrandReply)
+        except msgspec.MsgspecError as error:
+            self._telemetry.warn(f"an answer on the bus cannot be read ({error}); it is thrown away")
+            self._to_settle.append(letter.id)
+            return
+        if letter.key in self._replies or not (asked or letter.key in self._early):
+            self.repeated += 1
+            self._to_settle.append(letter.id)
+            return
+        self._replies[letter.key] = letter.id
+        if asked is None:
+            self._early[letter.key] = reply
+        else:
+            self._take(letter.key, asked, reply)
+
+    def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
+        versions = list(_versions(reply))
+        if versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
+            self._telemetry.warn(
+                f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {asked.oldest} to {self.newest} are "
+                f"allowed; the answer is thrown away, and the errand posted again"
+            )
+            self.forget(key)
+            asked.posted = True  # the audit finds it missing
+        elif not asked.reply.done():
+            asked.reply.set_result(reply)
+
+    async def _audit(self) -> None:
+        for beat in itertools.count():
+            await self._bus.pin(ALIVE, str(beat).encode())
+            await asyncio.sleep(AUDIT)
+            waiting = [key for key, asked in self._asked.items() if asked.posted]
+            # In this order: an answer is posted before its ticket is settled.
+            there = await self._bus.unsettled(TICKETS) | await self._bus.unsettled(ANSWERS)
+            for key in waiting:
+                asked = self._asked.get(key)
+                if asked and key not in there and not asked.reply.done():
+                    if not self.reposted:
+                        self._telemetry.warn(
+                            f"errand {key} is no longer on the bus, which has lost letters; it is posted again, and so are others from now on"
+                        )
+                    self.reposted += 1
+                    await self._post(key, asked.errand)
+            if await self._bus.newer(ALIVE) is None:
+                await self._changed()
+
+    async def _roll_call(self) -> None:
+        while True:
+            signed = await self._bus.signed()
+            if self._read(signed) | await self._part_with(signed):
+                await self._changed()
+            self._telemetry.record(EngineSample(self._clock(), self.stats))
+            self._telemetry.record(FleetSample(self._clock(), tuple(self._samples())))
+            await asyncio.sleep(LOOK)
+
+    async def _post(self, key: str, errand: Errand) -> None:
+        await self._bus.post(Posting(TICKETS, key, _encode(errand)))
+
+    # -- hosts ----------------------------------------------------------------------------------------------------------
+
+    def _read(self, signed: Mapping[str, bytes]) -> bool:
+        """Returns whether a host has come, or serves another version."""
+        moved, now = False, self._clock()
+        for who, body in signed.items():
+            try:
+                entry, known = msgspec.msgpack.decode(body, type=HostEntry), self.hosts.get(who)
+            except msgspec.MsgspecError:  # of another version, which finds that out itself
+                continue
+            if entry.session != self._session:
+                continue
+            if known is None:
+                self.hosts[who] = KnownHost(entry, now)
+                self._telemetry.record(WorkerJoined(now, f"rollout host {who}", entry.host, entry.pid, entry.host))
+            elif entry.beat != known.entry.beat:
+                if (seconds := now - known.heard) > 0:
+                    known.rate = max(0, entry.stats.sampled_tokens - known.entry.stats.sampled_tokens) / seconds
+                moved |= entry.version != known.entry.version
+                known.entry, known.heard = entry, now
+            moved |= known is None
+        return moved
+
+    async def _part_with(self, signed: Mapping[str, bytes]) -> bool:
+        """Parts with hosts that have left or are silent. Returns whether there were any."""
+        now = self._clock()
+        parted = [
+            who
+            for who, host in self.hosts.items()
+            if host.entry.leaving or who not in signed or now - host.heard > SILENT
+        ]
+        for who in parted:
+            host = self.hosts.pop(who)
+            self._gone = _summed([self._gone, host.entry.stats])
+            await self._bus.unsign(who)
+            self._telemetry.warn(self._farewell(who, host))
+        return bool(parted)
+
+    def _farewell(self, who: str, host: KnownHost) -> str:
+        left = f"{len(self.hosts)} left" if self.hosts else "none is left: start one with headrace rollouts"
+        if host.entry.leaving:
+            return f"the rollout host {who} has left{f': {host.entry.trouble}' if host.entry.trouble else ''}; {left}"
+        return (
+            f"the rollout host {who} on {host.entry.host} (process {host.entry.pid}) is lost: it was silent for {SILENT:g} s. Others get the "
+            f"{host.entry.groups} errands that it had; {left}"
+        )
+
+    def _samples(self) -> Iterator[MemberSample]:
+        for who, host in self.hosts.items():
+            yield MemberSample(
+                name=who,
+                state="serving" if host.entry.version >= 0 else "away",
+                version=host.entry.version,
+                running=host.entry.stats.running,
+                tokens=host.entry.stats.sampled_tokens,
+                rate=host.rate,
+                absences=0,
+                why="" if host.entry.version >= 0 else "it loads its first weights",
+            )
+
+
+def _versions(reply: ErrandReply) -> Iterator[int]:
+    group = reply.group
+    for one in group.scored if group else ():
+        for turn in one.episode.turns:
+            yield from (span.version for span in turn.completion.spans)
+    if reply.completion:
+        yield from (span.version for span in reply.completion.spans)
+
+
+def _summed(all_: Collection[EngineStats]) -> EngineStats:
+    return EngineStats(**{name: sum(getattr(one, name) for one in all_) for name in TOTALS})

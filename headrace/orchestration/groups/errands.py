@@ -1,0 +1,108 @@
+"""The messages between a run and its rollout hosts.
+
+    queue or notice     who writes     content
+    ---------------     ----------     -------
+    tickets             run            `Errand`: a group to sample, a held-out prompt, a single request
+    answers             host           `ErrandReply`
+    board: run          run            `RunNotice`: all that a host needs to open its engine
+    board: weights      run            `WeightsNotice`: the newest weights, and how many hosts share the work
+    board: alive        run            nothing; it is renewed as long as the run lives
+    list                host           `HostEntry`, renewed every `BEAT` seconds
+
+Bodies are msgpack. Weights travel by their own transport, and tokens in flight not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.orchestration.groups.group_source import PlayedGroup
+from headrace.reports import Capabilities, EngineStats
+from headrace.types import Completion, Prompt, Request, Struct
+from headrace.weight_sync.transport import AnyTransport
+from headrace.weights import Manifest, WeightUpdate
+
+TICKETS, ANSWERS = "tickets", "answers"
+RUN, WEIGHTS, ALIVE = "run", "weights", "alive"
+
+BEAT = 1.0
+"""Seconds between two entries of a host."""
+
+SILENT = 10.0
+"""Seconds without a new entry after which a host counts as lost."""
+
+
+class GroupErrand(Struct, frozen=True, tag="group"):
+    """A group of training rollouts."""
+
+    ticket: int
+    prompt: Prompt
+    at_least: int
+    """The version that was live when the ticket was drawn. No token may be older, whoever samples it and whenever (C1)."""
+
+
+class HeldOutErrand(Struct, frozen=True, tag="held out"):
+    number: int
+    index: int
+    prompt: Prompt
+    at_least: int
+
+
+class RequestErrand(Struct, frozen=True, tag="request"):
+    request: Request
+    at_least: int
+
+
+Errand = GroupErrand | HeldOutErrand | RequestErrand
+
+
+class ErrandReply(Struct, frozen=True):
+    """The result of an errand."""
+
+    who: str
+    group: PlayedGroup | None = None
+    completion: Completion | None = None
+    refused: str = ""
+    """The reason for which the engine does not take a request."""
+
+
+class RunNotice(Struct, frozen=True):
+    session: str
+    """One process of the run. Another one has another address for weights."""
+    version: str
+    """The version of headrace."""
+    over: bool = False
+    config: dict[str, Any] = {}
+    """`RunConfig` as plain values."""
+    model: str = ""
+    files: dict[str, str] = {}
+    """The digest of every file of the model that both sides must have (`joining/same_model.py`)."""
+    manifests: dict[str, Manifest] = {}
+    transport: AnyTransport | None = None
+    adapters: int = 0
+    adapter: str = ""
+
+
+class WeightsNotice(Struct, frozen=True):
+    session: str
+    updates: dict[str, WeightUpdate] = {}
+    """The newest weights by adapter; those of the model have the empty name."""
+    hosts: int = 1
+    """Hosts among which the work is shared."""
+
+
+class HostEntry(Struct, frozen=True):
+    session: str
+    host: str
+    pid: int
+    beat: int
+    """A number that grows: an entry that does not change is of a host that is silent."""
+    version: int = -1
+    """The version of the policy that it serves."""
+    groups: int = 0
+    """Errands that it has in hand."""
+    capabilities: Capabilities | None = None
+    stats: EngineStats = EngineStats()
+    trouble: str = ""
+    """The reason for which it leaves, if it was not asked to."""
+    leaving: bool = False

@@ -1,0 +1,344 @@
+"""A rollout host: it takes errands from a bus, and answers them with its own engine, environments and scorers.
+
+  loop        waits for                                    woken by
+  ----        ---------                                    --------
+  sessions    another process of the run, or its end       the notice `run`
+  weights     newer weights                                the notice `weights`
+  errands     a place, then a letter                       an errand that is done; the bus
+  beats       one second                                   the clock
+
+A host keeps nothing: all that it loses when it is killed is the errands in its hand, which others get as soon as it has been silent for the
+lease of the bus. `drain` ends it without a loss: it takes no more, finishes what it has if that is soon, and gives back the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
+from headrace.orchestration.groups.errands import (
+    ALIVE,
+    ANSWERS,
+    BEAT,
+    RUN,
+    TICKETS,
+    WEIGHTS,
+    Errand,
+    ErrandReply,
+    GroupErrand,
+    HeldOutErrand,
+    HostEntry,
+    RequestErrand,
+    RunNotice,
+    WeightsNotice,
+)
+from headrace.orchestration.groups.group_source import GroupSource
+from headrace.protocols import Engine
+from headrace.reports import EngineStats
+from headrace.rollouts.partial import Interrupts
+from headrace.version import __version__
+
+LOOK = 1.0
+"""Seconds for which the bus may hold back an answer."""
+
+OVERTAKEN = 10.0
+"""Seconds in which newer weights must be announced if those that were announced can no longer be fetched."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostParts:
+    """The parts of a host, for one session of the run."""
+
+    engine: Engine
+    interrupts: Interrupts
+    groups: GroupSource
+    adapter: str
+    """The policy's; empty if all weights are trained."""
+    share: Callable[[int], int]
+    """The most errands that it has in hand, given the number of hosts."""
+    close: Callable[[], Awaitable[None]]
+    waits: Waits
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPatience:
+    """Seconds."""
+
+    run: float = 600.0
+    """The time without a sign of the run until the host leaves."""
+    drain: float = 30.0
+    """The time for the errands in hand, once the host is to leave."""
+
+
+class Deserted(HeadraceError):
+    """There is no sign of the run."""
+
+
+class RolloutHost:
+    def __init__(
+        self,
+        bus: Bus,
+        who: str,
+        open_parts: Callable[[RunNotice], Awaitable[HostParts]],
+        *,
+        patience: HostPatience = HostPatience(),
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`who`: a name that no other process has. `open_parts`: raises ConfigError if this machine cannot serve the run."""
+        self._bus, self._who, self._open_parts, self._patience, self._say = bus, who, open_parts, patience, say
+        self._leaving = asyncio.Event()
+        self._session: _Session | None = None
+
+    def drain(self) -> None:
+        """Lets the host leave: it gives back what it cannot finish soon."""
+        self._leaving.set()
+        if self._session:
+            self._session.wake()
+
+    async def run(self) -> None:
+        """Serves until the run is over, or `drain` is called. Raises what ends it: ConfigError, IdentityError, WorkerDied, Deserted."""
+        served = ""
+        while not self._leaving.is_set():
+            notice = await self._notice(served)
+            if notice is None:
+                return
+            served = notice.session
+            await self._serve(notice)
+
+    async def _notice(self, served: str) -> RunNotice | None:
+        """Returns the notice of a session that was not served yet; None if the run is over, or this host leaves."""
+        clock = asyncio.get_running_loop().time
+        than, since = "", clock()
+        while not self._leaving.is_set():
+            if found := await self._bus.newer(RUN, than, LOOK):
+                than, notice = found.id, _read(found.body)
+                if notice.over:
+                    self._say("the run is over")
+                    return None
+                if notice.session != served:
+                    return notice
+            if clock() - since > self._patience.run:
+                raise Deserted(f"there was no sign of the run for {self._patience.run:g} s")
+        return None
+
+    async def _serve(self, notice: RunNotice) -> None:
+        parts = await self._open_parts(notice)
+        session = self._session = _Session(
+            bus=self._bus,
+            who=self._who,
+            name=notice.session,
+            parts=parts,
+            patience=self._patience,
+            leaving=self._leaving,
+        )
+        trouble = ""
+        try:
+            await session.run()
+        except HeadraceError as error:
+            trouble = str(error)
+            raise
+        finally:
+            self._session = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK):
+                    await self._bus.sign(self._who, _encode(session.entry(leaving=True, trouble=trouble)))
+            await parts.close()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Session:
+    """A host during one session of the run."""
+
+    bus: Bus
+    who: str
+    name: str
+    parts: HostParts
+    patience: HostPatience
+    leaving: asyncio.Event
+    _beat: int = 0
+    _version: int = -1
+    """The version of the policy that is served."""
+    _hosts: int = 1
+    _hand: dict[str, tuple[Letter, asyncio.Task[None]]] = field(default_factory=dict)
+    """The errands in hand, by the id of their letter."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an errand is done, weights are live, or the host is to leave; there is a new one for the next change."""
+    _stats: EngineStats = EngineStats()
+
+    def wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def entry(self, **more: Any) -> HostEntry:
+        self._beat += 1
+        return HostEntry(
+            self.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            beat=self._beat,
+            version=self._version,
+            groups=len(self._hand),
+            capabilities=self.parts.engine.capabilities,
+            stats=self._stats,
+            **more,
+        )
+
+    async def run(self) -> None:
+        """Returns when the session is over or the host has drained."""
+        works = (self._until_over(), self._weights(), self._beats(), self._errands(), self.parts.engine.watch())
+        loops = [asyncio.ensure_future(work) for work in works]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        finally:
+            tasks = [*loops, *(task for _, task in self._hand.values())]
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_over(self) -> None:
+        than = ""
+        while True:
+            if found := await self.bus.newer(RUN, than, LOOK):
+                than, notice = found.id, _read(found.body)
+                if notice.over or notice.session != self.name:
+                    return
+
+    async def _beats(self) -> None:
+        clock = asyncio.get_running_loop().time
+        alive, since = "", clock()
+        while True:
+            self._stats = await self.parts.engine.stats()  # an engine that hangs makes the host silent
+            await self.bus.sign(self.who, _encode(self.entry()))
+            await self.bus.keep(TICKETS, self.who, list(self._hand))
+            if sign := await self.bus.newer(ALIVE, alive):
+                alive, since = sign.id, clock()
+            if clock() - since > self.patience.run:
+                raise Deserted(f"there was no sign of the run for {self.patience.run:g} s")
+            await asyncio.sleep(BEAT)
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    async def _weights(self) -> None:
+        than, wait, loaded = "", LOOK, dict[str, int]()
+        failure: IdentityError | None = None
+        refused = WeightsNotice(self.name)
+        while True:
+            found = await self.bus.newer(WEIGHTS, than, wait)
+            if found is None:
+                if failure:
+                    raise failure
+                continue
+            than, notice = found.id, msgspec.msgpack.decode(found.body, type=WeightsNotice)
+            if notice.session != self.name:
+                continue
+            self._hosts = notice.hosts
+            if failure and notice.updates == refused.updates:
+                raise failure
+            failure, wait = None, LOOK
+            try:
+                await self._load(notice, loaded)
+            except (
+                IdentityError
+            ) as error:  # the trainer keeps two versions: these may be gone, and newer ones announced
+                failure, refused, wait = error, notice, OVERTAKEN
+            self.wake()
+
+    async def _load(self, notice: WeightsNotice, loaded: dict[str, int]) -> None:
+        for name, update in sorted(notice.updates.items()):  # the base before the adapter
+            if loaded.get(name) == update.version:
+                continue
+            if name == self.parts.adapter:
+                await self.parts.interrupts.deliver(update)
+                self._version = update.version
+            else:
+                await self.parts.engine.load(update)
+            loaded[name] = update.version
+
+    # -- errands --------------------------------------------------------------------------------------------------------
+
+    async def _errands(self) -> None:
+        while not self.leaving.is_set():
+            self._tidy()
+            room = self.parts.share(self._hosts) - len(self._hand)
+            if self._version < 0 or room <= 0:
+                await self._changed.wait()
+                continue
+            for letter in await self.bus.claim(TICKETS, self.who, room, LOOK):
+                if letter.id in self._hand:  # it was kept too late, and is still in hand
+                    continue
+                if any(letter.key == other.key for other, _ in self._hand.values()):
+                    await self.bus.settle(TICKETS, [letter.id])  # a repetition: its requests would have the same names
+                else:
+                    self._hand[letter.id] = letter, asyncio.ensure_future(self._do(letter))
+        until = asyncio.get_running_loop().time() + self.patience.drain
+        while self._hand and (left := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait([task for _, task in self._hand.values()], timeout=left)
+            self._tidy()
+        for letter, task in list(self._hand.values()):
+            task.cancel()
+            await self.bus.settle(TICKETS, [letter.id], then=Posting(TICKETS, letter.key, letter.body))
+
+    def _tidy(self) -> None:
+        """Forgets the errands that are done. Raises the error of one."""
+        for number, (_, task) in list(self._hand.items()):
+            if task.done():
+                del self._hand[number]
+                task.result()
+
+    async def _do(self, letter: Letter) -> None:
+        try:
+            errand = msgspec.msgpack.decode(letter.body, type=Errand)
+            if self._version < errand.at_least:
+                async with self.parts.waits.named("rollouts", f"the weights of version {errand.at_least}"):
+                    while self._version < errand.at_least:
+                        await self._changed.wait()
+            reply = await self._reply(errand)
+            await self.bus.settle(TICKETS, [letter.id], then=Posting(ANSWERS, letter.key, _encode(reply)))
+        finally:
+            self.wake()
+
+    async def _reply(self, errand: Errand) -> ErrandReply:
+        match errand:
+            case GroupErrand():
+                group = await self.parts.groups.trained(errand.ticket, errand.prompt, lambda episodes: None)
+                self.parts.groups.forget(errand.ticket)
+                return ErrandReply(self.who, group)
+            case HeldOutErrand():
+                return ErrandReply(
+                    self.who,
+                    await self.parts.groups.held_out(errand.number, errand.index, errand.prompt, lambda episodes: None),
+                )
+            case RequestErrand():
+                try:
+                    return ErrandReply(self.who, completion=await self.parts.interrupts.once(errand.request))
+                except ValueError as error:
+                    return ErrandReply(self.who, refused=str(error))
+
+
+class _Versioned(msgspec.Struct):
+    """The one field that every version of a notice has."""
+
+    version: str
+
+
+def _read(body: bytes) -> RunNotice:
+    """Raises ConfigError for the notice of another version of headrace, whose other fields may have another meaning."""
+    if (version := msgspec.msgpack.decode(body, type=_Versioned).version) != __version__:
+        raise ConfigError(
+            f"the run has headrace {version}, and this host {__version__}; install the same version on both"
+        )
+    return msgspec.msgpack.decode(body, type=RunNotice)

@@ -1,0 +1,193 @@
+"""A process that serves a run as a rollout host: it opens what the run's notice asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config import RunConfig, read_config
+from headrace.errors import ConfigError
+from headrace.models.chat import ChatEncoder
+from headrace.observe.facts import Fact, FirstFailure, Warned, WorkerLost
+from headrace.orchestration.build import build_environment, build_scorer, open_telemetry, plan_of
+from headrace.orchestration.bus.open_bus import open_bus, runs_on
+from headrace.orchestration.groups.errands import RunNotice
+from headrace.orchestration.groups.own_groups import OwnGroups
+from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.orchestration.needs import check_needs
+from headrace.orchestration.runs.session import run_clock
+from headrace.orchestration.starting import start_engine
+from headrace.orchestration.workers.build import open_launcher
+from headrace.orchestration.workers.joining.greeting import Terms
+from headrace.orchestration.workers.joining.same_model import agree
+from headrace.rollouts.notebook import Notebook
+from headrace.rollouts.partial import Interrupts
+from headrace.scoring.overlong import punished
+
+AGAIN = 1.0
+"""Seconds between two looks for a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """The options of `headrace rollouts`."""
+
+    bus: str
+    run: str = ""
+    """Which run, if the bus has several: its name, or its name on the bus."""
+    password: str = ""
+    model: str = ""
+    """The directory of the run's model on this machine; empty: as the run calls it."""
+    sets: Sequence[str] = ()
+    """Settings of this host on top of the run's, such as `engine.threads=4`."""
+    most: int = 0
+    """Groups in hand at most; 0: this host's share of the run's."""
+    logs: Path | None = None
+    """Directory for what worker processes print; None: one that is removed in the end."""
+    patience: HostPatience = HostPatience()
+
+
+def serve_rollouts(hosting: Hosting) -> None:
+    """Serves until the run is over, or SIGTERM or SIGINT lets this host drain. Raises HeadraceError with what ends it otherwise."""
+    with ExitStack() as stack:
+        place = hosting.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-rollouts-"))
+        logs = Path(place) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_serve(hosting, logs))
+
+
+async def _serve(hosting: Hosting, logs: Path) -> None:
+    run = await _find(hosting)
+    say = lambda message: print(f"headrace: {message}", file=sys.stderr, flush=True)  # noqa: E731
+    bus = open_bus(hosting.bus, run, password=hosting.password, say=say)
+    who = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    host = RolloutHost(bus, who, lambda notice: open_parts(notice, hosting, logs), patience=hosting.patience, say=say)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError, RuntimeError):
+            asyncio.get_running_loop().add_signal_handler(name, _drain, host, hosting, name)
+    say(f"rollout host {who} of the run {run} on {hosting.bus}")
+    try:
+        await host.run()
+    finally:
+        await bus.close()
+
+
+def _drain(host: RolloutHost, hosting: Hosting, name: signal.Signals) -> None:
+    print(
+        f"headrace: {name.name}: taking no more; up to {hosting.patience.drain:g} s for what is in hand, the rest is given back",
+        file=sys.stderr,
+        flush=True,
+    )
+    host.drain()
+    asyncio.get_running_loop().remove_signal_handler(name)  # the second one ends the process
+
+
+async def _find(hosting: Hosting) -> str:
+    """Returns the run's name on the bus, as soon as it is there. Raises ConfigError if there is none in time, or there are several."""
+    loop = asyncio.get_running_loop()
+    until, waits = loop.time() + hosting.patience.run, False
+    while True:
+        named = [name for name in await runs_on(hosting.bus, hosting.password) if _is_called(name, hosting.run)]
+        if len(named) > 1:
+            raise ConfigError(f"{hosting.bus} has several runs ({', '.join(named)}); name one with --run")
+        if named:
+            return named[0]
+        if loop.time() > until:
+            raise ConfigError(f"{hosting.bus} has no run{f' called {hosting.run}' if hosting.run else ''}")
+        if not waits:
+            print(f"headrace: waiting for a run on {hosting.bus}", file=sys.stderr, flush=True)
+            waits = True
+        await asyncio.sleep(AGAIN)
+
+
+def _is_called(name: str, wanted: str) -> bool:
+    return not wanted or wanted in (name, name.rpartition("-")[0])
+
+
+# --- what a session needs ------------------------------------------------------------------------------------------------
+
+
+async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostParts:
+    """Raises ConfigError if this machine cannot serve the run."""
+    config = own_config(notice, hosting.sets)
+    agreed = await asyncio.to_thread(agree, Terms(notice.model, notice.files), hosting.model)
+    if agreed.unable:
+        raise ConfigError(agreed.unable)
+    assert notice.transport is not None
+    model_dir = Path(agreed.model_dir)
+    encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+    telemetry = open_telemetry(config, _Stderr(), run_clock(0.0))
+    async with AsyncExitStack() as undo:
+        scorer = await asyncio.to_thread(
+            build_scorer, config, (), logs / "scorer.log", decode=encoder.decode, telemetry=telemetry
+        )
+        undo.push_async_callback(scorer.close)
+        environment = await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log")
+        undo.push_async_callback(environment.close)
+        starting = start_engine(
+            config,
+            model_dir=model_dir,
+            launcher=open_launcher(logs),
+            transport=notice.transport,
+            logs=logs,
+            telemetry=telemetry,
+        )
+        engine = starting.engine
+        undo.push_async_callback(engine.close)
+        async with telemetry.waits.named("start", "the engine to load the model"):
+            await starting.launch()
+            await starting.finish(notice.manifests, notice.adapters)
+        check_needs(engine.capabilities, config)
+        close = undo.pop_all().aclose
+    interrupts = Interrupts(engine, config.partial, telemetry.waits, telemetry.clock)
+    groups = OwnGroups(
+        plan=plan_of(config, notice.adapter),
+        evaluation=config.eval,
+        interrupts=interrupts,
+        environment=environment,
+        scorer=punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, scorer),
+        evaluated_by=scorer,
+        notebook=Notebook(notice.adapter),
+        decode=encoder.decode,
+        waits=telemetry.waits,
+        context_length=engine.capabilities.context_length,
+    )
+    return HostParts(
+        engine=engine,
+        interrupts=interrupts,
+        groups=groups,
+        adapter=notice.adapter,
+        share=lambda hosts: hosting.most or math.ceil(config.staleness.generating / hosts),
+        close=close,
+        waits=telemetry.waits,
+    )
+
+
+def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:
+    """The run's config on this machine: with an engine of its own. What the run measured on its own machine about threads is left out."""
+    tree = {**notice.config, "orchestration": {}}
+    if "engine.threads" in tree.get("chosen", {}).get("wishes", {}):
+        tree["engine"] = {**tree["engine"], "threads": 0}
+    return read_config(tree, sets)
+
+
+class _Stderr:
+    """An observer that prints warnings, failures and lost workers."""
+
+    def record(self, fact: Fact) -> None:
+        if isinstance(fact, Warned):
+            print(f"headrace: {fact.message}", file=sys.stderr, flush=True)
+        elif isinstance(fact, WorkerLost):
+            print(f"headrace: the {fact.who} process {fact.how}; it is started again", file=sys.stderr, flush=True)
+        elif isinstance(fact, FirstFailure):
+            print(f"headrace: the first {fact.reason}: {fact.detail}", file=sys.stderr, flush=True)

@@ -1,0 +1,421 @@
+"""The protocol of a bus, the same for all three: letters, leases, notices, the list of who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis_server import RedisServer, a_redis_server
+
+from headrace.errors import ConfigError
+from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
+from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
+from headrace.orchestration.bus.jsonl import JsonlBus
+from headrace.orchestration.bus.lines import LineFile
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
+from headrace.orchestration.bus.redis_streams import RedisBus, runs_of
+from headrace.simulate import virtual_time
+
+LEASE = 0.4
+"""Real seconds with Redis, virtual ones otherwise."""
+
+Opening = Callable[[], Bus]
+"""Opens another user's end of one bus."""
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with a_redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+KINDS = ("memory", "jsonl", "redis")
+
+
+@pytest.fixture(params=KINDS)
+def users(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callable[[Opening], object]], None]:
+    """Runs a case, which is given what opens the ends of a new bus."""
+    numbers = itertools.count()
+
+    def run(case: Callable[[Opening], object]) -> None:
+        number = next(numbers)
+        if request.param == "redis":
+            server: RedisServer = request.getfixturevalue("redis")
+            run_name = f"{request.node.name}.{number}"
+            asyncio.run(_closing(case, lambda: RedisBus(server.url, run_name, lease=LEASE)))
+        else:
+            virtual_time.run(_closing(case, _opening(request.param, tmp_path / str(number))))
+
+    return run
+
+
+def _opening(kind: str, directory: Path) -> Opening:
+    if kind == "jsonl":
+        return lambda: JsonlBus(directory, LEASE, poll=0.05, clock=asyncio.get_running_loop().time)
+    shared: list[MemoryServer] = []
+
+    def open_one() -> MemoryBus:
+        if not shared:
+            shared.append(MemoryServer(LEASE))
+        return MemoryBus(shared[0])
+
+    return open_one
+
+
+async def _closing(case: Callable[[Opening], object], opening: Opening) -> None:
+    opened: list[Bus] = []
+
+    def remembered() -> Bus:
+        opened.append(opening())
+        return opened[-1]
+
+    try:
+        await case(remembered)  # type: ignore[misc]
+    finally:
+        for bus in opened:
+            await bus.close()
+
+
+def keys(letters: list[Letter]) -> list[str]:
+    return [letter.key for letter in letters]
+
+
+def test_letters_are_claimed_once_in_order_and_settled(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, one, other = opening(), opening(), opening()
+        for number in range(5):
+            await run.post(Posting("tickets", str(number), b"body %d" % number))
+        first = await one.claim("tickets", "one", most=2)
+        second = await other.claim("tickets", "other", most=9)
+        assert keys(first) == ["0", "1"] and keys(second) == ["2", "3", "4"]
+        assert second[0].body == b"body 2"
+        assert await one.claim("tickets", "one", most=9) == [] == await other.claim("tickets", "other", most=9)
+        assert await run.unsettled("tickets") == {"0", "1", "2", "3", "4"}
+        await one.settle("tickets", [first[0].id], then=Posting("answers", "0", b"done"))
+        assert await run.unsettled("tickets") == {"1", "2", "3", "4"}
+        assert [(letter.key, letter.body) for letter in await run.claim("answers", "run", most=9)] == [("0", b"done")]
+        await one.settle("tickets", [first[0].id])  # again, which changes nothing
+        await other.settle("tickets", [letter.id for letter in second])
+        assert await run.unsettled("tickets") == {"1"} and await run.unsettled("answers") == {"0"}
+
+    users(case)
+
+
+def test_letters_of_the_silent_go_to_others_and_those_of_the_living_do_not(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, dead, living, heir = (opening() for _ in range(4))
+        for key in ("a", "b", "c"):
+            await run.post(Posting("tickets", key, b""))
+        lost, kept = await dead.claim("tickets", "dead", most=1), await living.claim("tickets", "living", most=2)
+        assert (keys(lost), keys(kept)) == (["a"], ["b", "c"])
+        assert await heir.claim("tickets", "heir", most=9) == []
+        inherited: list[Letter] = []
+        for _ in range(12):
+            await asyncio.sleep(LEASE / 4)
+            await living.keep("tickets", "living", [letter.id for letter in kept])
+            inherited += await heir.claim("tickets", "heir", most=9)
+            await heir.keep("tickets", "heir", [letter.id for letter in inherited])
+        assert keys(inherited) == ["a"], "once, though it was silent for several leases, because its heir keeps it"
+        await dead.settle("tickets", [lost[0].id])  # it was only slow
+        await heir.settle("tickets", [inherited[0].id])
+        assert await run.unsettled("tickets") == {"b", "c"}
+
+    users(case)
+
+
+def test_a_letter_that_is_not_kept_comes_again_even_to_its_holder(users: Callable[..., None]) -> None:
+    """It may have been forgotten: a settlement that was lost would otherwise leave it there for ever."""
+
+    async def case(opening: Opening) -> None:
+        only = opening()
+        await only.post(Posting("tickets", "a", b""))
+        [first] = await only.claim("tickets", "only", most=1)
+        assert await only.claim("tickets", "only", most=1) == []
+        await asyncio.sleep(LEASE * 1.5)
+        assert await only.claim("tickets", "only", most=1, wait=LEASE) == [first]
+
+    users(case)
+
+
+def test_a_process_that_is_started_again_gets_what_it_held(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run = opening()
+        for key in ("a", "b", "c"):
+            await run.post(Posting("answers", key, b""))
+        assert keys(await run.claim("answers", "run", most=2)) == ["a", "b"]
+        again = opening()
+        assert keys(await again.claim("answers", "run", most=1)) == ["a"]
+        assert keys(await again.claim("answers", "run", most=1)) == ["b"]
+        assert keys(await again.claim("answers", "run", most=9)) == ["c"]
+        assert await again.claim("answers", "run", most=9) == []
+
+    users(case)
+
+
+def test_a_claim_waits_for_a_letter(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, host = opening(), opening()
+        waiting = asyncio.ensure_future(host.claim("tickets", "host", most=4, wait=60.0))
+        await asyncio.sleep(LEASE / 4)
+        assert not waiting.done()
+        await run.post(Posting("tickets", "a", b""))
+        assert keys(await waiting) == ["a"]
+
+    users(case)
+
+
+def test_a_notice_is_the_newest_and_is_waited_for(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, host = opening(), opening()
+        assert await host.newer("weights") is None
+        waiting = asyncio.ensure_future(host.newer("weights", wait=60.0))
+        await asyncio.sleep(LEASE / 4)
+        await run.pin("weights", b"1")
+        first = await waiting
+        assert first is not None and first.body == b"1"
+        assert await host.newer("weights", first.id) is None
+        for body in (b"2", b"3"):
+            await run.pin("weights", body)
+        third = await host.newer("weights", first.id, wait=1.0)
+        assert third is not None and third.body == b"3"
+        assert await host.newer("weights", third.id) is None and await host.newer("run") is None
+
+    users(case)
+
+
+def test_the_list_has_the_last_entry_of_each(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, one, other = opening(), opening(), opening()
+        await one.sign("one", b"1")
+        await other.sign("other", b"2")
+        await one.sign("one", b"3")
+        assert dict(await run.signed()) == {"one": b"3", "other": b"2"}
+        await run.unsign("one")
+        await run.unsign("nobody")
+        assert dict(await run.signed()) == {"other": b"2"}
+
+    users(case)
+
+
+def test_what_is_wiped_is_gone_but_for_the_board(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, host = opening(), opening()
+        await run.pin("run", b"over")
+        await host.sign("host", b"")
+        for queue in ("tickets", "answers"):
+            await run.post(Posting(queue, "a", b""))
+        await host.claim("tickets", "host", most=1)
+        await run.wipe()
+        assert await run.unsettled("tickets") == set() == await run.unsettled("answers")
+        assert not await run.signed()
+        late = await opening().newer("run")
+        assert late is not None and late.body == b"over"
+        await run.post(Posting("tickets", "b", b""))
+        assert keys(await host.claim("tickets", "host", most=9, wait=1.0)) == ["b"]
+
+    users(case)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["post", "claim", "settle", "keep", "sleep", "die"]), st.integers(0, 2), st.integers(1, 4)
+    ),
+    max_size=40,
+)
+
+
+async def _every_letter_survives(opening: Opening, events: list[tuple[str, int, int]]) -> None:
+    """Whatever three hosts do, a letter that was not settled comes to a host that asks long enough, and one that was settled to nobody."""
+    run, hosts, lives = opening(), [opening() for _ in range(3)], [0, 0, 0]
+    held: list[dict[str, Letter]] = [{}, {}, {}]
+    posted, settled = 0, set[str]()
+    for event, who, count in events:
+        name = f"host {who}.{lives[who]}"
+        match event:
+            case "post":
+                for _ in range(count):
+                    await run.post(Posting("tickets", str(posted), b""))
+                    posted += 1
+            case "claim":
+                claimed = await hosts[who].claim("tickets", name, most=count)
+                assert not {letter.key for letter in claimed} & settled
+                held[who] |= {letter.id: letter for letter in claimed}
+            case "settle":
+                gone = [held[who].pop(id) for id in list(held[who])[:count]]
+                await hosts[who].settle("tickets", [letter.id for letter in gone])
+                settled |= {letter.key for letter in gone}
+            case "keep":
+                await hosts[who].keep("tickets", name, list(held[who]))
+            case "sleep":
+                await asyncio.sleep(LEASE / 3 * count)
+            case "die":
+                held[who], hosts[who] = {}, opening()
+                lives[who] += 1
+    wanted = {str(number) for number in range(posted)} - settled
+    assert await run.unsettled("tickets") == wanted
+    last, found = opening(), set[str]()
+    for _ in range(8):
+        found |= set(keys(await last.claim("tickets", "last", most=200)))
+        await asyncio.sleep(LEASE / 2)
+    assert found == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=EVENTS)
+def test_every_letter_survives_in_memory(events: list[tuple[str, int, int]]) -> None:
+    virtual_time.run(_every_letter_survives(_opening("memory", Path()), events))
+
+
+@settings(max_examples=25, deadline=None)
+@given(events=EVENTS)
+def test_every_letter_survives_in_files(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, int]]
+) -> None:
+    virtual_time.run(_every_letter_survives(_opening("jsonl", tmp_path_factory.mktemp("bus")), events))
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(events=EVENTS)
+def test_every_letter_survives_in_redis(redis: RedisServer, events: list[tuple[str, int, int]]) -> None:
+    name = f"property {random.random()}"
+    asyncio.run(
+        _closing(
+            lambda opening: _every_letter_survives(opening, events), lambda: RedisBus(redis.url, name, lease=LEASE)
+        )
+    )
+
+
+def test_a_faulty_bus_does_what_its_faults_say() -> None:
+    async def case(faults: BusFaults) -> Counter[str]:
+        bus = FaultyBus(MemoryBus(MemoryServer(lease=1.0)), faults, random.Random(0))
+        for number in range(200):
+            await bus.post(Posting("tickets", str(number), b""))
+        await asyncio.sleep(10.0)
+        letters = await bus.claim("tickets", "host", most=1000)
+        await bus.settle("tickets", [letter.id for letter in letters[:100]])
+        return Counter(keys(letters)) + Counter(unsettled=len(await bus.unsettled("tickets")))
+
+    whole = virtual_time.run(case(BusFaults()))
+    assert whole.pop("unsettled") == 100 and set(whole.values()) == {1} and list(whole) == [str(n) for n in range(200)]
+    lost = virtual_time.run(case(BusFaults(lost=0.3)))
+    assert 120 < len(lost) - 1 < 160
+    repeated = virtual_time.run(case(BusFaults(repeated=0.3)))
+    assert sum(count == 2 for key, count in repeated.items() if key != "unsettled") > 40
+    late = virtual_time.run(case(BusFaults(late=0.5, latest=5.0)))
+    assert len(late) == 201 and list(late)[:50] != [str(n) for n in range(50)]
+    assert virtual_time.run(case(BusFaults(unsettled=1.0)))["unsettled"] == 200
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_line_is_cut_off_and_a_damaged_one_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "tickets.jsonl"
+
+    async def case() -> None:
+        bus = JsonlBus(tmp_path, LEASE)
+        await bus.post(Posting("tickets", "a", b"1"))
+        with path.open("ab") as file:
+            file.write(b'deadbeef ["post","x","torn"')  # a kill in the middle of a write
+        assert await JsonlBus(tmp_path, LEASE).unsettled("tickets") == {"a"}
+        await bus.post(Posting("tickets", "b", b"2"))
+        assert path.read_bytes().count(b"torn") == 0
+        damaged = path.read_bytes().replace(b'"b"', b'"z"')  # a page that a loss of power took
+        path.write_bytes(damaged)
+        await bus.post(Posting("tickets", "c", b"3"))
+        assert await JsonlBus(tmp_path, LEASE).unsettled("tickets") == {"a", "c"}
+
+    asyncio.run(case())
+    file = LineFile(path)
+    with file.locked():
+        file.new()
+    assert file.damaged == 1
+
+
+def test_a_file_of_settled_letters_is_shortened_under_those_who_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.orchestration.bus.jsonl.COMPACT", 4096)
+
+    async def case() -> None:
+        run, host, other = (JsonlBus(tmp_path, 60.0) for _ in range(3))
+        await run.post(Posting("tickets", "held", b"x" * 50))
+        [mine] = await other.claim("tickets", "other", most=1)
+        sizes = []
+        for number in range(60):
+            await run.post(Posting("tickets", str(number), b"x" * 200))
+            [letter] = await host.claim("tickets", "host", most=1)
+            assert letter.key == str(number)
+            await host.settle("tickets", [letter.id])
+            sizes.append((tmp_path / "tickets.jsonl").stat().st_size)
+        assert max(sizes) < 8192 and any(after < before for before, after in itertools.pairwise(sizes))
+        assert await other.claim("tickets", "other", most=9) == [], (
+            "it still holds what it holds, after the file was replaced"
+        )
+        assert await host.claim("tickets", "host", most=9) == []
+        await other.settle("tickets", [mine.id])
+        assert await run.unsettled("tickets") == set()
+
+    asyncio.run(case())
+
+
+# --- Redis -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_server_keeps_is_known_and_runs_are_listed(redis: RedisServer) -> None:
+    async def case() -> None:
+        bus = RedisBus(redis.url, "demo.1")
+        kept = await bus.persistence()
+        assert (kept.aof, kept.fsync, kept.evicts) == (True, "everysec", False) and "AOF, fsync everysec" in str(kept)
+        await bus.register()
+        assert "demo.1" in await runs_of(redis.url)
+        await bus.wipe()
+        assert "demo.1" not in await runs_of(redis.url)
+        await bus.close()
+
+    asyncio.run(case())
+
+
+def test_a_server_that_is_not_there_is_refused_with_a_remedy() -> None:
+    pytest.importorskip("redis")
+
+    async def case() -> None:
+        with pytest.raises(ConfigError, match="redis-server --appendonly yes"):
+            await RedisBus("redis://127.0.0.1:1", "demo").persistence()
+        with pytest.raises(ConfigError, match="cannot be used"):
+            await runs_of("redis://127.0.0.1:1")
+
+    asyncio.run(case())
+
+
+def test_a_server_that_is_killed_loses_no_letter_and_is_waited_for(tmp_path: Path) -> None:
+    with a_redis_server(tmp_path) as server:
+        asyncio.run(_killed(server))
+
+
+async def _killed(server: RedisServer) -> None:
+    said: list[str] = []
+    run, host = RedisBus(server.url, "demo", lease=60.0, say=said.append), RedisBus(server.url, "demo", lease=60.0)
+    for number in range(20):
+        await run.post(Posting("tickets", str(number), b"x" * 50_000))
+    held = await host.claim("tickets", "host", most=7)
+    server.kill()
+    posting = asyncio.ensure_future(run.post(Posting("tickets", "meanwhile", b"")))
+    await asyncio.sleep(0.3)
+    assert not posting.done() and "does not answer" in said[0]
+    server.start()
+    await posting
+    assert "answers again" in said[1]
+    assert await run.unsettled("tickets") == {*map(str, range(20)), "meanwhile"}
+    await host.settle("tickets", [letter.id for letter in held])
+    assert len(await host.claim("tickets", "host", most=99)) == 14
+    for bus in (run, host):
+        await bus.close()

@@ -1,0 +1,348 @@
+"""C1, C2 and C7 over a bus: the real pipeline and real rollout hosts over fakes, in virtual time, under the faults of a bus."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bus_world import BusWorld, Fleet, bus_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.fake import FakeEngine
+from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.observe.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
+from headrace.orchestration.bus.bus_port import Bus
+from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
+from headrace.orchestration.bus.jsonl import JsonlBus
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
+from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
+from headrace.reports import EngineStats
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.simulate import virtual_time
+from headrace.trainer.fake import FakeTrainer
+
+NO_FAULTS = BusFaults()
+STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)
+
+
+def in_memory(server: MemoryServer | None = None, faults: BusFaults = NO_FAULTS, seed: int = 0) -> Callable[[], Bus]:
+    shared, chance = server or MemoryServer(), random.Random(seed)
+    return lambda: FaultyBus(MemoryBus(shared), faults, chance)
+
+
+def checked(world: BusWorld) -> None:
+    """C1 and C2."""
+    lags = world.trained_lags()
+    assert max(lags) <= world.staleness.lag_bound
+    trained = Counter(group.ticket for batch in world.trainer.batches for group in batch.groups)
+    assert set(trained.values()) == {1}, "each ticket is trained at most once"
+    assert len(trained) == world.steps * world.staleness.groups_per_step
+    counted = world.buffer.accounting()
+    assert counted.balance() == 0 and counted.trained == len(trained)
+
+
+def warnings(world: BusWorld) -> list[str]:
+    return [fact.message for fact in world.facts.of(Warned)]
+
+
+async def a_run(fleet: Fleet, hosts: int = 2, **settings: Any) -> BusWorld:
+    for _ in range(hosts):
+        fleet.join()
+    world = await bus_world(None, fleet, **settings)
+    try:
+        await world.run()
+    finally:
+        await world.engine.close()
+    return world
+
+
+def test_two_hosts_carry_a_run_and_leave_when_it_is_over():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        world = await a_run(fleet, evaluate_every=2, trainer=FakeTrainer(seconds_per_step=2.0))
+        checked(world)
+        await asyncio.sleep(10.0)
+        assert fleet.ended == {"host-0": None, "host-1": None} and fleet.said == ["the run is over"] * 2
+        assert all(engine._sampled for engine in fleet.engines.values()), "both had a share"
+        assert len(world.facts.of(WorkerJoined)) == 2 and not warnings(world)
+        assert world.engine._desk.repeated == 0 == world.engine._desk.reposted
+        last = world.facts.of(FleetSample)[-1]
+        assert [member.name for member in last.members] == ["host-0", "host-1"]
+        sampled: EngineStats = world.facts.of(EngineSample)[-1].stats
+        assert 0 < sampled.sampled_tokens <= sum(engine._sampled for engine in fleet.engines.values())
+
+    virtual_time.run(case())
+
+
+def test_a_run_with_a_bus_trains_what_a_run_without_one_trains():
+    """With one version at a time nothing depends on who samples: the same prompts, seeds and tokens."""
+    from fake_world import FakeWorld
+
+    def trained(world: Any) -> list[Any]:
+        return [
+            [(group.ticket, [row.tokens for row in group.rows]) for group in batch.groups]
+            for batch in world.trainer.batches
+        ]
+
+    async def with_bus() -> list[Any]:
+        fleet = Fleet(open_bus=in_memory(), staleness=StalenessConfig(groups_per_step=3, max_lag=0))
+        return trained(await a_run(fleet, hosts=3))
+
+    async def without() -> list[Any]:
+        world = FakeWorld(None, StalenessConfig(groups_per_step=3, max_lag=0))
+        await world.run()
+        return trained(world)
+
+    assert virtual_time.run(with_bus()) == virtual_time.run(without())
+
+
+def test_what_a_killed_host_had_in_hand_goes_to_others():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS, engine=lambda: FakeEngine(seconds_per_token=1.0))
+        victim = fleet.join()
+        asyncio.get_running_loop().call_later(20.0, fleet.kill, victim)
+        world = await a_run(fleet, hosts=1)
+        checked(world)
+        [lost] = [said for said in warnings(world) if "is lost" in said]
+        assert re.fullmatch(
+            r"the rollout host host-0 on .+ is lost: it was silent for 10 s\. Others get the [1-3] errands that it had; 1 left",
+            lost,
+        )
+
+    virtual_time.run(case())
+
+
+def test_a_run_waits_for_its_first_host_and_for_another_when_it_has_none():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        loop = asyncio.get_running_loop()
+        loop.call_later(50.0, fleet.join)
+        loop.call_later(55.0, lambda: fleet.kill("host-0"))
+        loop.call_later(300.0, fleet.join)
+        world = await a_run(fleet, hosts=0, steps=40, trainer=FakeTrainer(seconds_per_step=1.0))
+        checked(world)
+        assert any("none is left: start one with headrace rollouts" in said for said in warnings(world))
+        assert max(fact.t for fact in world.facts.of(StepTrained)) > 300
+
+    virtual_time.run(case())
+
+
+def test_a_host_that_drains_finishes_or_gives_back():
+    async def case(seconds: float) -> tuple[BusWorld, Fleet]:
+        fleet = Fleet(
+            open_bus=in_memory(MemoryServer(lease=1e6)),  # nothing is inherited by silence
+            staleness=STALENESS,
+            engine=lambda: FakeEngine(seconds_per_token=1.0, length=lambda rng: 8),
+            patience=HostPatience(drain=seconds),
+        )
+        leaver = fleet.join()
+        host, _ = fleet.hosts[leaver]
+        asyncio.get_running_loop().call_later(5.0, host.drain)
+        world = await a_run(fleet, hosts=1)
+        checked(world)
+        assert fleet.ended[leaver] is None
+        assert "the rollout host host-0 has left; 1 left" in warnings(world)
+        return world, fleet
+
+    patient, _ = virtual_time.run(case(30.0))
+    hasty, _ = virtual_time.run(case(1.0))
+    assert patient.engine._desk.repeated == 0 == hasty.engine._desk.repeated
+
+
+def test_letters_that_the_bus_has_lost_are_posted_again():
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, engine=lambda: FakeEngine(seconds_per_token=1.0))
+        asyncio.get_running_loop().call_later(10.0, server.lose)
+        world = await a_run(fleet, steps=12)
+        checked(world)
+        assert world.engine._desk.reposted > 0 and any("is no longer on the bus" in said for said in warnings(world))
+        late = fleet.join()  # the notices are there again
+        await asyncio.sleep(5.0)
+        assert fleet.ended[late] is None and fleet.said[-1] == "the run is over"
+
+    virtual_time.run(case())
+
+
+def test_a_host_whose_weights_are_wrong_serves_nobody():
+    class Forged(FakeEngine):
+        async def load(self, update: Any, parts: int = 1) -> Any:
+            raise IdentityError("its fingerprint differs")
+
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS, engine=Forged)
+        forged = fleet.join()
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, lambda: setattr(fleet, "engine", FakeEngine))
+        loop.call_later(2.0, fleet.join)
+        world = await a_run(fleet, hosts=0, steps=40, trainer=FakeTrainer(seconds_per_step=1.0))
+        checked(world)
+        assert isinstance(fleet.ended[forged], IdentityError)
+        assert "the rollout host host-0 has left: its fingerprint differs; 1 left" in warnings(world)
+
+    virtual_time.run(case())
+
+
+def test_weights_that_newer_ones_have_replaced_are_skipped():
+    """The trainer keeps two versions: a slow host asks for one that is gone, and takes the next."""
+    failed: list[int] = []
+
+    class Slow(FakeEngine):
+        async def load(self, update: Any, parts: int = 1) -> Any:
+            if update.version in (1, 3) and update.version not in failed:
+                failed.append(update.version)
+                raise IdentityError("the trainer no longer has them")
+            return await super().load(update, parts)
+
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=StalenessConfig(groups_per_step=1, max_lag=6), engine=Slow)
+        world = await a_run(fleet, hosts=1, steps=12)
+        checked(world)
+        assert failed == [1, 3] and fleet.engines["host-0"].version > 3
+
+    virtual_time.run(case())
+
+
+def test_hosts_leave_a_run_that_gives_no_sign():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS, patience=HostPatience(run=60.0))
+        early = fleet.join()
+        await asyncio.sleep(61.0 + 2.0)
+        assert isinstance(fleet.ended[early], Deserted)
+        fleet.join()
+        world = await bus_world(None, fleet)
+        world.engine.kill()  # as SIGKILL: it says nothing
+        await asyncio.sleep(100.0)
+        assert isinstance(fleet.ended["host-1"], Deserted)
+        with pytest.raises(HeadraceError):
+            raise fleet.ended["host-1"]
+
+    virtual_time.run(case())
+
+
+def test_a_host_of_another_version_ends_with_a_sentence():
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS)
+        await fleet.open_bus().pin("run", msgspec.msgpack.encode({"session": "a", "version": "0.0.1", "field": "new"}))
+        who = fleet.join()
+        await asyncio.sleep(1.0)
+        with pytest.raises(
+            ConfigError, match=r"the run has headrace 0\.0\.1, and this host .+; install the same version"
+        ):
+            raise fleet.ended[who]
+
+    virtual_time.run(case())
+
+
+# --- a run that is killed ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_killed_goes_on_with_what_is_on_the_bus(tmp_path: Path):
+    """C7: nothing is lost or trained twice, and groups that were finished while the run was away are not sampled again."""
+
+    async def case() -> None:
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS, engine=lambda: FakeEngine(seconds_per_token=0.5))
+        fleet.join()
+        first = await bus_world(tmp_path / "run", fleet, steps=12, trainer=FakeTrainer(0.5))
+        running = asyncio.ensure_future(first.run())
+        await asyncio.sleep(12.0)
+        running.cancel()
+        first.engine.kill()
+        await asyncio.gather(running, return_exceptions=True)
+        done = len(first.trainer.batches)
+        assert 0 < done < 12
+        await asyncio.sleep(8.0)  # hosts finish what they have meanwhile
+        answers = await fleet.open_bus().unsettled("answers")
+        assert answers, "groups were finished while nobody was there"
+        second = await bus_world(tmp_path / "run", fleet, steps=12, trainer=FakeTrainer(0.5))
+        await second.run(resume=True)
+        await second.engine.close()
+        trained = Counter(group.ticket for batch in second.trainer.batches for group in batch.groups)
+        assert set(trained.values()) == {1} and len(trained) == 36
+        assert max(second.trained_lags()) <= 1
+        assert second.buffer.accounting().balance() == 0
+        kept = [fact for fact in second.facts.of(GroupEnded) if str(fact.ticket) in answers and fact.outcome == "ready"]
+        assert kept and min(fact.seconds for fact in kept) == 0.0, "they were taken as they were"
+
+    virtual_time.run(case())
+
+
+# --- properties --------------------------------------------------------------------------------------------------------
+
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10**6),
+        "groups": st.integers(1, 4),
+        "max_lag": st.integers(0, 3),
+        "token": st.sampled_from([0.01, 0.1, 1.0]),
+        "step": st.sampled_from([0.05, 0.5, 5.0]),
+        "load": st.sampled_from([0.0, 0.2, 3.0]),
+        "lost": st.sampled_from([0.0, 0.05, 0.2]),
+        "repeated": st.sampled_from([0.0, 0.3]),
+        "late": st.sampled_from([0.0, 0.3]),
+        "unsettled": st.sampled_from([0.0, 0.1]),
+        "hosts": st.integers(1, 4),
+        "deaths": st.lists(st.floats(0.0, 120.0), max_size=4),
+    }
+)
+
+
+async def _survives(schedule: dict[str, Any], open_bus: Callable[[], Bus]) -> None:
+    s = schedule
+    staleness = StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"])
+    fleet = Fleet(
+        open_bus=open_bus,
+        staleness=staleness,
+        engine=lambda: FakeEngine(
+            s["token"], s["load"], lambda rng: min(8, int(rng.paretovariate(0.7))), seed=s["seed"]
+        ),
+    )
+    loop, chance = asyncio.get_running_loop(), random.Random(s["seed"])
+
+    def replace() -> None:
+        fleet.join()
+        if alive := sorted(fleet.hosts):
+            fleet.kill(chance.choice(alive))
+
+    for when in s["deaths"]:
+        loop.call_later(when, replace)
+    world = await a_run(fleet, hosts=s["hosts"], steps=5, trainer=FakeTrainer(s["step"], publish_seconds=s["load"] / 3))
+    checked(world)
+    await fleet.end()
+
+
+def _faults(s: dict[str, Any]) -> BusFaults:
+    names = ("lost", "repeated", "late", "unsettled")
+    return BusFaults(**{name: s[name] for name in names}, shuffled=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(schedule=SCHEDULES)
+def test_every_contract_holds_whatever_the_bus_does(schedule: dict[str, Any]):
+    async def case() -> None:
+        await _survives(schedule, in_memory(MemoryServer(), _faults(schedule), schedule["seed"]))
+
+    virtual_time.run(case())
+
+
+@settings(max_examples=8, deadline=None)
+@given(schedule=SCHEDULES)
+def test_every_contract_holds_in_files_too(tmp_path_factory: pytest.TempPathFactory, schedule: dict[str, Any]):
+    directory, chance = tmp_path_factory.mktemp("bus"), random.Random(schedule["seed"])
+
+    async def case() -> None:
+        clock = asyncio.get_running_loop().time
+        await _survives(
+            schedule, lambda: FaultyBus(JsonlBus(directory, poll=0.5, clock=clock), _faults(schedule), chance)
+        )
+
+    virtual_time.run(case())

@@ -1,0 +1,165 @@
+"""Whole runs of a tiny model with rollout hosts in processes of their own: over files and over Redis, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis_server import a_redis_server
+from safetensors.torch import load_file
+from tiny_run import of, tiny_config, when_step
+
+import headrace
+from headrace.durable.journal import SteppedRecord, read_only
+from headrace.errors import ConfigError
+from headrace.observe.facts import RunEnded, Warned, WorkerJoined
+
+PATIENCE = 600.0
+
+
+@contextmanager
+def hosts(bus: str, count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Rollout hosts, as a person would start them."""
+    words = [sys.executable, "-m", "headrace", "rollouts", "--bus", bus, "--set", "engine.threads=1", *more]
+    started = [
+        subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for _ in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        for one in started:
+            if one.poll() is None:
+                one.kill()
+            one.communicate()
+
+
+def on_bus(directory: Path, model: Path, bus: str, **tables: Any) -> dict[str, Any]:
+    return tiny_config(directory, model, orchestration={"bus": bus}, **tables)
+
+
+def tickets_of(run: Path) -> list[int]:
+    return [ticket for step in read_only(run, SteppedRecord) for ticket in step.tickets]
+
+
+def finished(run: Path, steps: int, groups: int = 4) -> None:
+    (ended,) = of(run, RunEnded)[-1:]
+    assert ended.reason == "finished" and ended.step == steps
+    assert ended.accounting.balance() == 0 and ended.accounting.trained == steps * groups
+    tickets = tickets_of(run)
+    assert len(tickets) == len(set(tickets)) == steps * groups, "each ticket is trained at most once"
+
+
+def warned(run: Path) -> list[str]:
+    return [fact.message for fact in of(run, Warned)]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    (last,) = sorted((run / "checkpoints").iterdir())[-1:]
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(last.rglob("*.safetensors")):
+        found |= load_file(path)
+    assert found
+    return found
+
+
+SYNCHRONOUS: dict[str, Any] = {
+    "engine": {"exact": True, "threads": 1, "path": "hf"},
+    "staleness": {"max_lag": 0, "groups_per_step": 2},
+    "train": {"steps": 3, "threads": 1, "path": "torch"},
+}
+
+
+def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llama: Path, tmp_path: Path) -> None:
+    headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
+    bus = f"jsonl:{tmp_path / 'bus'}"
+    config = on_bus(tmp_path, tiny_llama, bus, **SYNCHRONOUS, eval={"prompts": 4, "samples": 2}, name="bus")
+    with hosts(bus, 1) as (host,):
+        result = headrace.train(config)
+        said = host.communicate(timeout=PATIENCE)[1]
+        assert host.returncode == 0 and "the run is over" in said
+    assert result.step == 3 and result.before and result.after and not result.after.failures
+    run = tmp_path / "runs" / "bus"
+    finished(run, 3, groups=2)
+    (joined,) = of(run, WorkerJoined)
+    assert joined.who.startswith("rollout host ") and joined.pid == host.pid
+    local, other = weights_of(tmp_path / "runs" / "local"), weights_of(run)
+    assert local.keys() == other.keys() and all(torch.equal(local[name], other[name]) for name in local)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "redis"])
+def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: Path, tmp_path: Path, kind: str) -> None:
+    """And the other one drains at SIGTERM, so that a third has to do the rest."""
+    with a_redis_server(tmp_path) if kind == "redis" else nullcontext() as server:
+        bus = server.url if server else f"jsonl:{tmp_path / 'bus'}"
+        run = tmp_path / "runs" / "tiny"
+        config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 12}, rollout={"max_tokens": 24})
+        with hosts(bus, 2) as (killed, drained), hosts(bus, 0) as later:
+            first = when_step(run, 3, lambda: os.kill(killed.pid, signal.SIGKILL))
+
+            def drain() -> None:
+                later.append(subprocess.Popen([*drained.args, "--groups", "8"], text=True, stderr=subprocess.PIPE))  # type: ignore[misc]
+                drained.terminate()
+
+            second = when_step(run, 6, drain)
+            result = headrace.train(config)
+            first.join(), second.join()
+            said = drained.communicate(timeout=PATIENCE)[1]
+            assert drained.returncode == 0 and "SIGTERM: taking no more" in said
+            assert later[0].wait(PATIENCE) == 0
+        assert result.step == 12
+        finished(run, 12)
+        assert any("is lost: it was silent" in message for message in warned(run))
+        assert any("has left" in message for message in warned(run))
+
+
+@pytest.mark.slow
+def test_redis_is_killed_in_the_middle_of_a_run_and_started_again(tiny_llama: Path, tmp_path: Path) -> None:
+    with a_redis_server(tmp_path) as server:
+
+        def again() -> None:
+            server.kill()
+            server.start()
+
+        run = tmp_path / "runs" / "tiny"
+        with hosts(server.url, 2) as both:
+            thread = when_step(run, 3, again)
+            result = headrace.train(on_bus(tmp_path, tiny_llama, server.url, train={"steps": 10}))
+            thread.join()
+            assert [one.wait(PATIENCE) for one in both] == [0, 0]
+        assert result.step == 10
+        finished(run, 10)
+        assert any("does not answer" in message for message in warned(run))
+        assert any("answers again" in message for message in warned(run))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_is_resumed_with_the_same_hosts(tiny_llama: Path, tmp_path: Path) -> None:
+    """C7: they notice its new process, and open their engines anew."""
+    bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
+    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 10})
+    code = f"import headrace; headrace.train({config!r})"
+    with hosts(bus, 2) as both:
+        first = subprocess.Popen([sys.executable, "-c", code])
+        when_step(run, 4, first.kill).join()
+        first.wait()
+        result = headrace.train(resume=run)
+        assert [one.wait(PATIENCE) for one in both] == [0, 0]
+    assert result.step == 10
+    finished(run, 10)
+
+
+def test_a_server_that_forgets_is_refused_unless_it_is_allowed(tiny_llama: Path, tmp_path: Path) -> None:
+    with a_redis_server(tmp_path, "--appendonly", "no") as server:
+        config = on_bus(tmp_path, tiny_llama, server.url)
+        with pytest.raises(ConfigError, match="keeps no append-only file.*orchestration.bus_forgets = true"):
+            headrace.train(config)

@@ -1,0 +1,93 @@
+"""Settings of the bus: what cannot work with it is refused with its remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace.config import check, load_config, read_config
+from headrace.errors import ConfigError
+from headrace.orchestration.bus.open_bus import open_bus
+from headrace.settings import bus_problems
+from headrace.weight_sync.config import way_of
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no bus": ({"orchestration": {"bus": "kafka://x"}}, "use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY"),
+    "a password": (
+        {"orchestration": {"bus": "redis://:secret@127.0.0.1:6379"}},
+        "put it into a file .* orchestration.token_file",
+    ),
+    "forgetful files": ({"orchestration": {"bus_forgets": True}}, "files forget nothing; remove it"),
+    "forgets what": (
+        {"orchestration": {"bus": "", "bus_forgets": True}},
+        "set orchestration.bus, or remove it",
+    ),
+    "a password of files": (
+        {"orchestration": {"token_file": "x"}},
+        'orchestration.token_file is for orchestration.kind = "join"',
+    ),
+    "engines that join": (
+        {"orchestration": {"kind": "join", "token_file": "x"}},
+        'rollout hosts, and orchestration.kind = "join" engines that join; remove one',
+    ),
+    "a server": ({"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}}, "is a server; remove one of them"),
+    "a fleet": ({"engine": {"replicas": 2}}, "start as many rollout hosts as you like"),
+    "cores": ({"engine": {"cores": [0]}}, "give headrace rollouts its own"),
+    "shared memory": ({"weight_sync": {"kind": "shared_memory"}}, 'use weight_sync.kind = "tcp"'),
+    "a broadcast": ({"weight_sync": {"kind": "broadcast"}}, 'use weight_sync.kind = "tcp"'),
+    "every address": ({"weight_sync": {"host": "0.0.0.0"}}, "name the one that rollout hosts reach"),
+    "a barrier": ({"partial": {"mode": "barrier"}}, "set it to inflight, or remove orchestration.bus"),
+    "cancelled groups": ({"partial": {"mode": "cancel_group"}}, "set it to inflight, or remove orchestration.bus"),
+    "cancelled tokens": ({"staleness": {"overdue": "cancel"}}, "set it to drop, or remove orchestration.bus"),
+    "a reference": (
+        {"algo": {"kl": {"place": "reward", "coef": 0.1}}},
+        "use algo.kl.place = loss, or remove orchestration.bus",
+    ),
+    "parity": ({"train": {"parity": "bitwise"}}, 'set it to "off", or remove orchestration.bus'),
+    "a teacher": ({"teachers": [{"name": "math", "path": "there"}]}, "remove orchestration.bus, or the teachers"),
+    "a gateway": ({"environment": {"kind": "gateway"}}, "hands out rollouts at one address"),
+    "adapters": (
+        {"lora": {"rank": 2}, "adapters": [{"name": "a"}, {"name": "b"}]},
+        "orchestration.bus serves one policy",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
+    tables, said = REFUSED[case]
+    place = {"bus": f"jsonl:{tmp_path}", **tables.get("orchestration", {})}
+    config = tiny_config(tmp_path, tmp_path, **{**tables, "orchestration": place})
+    with pytest.raises(ConfigError, match=said):
+        load_config(config)
+
+
+def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
+    config = load_config(tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}))
+    assert way_of(config.weight_sync, config.ends).kind == "tcp"
+    assert config.orchestration.at_home.bus == ""
+    for kind in ("http", "files"):
+        load_config(
+            tiny_config(tmp_path, tmp_path, orchestration={"bus": f"jsonl:{tmp_path}"}, weight_sync={"kind": kind})
+        )
+
+
+def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(tiny_config(tmp_path, tmp_path, orchestration={"bus": "redis://127.0.0.1:1"}))
+    monkeypatch.setattr(bus_problems, "is_installed", lambda module: module != "redis")
+    assert (
+        "orchestration.bus = redis://127.0.0.1:1 needs the package redis: pip install 'redis>=5.2,<9'"
+        in check(config)[0]
+    )
+    monkeypatch.setattr("headrace.orchestration.bus.open_bus.is_installed", lambda module: module != "redis")
+    with pytest.raises(ConfigError, match="jsonl:DIRECTORY needs none"):
+        open_bus("redis://127.0.0.1:1", "run", say=print)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name a directory that can be written"):
+        open_bus(f"jsonl:{tmp_path / 'file'}", "run", say=print)
