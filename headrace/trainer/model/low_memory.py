@@ -65,7 +65,7 @@ def make_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config:
     ]
     groups = [group for group in groups if group["params"]]
     lr, betas = config.learning_rate, (config.beta1, config.beta2)
-    if config.offload_optimizer or any(p.dtype != torch.float32 for p in trained):
+    if config.offload_optimizer or any(p.dtype == torch.bfloat16 for p in trained):
         return MixedAdamW(groups, lr, betas, config.offload_optimizer)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 

@@ -207,7 +207,9 @@ def compare_exactly(ranks: RankProcesses, name: str, parallel: ParallelConfig) -
     expected = exact_steps(directory, Single())
     found = ranks.run(exact_steps_of_rank, directory, parallel)[0]
     assert found.keys() == expected.keys()
+    before = load_model(directory, CPU).state_dict()
     for key, one in expected.items():
+        assert (one - before[key]).abs().max() > 1e-3, key
         assert (found[key] - one).abs().max() <= 1e-12, key
 
 
