@@ -64,13 +64,19 @@ def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, 
     return exact_steps(directory, Sharded(parallel, CPU), dist.get_rank() // parallel.tensor, places)
 
 
+NEAR = {"gemma3_text": 1e-9, "one-key-head": 1e-9}
+"""Norms of transformers compute in float32 in every dtype (Gemma's multiply with their weights in it too), and round sums of another
+order, such as those over repeated key heads, otherwise. The others come to 1e-12."""
+
+
 def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig) -> None:
     directory = tiny_models.saved(name)
-    expected = exact_steps(directory, Single())
+    expected, before = exact_steps(directory, Single()), load_model(directory, CPU).state_dict()
     for found in ranks.run(exact_steps_of_rank, directory, parallel):
         assert found.keys() == expected.keys()
         for key, one in expected.items():
-            assert (found[key] - one).abs().max() <= 1e-12, key
+            assert (one - before[key]).abs().max() > 1e-3, key
+            assert (found[key] - one).abs().max() <= NEAR.get(name, 1e-12), key
 
 
 def weights(one: TorchTrainer) -> dict[str, Tensor]:
