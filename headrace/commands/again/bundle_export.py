@@ -33,12 +33,12 @@ from headrace.version import __version__
 INCLUDED = ("code", "adapter", "weights")
 """The parts that a bundle holds only if they are asked for: source files that the settings name, and the state of the trainer before the step."""
 SECTIONS = ("seed", "rollout", "algo", "train", "lora", "staleness")
-"""The sections that the step depends on. They name no place; functions of a file are the exception, see `_Code`."""
+"""The sections that the step depends on. They name no place; functions of a file are the exception, see `CodeFiles`."""
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy", "reasoning-gym")
 
 
 @dataclass
-class _Code:
+class CodeFiles:
     """Collects the source files that settings name. A setting then names the file alone."""
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def export_bundle(
     course = plan_rerun(run_dir, step, step)
     config = settings_at(run_dir, step)
     _refuse_other_state(include, config)
-    code = _Code()
+    code = CodeFiles()
     bundle = _facts(run_dir, step, config, code=code)
     if "code" in include and code.unreadable:
         raise ConfigError(f"a file that the settings name cannot be packed: {code.unreadable[0]}")
@@ -87,7 +87,7 @@ def export_bundle(
                 console.print(
                     f"[yellow]this machine does not repeat the step: {escape(said)}; the bundle has the run's own record[/]"
                 )
-            _without_places(state, bundle.model)
+            without_places(state, bundle.model)
         write_bundle(file, bundle, code.texts if "code" in include else {}, state)
     _conclude(file, bundle, include, code=code, console=console, run_dir=run_dir)
     return 0
@@ -104,7 +104,7 @@ def _refuse_other_state(include: Collection[str], config: RunConfig) -> None:
         )
 
 
-def _facts(run_dir: Path, step: int, config: RunConfig, *, code: _Code) -> Bundle:
+def _facts(run_dir: Path, step: int, config: RunConfig, *, code: CodeFiles) -> Bundle:
     journaled = next(iter(read_steps(run_dir, {step - 1})), None)
     if journaled is None:
         raise HeadraceError(
@@ -130,7 +130,7 @@ def _facts(run_dir: Path, step: int, config: RunConfig, *, code: _Code) -> Bundl
     )
 
 
-def portable_settings(config: RunConfig, code: _Code) -> tuple[Tree, tuple[str, ...]]:
+def portable_settings(config: RunConfig, code: CodeFiles) -> tuple[Tree, tuple[str, ...]]:
     """Returns the settings that the step depends on, without places of this machine, and sentences about rewards that cannot be packed."""
     whole: Tree = tomllib.loads(dump_config(config))
     kept: Tree = {name: whole[name] for name in SECTIONS if name in whole}
@@ -195,8 +195,8 @@ async def _state_before(course: Any, before: Path, after: Path) -> tuple[Updates
     raise AssertionError("the course has its last step")
 
 
-def _without_places(state: Path, model: str) -> None:
-    """peft's settings name the directory of the base model."""
+def without_places(state: Path, model: str) -> None:
+    """Writes the name of the base model where peft's settings name its directory."""
     settings = state / "adapter_config.json"
     if settings.exists():
         said = json.loads(settings.read_text())
@@ -204,7 +204,7 @@ def _without_places(state: Path, model: str) -> None:
 
 
 def _conclude(
-    file: Path, bundle: Bundle, include: Collection[str], *, code: _Code, console: Console, run_dir: Path
+    file: Path, bundle: Bundle, include: Collection[str], *, code: CodeFiles, console: Console, run_dir: Path
 ) -> None:
     size = file.stat().st_size
     held = ", ".join(["prompts, completions, rewards and numbers", *(one for one in INCLUDED if one in include)])

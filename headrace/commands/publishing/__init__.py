@@ -1,1 +1,4 @@
-"""Commands that give a run's model away. Read `export_command.py` (the arguments of `headrace export`)."""
+"""Commands that give a run's model away.
+
+Read `export_command.py` (`headrace export`), `model_card.py` with `curve_picture.py` (the card of a model) and `hub.py` (uploading it).
+"""

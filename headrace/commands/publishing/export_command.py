@@ -1,31 +1,71 @@
-"""`headrace export RUN --to DIR`: saves a run's model as a directory that other libraries load."""
+"""`headrace export RUN [--to DIR] [--push ORG/NAME]`: saves a run's model as a directory that other libraries load, and uploads it."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
+from headrace.errors import ConfigError
 
 
 def add_export(commands: Commands) -> None:
     one = add_command(commands, "export", _export, "save a run's model as a directory that transformers loads")
     add_run(one)
-    one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
+    one.add_argument(
+        "--to", metavar="DIR", help="where to save it; must not exist or be empty; may be left out with --push"
+    )
     one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     add_step(one)
     one.add_argument(
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
+    one.add_argument(
+        "--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, with a card made from the run"
+    )
+    one.add_argument("--private", action="store_true", help="make the repository of --push a private one")
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    checkpoint = headrace.export(
-        run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge, step=arguments.step
-    )
-    adapter = (Path(arguments.to) / "adapter_config.json").exists()
-    reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
-    print(f"{arguments.to}: {checkpoint.name}, for {reader}.from_pretrained")
+    one = arguments
+    run_dir = run_directory(one.run)
+    if not one.to and not one.push:
+        raise ConfigError("--to DIR says where to save the model, or --push ORG/NAME where to upload it")
+    if one.private and not one.push:
+        raise ConfigError("--private belongs to --push ORG/NAME")
+    if one.push:
+        from headrace.commands.publishing.hub import check_name
+
+        check_name(one.push)
+    with ExitStack() as stack:
+        to = Path(one.to or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-"))) / "model")
+        checkpoint = headrace.export(run_dir, to, one.dtype, merge=one.merge, step=one.step)
+        if one.to:
+            adapter = (to / "adapter_config.json").exists()
+            reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
+            print(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
+        if one.push:
+            _push(run_dir, to, checkpoint, name=one.push, private=one.private)
     return 0
+
+
+def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: bool) -> None:
+    from headrace.commands.again.bundle_export import without_places
+    from headrace.commands.publishing.hub import push
+    from headrace.commands.publishing.model_card import write_card
+    from headrace.config import config_of_run, read_config
+    from headrace.orchestration.store.checkpoints import step_of
+
+    step = step_of(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
+        if (folder / "adapter_config.json").exists():  # whose copy here names the base model by its directory
+            folder = Path(shutil.copytree(folder, Path(scratch) / "model"))
+            path = Path(read_config(config_of_run(run_dir)).model.path)
+            without_places(folder, path.name if path.is_dir() else str(path))
+        write_card(run_dir, folder, step, name.rpartition("/")[2])
+        print(push(folder, name, private=private, message=f"Step {step} of a run with headrace {headrace.__version__}"))

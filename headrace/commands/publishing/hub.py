@@ -1,0 +1,42 @@
+"""Uploads an exported model to the Hugging Face hub, by its own client."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from headrace.errors import ConfigError, HeadraceError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for a name that no model can have."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"--push {name}: write the model's name as ORG/NAME, with your user name or an organisation of yours"
+        )
+
+
+def push(folder: Path, name: str, *, private: bool, message: str) -> str:
+    """Makes the repository if there is none, and uploads the folder. Returns the address of the (last) commit.
+
+    The client takes the token of `hf auth login` or HF_TOKEN, and the address of the hub from HF_ENDPOINT. Raises HeadraceError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    hub = HfApi(os.environ.get("HF_ENDPOINT"), library_name="headrace")
+    try:
+        hub.create_repo(name, private=private or None, exist_ok=True)
+        return str(hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message).commit_url)
+    except Exception as error:  # the client raises errors of several libraries
+        code = getattr(getattr(error, "response", None), "status_code", 0)
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        remedy = (
+            "hf auth login (or HF_TOKEN) with a token that may write there"
+            if code in (401, 403)
+            else "try again: nothing is lost"
+        )
+        raise HeadraceError(f"{name} was not uploaded ({said}): {remedy}") from error
