@@ -19,15 +19,21 @@ from hypothesis import strategies as st
 from headrace.engine.fake import FakeEngine
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
-from headrace.orchestration.bus.bus_port import Bus
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Bus, Posting
 from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
 from headrace.orchestration.bus.jsonl import JsonlBus
 from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
+from headrace.orchestration.groups.desk import BusDesk
+from headrace.orchestration.groups.errands import ErrandReply, GroupErrand, WeightsNotice
+from headrace.orchestration.groups.group_source import PlayedGroup
 from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
 from headrace.reports import EngineStats
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
+from headrace.types import Prompt
 
 NO_FAULTS = BusFaults()
 STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)
@@ -226,6 +232,83 @@ def test_hosts_leave_a_run_that_gives_no_sign():
         with pytest.raises(HeadraceError):
             raise fleet.ended["host-1"]
 
+    virtual_time.run(case())
+
+
+def test_groups_that_take_longer_than_the_lease_are_sampled_once():
+    async def case() -> None:
+        fleet = Fleet(
+            open_bus=in_memory(MemoryServer(lease=3.0)),
+            staleness=STALENESS,
+            engine=lambda: FakeEngine(seconds_per_token=2.0, length=lambda rng: 8),
+        )
+        world = await a_run(fleet, hosts=3)
+        checked(world)
+        assert world.engine._desk.repeated == 0
+
+    virtual_time.run(case())
+
+
+def test_a_reply_stays_on_the_bus_until_its_group_is_in_the_journal():
+    """However long that takes: a run that is resumed repeats steps before it asks for the groups that were in flight."""
+
+    async def case() -> None:
+        server = MemoryServer(lease=1.0)
+        host = MemoryBus(server)
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
+
+        async def nothing() -> None:
+            pass
+
+        desk = BusDesk(MemoryBus(server), "session", telemetry, nothing)
+        desk.expect(["5"])
+        working = asyncio.ensure_future(desk.run())
+        await host.post(Posting("answers", "5", msgspec.msgpack.encode(ErrandReply("host", PlayedGroup()))))
+        await asyncio.sleep(10.0)
+        assert await host.unsettled("answers") == {"5"} and desk.repeated == 0
+        reply = await desk.ask("5", GroupErrand(5, Prompt("p", "", (1,)), at_least=0))
+        assert reply.who == "host"
+        await asyncio.sleep(10.0)
+        assert await host.unsettled("answers") == {"5"}
+        desk.forget("5")
+        await asyncio.sleep(10.0)
+        assert await host.unsettled("answers") == set()
+        working.cancel()
+
+    virtual_time.run(case())
+
+
+def test_the_last_notice_is_of_the_newest_weights():
+    """Though an older one takes longer to be pinned."""
+
+    class Sticky(MemoryBus):
+        seconds = 5.0
+
+        async def pin(self, name: str, body: bytes) -> None:
+            if name == "weights":
+                self.seconds, mine = self.seconds / 5, self.seconds
+                await asyncio.sleep(mine)
+            await super().pin(name, body)
+
+    async def case() -> None:
+        fleet = Fleet(open_bus=lambda: Sticky(server), staleness=STALENESS)
+        fleet.join()
+        world = await bus_world(None, fleet)
+        await world.engine.load(await FakeTrainer().publish())
+        world.engine._bus.seconds = 5.0  # type: ignore[union-attr]
+        newer = FakeTrainer()
+        newer.versions[""] = 1
+        older = asyncio.ensure_future(world.engine._hosts_changed())
+        await asyncio.sleep(0.1)
+        await world.engine.load(await newer.publish())
+        await older
+        found = await fleet.open_bus().newer("weights")
+        assert found and msgspec.msgpack.decode(found.body, type=WeightsNotice).updates[""].version == 1
+        await world.engine.close()
+        await fleet.end()
+
+    server = MemoryServer()
     virtual_time.run(case())
 
 
