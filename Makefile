@@ -68,6 +68,7 @@ docs: setup
 	$(BIN)/python docs/make_settings.py
 	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_trl.py
+	$(BIN)/python docs/make_names.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

@@ -23,7 +23,6 @@ _BY_TOKENS = "which counts tokens, bounds memory, and never changes the gradient
 _STEPS = "which counts optimizer steps; prompts are drawn epoch after epoch until all steps are done"
 _LENGTH = "which holds prompt and completion together"
 _GROUPS = "which counts prompts, each with rollout.group_size completions"
-_ONE_DEVICE = "headrace trains on one device and serves on one"
 
 MEANINGS: dict[str, Meaning] = {
     # the model
@@ -136,9 +135,10 @@ MEANINGS: dict[str, Meaning] = {
     "gpu_memory_utilization": Meaning("vLLM and verl", "engine.kv_gib", "in GiB"),
     "vllm_gpu_memory_utilization": Meaning("TRL", "engine.kv_gib", "in GiB"),
     "max_num_seqs": Meaning("vLLM and verl", "engine.max_running"),
-    "use_vllm": Meaning("TRL", "", "the engine is headrace's own; remove it"),
-    "tensor_model_parallel_size": Meaning("verl", "", _ONE_DEVICE),
-    "n_gpus_per_node": Meaning("verl", "", _ONE_DEVICE),
+    "use_vllm": Meaning("TRL", 'engine.kind = "vllm"'),
+    "tensor_model_parallel_size": Meaning("verl", "", "a vLLM server takes it at its start, docs/engines.md"),
+    "n_gpus_per_node": Meaning("verl", "train.parallel.shard", "and the other axes of [train.parallel], docs/scale.md"),
+    "nnodes": Meaning("verl", "orchestration.kind", "docs/cluster.md"),
     # the run
     "output_dir": Meaning("TRL and prime-rl", "out", "the run's directory in it is called name"),
     "default_local_dir": Meaning("verl", "out", "the run's directory in it is called name"),

@@ -1,4 +1,4 @@
-"""docs/settings.md and the tables of docs/algorithms.md are what their scripts make of the sources; every setting says what it is for."""
+"""docs/settings.md and the tables of docs/algorithms.md and docs/coming_from.md are what their scripts make of the sources; every setting says what it is for."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def test_the_tables_of_algorithms_are_what_the_sources_say():
     assert page.read_text(encoding="utf-8") == made(page.read_text(encoding="utf-8")), (
         "a recipe has changed: run `make docs`"
     )
+
+
+def test_the_table_of_other_libraries_names_is_what_the_source_says():
+    page, made = DOCS / "coming_from.md", runpy.run_path(str(DOCS / "make_names.py"))["page"]
+    text = page.read_text(encoding="utf-8")
+    assert text == made(text), "a name has changed: run `make docs`"
+    assert "| `rollout.n` | verl | `rollout.group_size` |" in text
 
 
 def test_every_loss_says_its_formula():
