@@ -424,6 +424,12 @@ def test_a_name_has_one_meaning():
     assert not list(names_used_twice(PACKAGE))
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports them by name; it collects neither of two that share one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert [name for name in set(names) if names.count(name) > 1] == []
+
+
 def test_no_folder_is_crowded():
     assert [*crowded(PACKAGE), *crowded(ROOT / "tests")] == []
 

@@ -78,7 +78,7 @@ def check_experts(row: Row, one: Scored) -> None:
     assert row.routing and first and last
     size = first.layers * first.k * first.width
     own = (len(row.prompt) + len(one.episode.turns[0].completion.tokens) - 1) * size
-    assert row.routing.experts == first.experts + last.experts[own:] and len(first.experts) == own
+    assert row.routing.experts == first.experts + last.experts and len(first.experts) == own == last.start * size
     assert len(row.routing.experts) == (len(row.prompt) + len(row.tokens) - 1) * size
 
 

@@ -96,7 +96,7 @@ def test_bad_input_is_code_2_and_a_sentence(config, capsys, arguments, words):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["fly"], ["export", "run"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
+    "arguments", [[], ["fly"], ["export"], ["eval", "x.toml", "--prompts", "0"], ["train", "--nmae", "x"]]
 )
 def test_wrong_arguments_are_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from rank_processes import RankProcesses
 from sharded_case import CPU
-from test_pipeline import Piped, piped
+from test_stages import Piped, piped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
