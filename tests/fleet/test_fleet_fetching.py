@@ -22,6 +22,23 @@ SLICE = 0.002
 """Seconds for which an engine runs until it is looked at again. Its 25 MB take several of these on any machine."""
 
 
+PATIENT = """
+import json, time
+from pathlib import Path
+
+def share_of_e(prompts, completions, **columns):
+    here = Path(__file__).parent
+    while (here / "killed").exists() and not back(here / "runs" / "tiny" / "metrics.jsonl"):
+        time.sleep(0.05)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+
+def back(facts):
+    moved = [line for line in facts.read_text().splitlines() if '"MemberMoved"' in line]
+    return any(json.loads(line)["state"] == "serving" for line in moved)
+"""
+"""A reward that keeps the run from its end until the engine that was killed is back."""
+
+
 @pytest.fixture(scope="module")
 def wide_llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
     import shutil
@@ -85,12 +102,15 @@ def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: 
         weight_sync={"kind": kind, "encoding": "delta", "anchor_every": 1},
         train={"steps": steps, "learning_rate": 1e-6, "path": "torch", "dtype": "float32"},
         staleness={"groups_per_step": 2},
+        reward={"function": f"{tmp_path / 'patient.py'}:share_of_e", "timeout": 900.0},
     )
+    (tmp_path / "patient.py").write_text(PATIENT)
     killed: list[int] = []
 
     def kill() -> None:
         killed.append(engines_of(os.getpid())[0])
         kill_while_it_fetches(killed[0])
+        (tmp_path / "killed").write_text("")
 
     thread = when_step(run, 2, kill)
     result = headrace.train(config)
