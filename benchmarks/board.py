@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from headrace.batches import Group, Row
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.observe.board.browsing import RolloutQuery
@@ -26,7 +27,7 @@ from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
 from headrace.observe.records import METRICS, StepRow
 from headrace.reports import EngineStats, LoadReport, TrainReport
-from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 GROUPS, SIZE, TOKENS = 10, 10, 60

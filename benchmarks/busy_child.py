@@ -99,9 +99,10 @@ def engine(sequences: int) -> Callable[[], int]:
 
 def trainer(completions: int) -> Callable[[], int]:
     from headrace.algo.config import AlgoConfig
+    from headrace.batches import Batch, Group, Row
     from headrace.trainer.config import TrainConfig
     from headrace.trainer.step.trainer import TorchTrainer
-    from headrace.types import Batch, Group, Prompt, Row
+    from headrace.types import Prompt
 
     numbers = random.Random(0)
     made = TorchTrainer(model(), TrainConfig(learning_rate=1e-9), AlgoConfig(name="grpo"), seed=0)

@@ -26,6 +26,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group, Row
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.runners.decoder import FusedRunner
@@ -34,7 +35,7 @@ from headrace.engine.scoring_request import scoring
 from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
+from headrace.types import Prompt, Request, Sampling
 from headrace.weights import WeightUpdate
 
 Device = Literal["cpu", "cuda"]

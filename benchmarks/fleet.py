@@ -35,9 +35,8 @@ from headrace.orchestration.fleets.core_shares import members_of
 from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job
-from headrace.rollout_key import RolloutKey
 from headrace.steps import StepOutput
-from headrace.types import Request, Sampling
+from headrace.types import Request, RolloutKey, Sampling
 from headrace.weight_sync.directory import offer
 
 GROUPS, SIZE, PROMPT, NEW = 16, 8, 128, 96

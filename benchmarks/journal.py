@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.batches import Group, Row
 from headrace.durable.journal import (
     DrawnRecord,
     Journal,
@@ -40,7 +41,7 @@ from headrace.orchestration.store.snapshots import ControllerState
 from headrace.reports import TrainReport
 from headrace.rollouts.buffer import BufferState
 from headrace.steps import StepOutput
-from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 COLUMNS = ("journal: encode, write", "journal: flush", "passes", "checkpoint: state in flight")
 

@@ -30,6 +30,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch as TrainBatch
+from headrace.batches import Group, Row
 from headrace.config import load_config
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners import skeleton
@@ -42,8 +44,7 @@ from headrace.tasks.config import TaskConfig
 from headrace.tasks.reasoning_gym import ReasoningGymTask
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch as TrainBatch
-from headrace.types import Group, Prompt, Row
+from headrace.types import Prompt
 
 GROUPS, GROUP_SIZE, TRAINED_TOKENS = 8, 4, 24
 """Batch of the trainer: as in the demo, with half as many rollouts per prompt."""

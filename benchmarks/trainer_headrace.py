@@ -17,12 +17,13 @@ from trainer_process import Json, Stopwatch, child_main
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group, Row
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
+from headrace.types import Prompt, Request, Sampling
 from headrace.weights import WeightUpdate
 
 SHORTEST, LONGEST = 50, 400

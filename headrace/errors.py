@@ -50,7 +50,7 @@ class RolloutOver(Exception):
 
 
 class RolloutFailed(Exception):
-    """Raised by an environment whose rollout has failed for a reason that it knows: the fields of `types.Failure`."""
+    """Raised by an environment whose rollout has failed for a reason that it knows: the fields of `batches.Failure`."""
 
     def __init__(self, reason: str, detail: str, traceback: str = "") -> None:
         super().__init__(detail)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from headrace.batches import Batch, Failure
 from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
 from headrace.steps import StepOutput, Transcript
-from headrace.types import Batch, Completion, Episode, Failure, Prompt, Request, Scored
+from headrace.types import Completion, Episode, Prompt, Request, Scored
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:

@@ -1,12 +1,14 @@
 """The nouns of headrace: one frozen type per stage, each born complete.
 
-Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
+Read this file, then `batches.py`, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
-Every type is a `msgspec.Struct`: one definition for messages between processes (msgpack), the journal (JSON) and checkpoints.
+A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
+travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
 
-One small case runs through the examples of this file, of `rollout_key.py`, `weights.py`, `steps.py`, `reports.py` and `protocols.py`: two
-rollouts of a prompt of four tokens; version 5 goes live while the first is sampled. `tests/test_examples.py` evaluates them in this order.
+One small case runs through the examples of this file, of `batches.py`, `weights.py`, `steps.py`, `reports.py` and
+`protocols.py`: two rollouts of a prompt of four tokens; version 5 of the weights goes live while the first of them is sampled.
+`tests/test_examples.py` evaluates them in this order.
 
 Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequence, N packed tokens, V vocabulary.
 """
@@ -66,7 +68,8 @@ class Sampling(Struct, frozen=True):
 
 
 class Fork(Struct, frozen=True):
-    """A request to continue another one from one of its tokens, over its KV entries: only the last token kept is computed again.
+    """A request to continue another request from one of its tokens, over that request's KV entries: only the token before the
+    first one sampled is computed again.
 
     >>> fork = Fork(of="t12/0", at_token=2)  # keeps the prompt and the first two sampled tokens of t12/0
     """
@@ -78,7 +81,8 @@ class Fork(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """One completion asked of an engine. Requests with equal prompts share its KV entries: computed once per version of the weights.
+    """One completion asked of an engine. Requests with equal prompts (those of a group) share the prompt's KV entries: an engine
+    computes them once per version of the weights.
 
     >>> request = Request("t12/0", prompt.tokens, sampling)
     >>> continued = Request("b", (), sampling, fork=fork)  # a fork has no prompt of its own
@@ -89,7 +93,8 @@ class Request(Struct, frozen=True):
     """Empty for a fork."""
     sampling: Sampling
     prefix: tuple[int, ...] = ()
-    """Tokens already sampled for this request. They are forwarded, not sampled again or returned, and count towards `max_tokens`."""
+    """Tokens already sampled for this request, for example before an engine died. They are forwarded, not sampled again, they
+    count towards `max_tokens`, and the engine does not return them."""
     priority: int = 0
     """Requests with a lower number are admitted first, those with equal numbers in their order of arrival."""
     adapter: str = ""
@@ -105,8 +110,54 @@ class Request(Struct, frozen=True):
     """Return the experts that every position was routed to (`RoutingTrace`)."""
 
 
+class RolloutKey(Struct, frozen=True):
+    """The place of one completion in a run. `str` gives the request id, which is the same in every process.
+
+    >>> str(RolloutKey(12, 0)), str(RolloutKey(12, 0, turn=2)), str(RolloutKey(12, 0, adapter="math"))
+    ('t12/0', 't12/0.2', 'math:t12/0')
+    >>> RolloutKey.read("math:t12/0.2")
+    RolloutKey(ticket=12, index=0, turn=2, adapter='math', context='')
+    >>> str(RolloutKey(12, 0, turn=2, context="5e01"))
+    't12/0.2~5e01'
+    """
+
+    ticket: int
+    """Number of the group's prompt in the order of drawing, from 0. A ticket is drawn before its prompt is sampled, and given
+    back when the weights that its group trained are live, or when the group ends untrained (C1)."""
+    index: int
+    """Number of the rollout in its group, from 0."""
+    turn: int = 0
+    """Number of the turn in its rollout, from 0; 0 is not spelled out in the id."""
+    adapter: str = ""
+    """The adapter that is trained; empty where all weights are."""
+    context: str = ""
+    """A digest of the tokens before the turn (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
+    found again by the tokens that it was sampled after, and never used after others (C5)."""
+
+    def __str__(self) -> str:
+        owner, turn = f"{self.adapter}:" if self.adapter else "", f".{self.turn}" if self.turn else ""
+        context = f"~{self.context}" if self.context else ""
+        return f"{owner}t{self.ticket}/{self.index}{turn}{context}"
+
+    @classmethod
+    def read(cls, request_id: str) -> RolloutKey | None:
+        """Parses a request id; None for an id that belongs to no rollout (a probe, an evaluation)."""
+        adapter, _, name = request_id.rpartition(":")
+        ticket, _, rest = name.partition("/")
+        place, _, context = rest.partition("~")
+        index, _, turn = place.partition(".")
+        try:
+            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter, context)
+        except ValueError:
+            return None
+        right = str(key) == request_id and min(key.ticket, key.index, key.turn) >= 0
+        return key if right else None  # `int` accepts spellings that `str` never writes, such as "01"
+
+
 class VersionSpan(Struct, frozen=True):
-    """A run of tokens sampled by the same weights, from token `start` to the start of the next span; with an adapter, by its versions.
+    """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
+
+    A request that uses an adapter has the adapter's versions.
 
     >>> before = VersionSpan(start=0, version=4, kv_version=4)
     >>> after = VersionSpan(start=2, version=5, kv_version=4)  # new weights went live; the KV entries of before were kept
@@ -117,7 +168,8 @@ class VersionSpan(Struct, frozen=True):
     kv_version: int
     """The oldest version among the KV entries that these tokens attended to (<= version)."""
     mixed: bool = False
-    """Whether they were sampled while an update was streamed in: `version` is then the oldest in use; some parameters were newer."""
+    """Whether the tokens were sampled while an update was streamed in: `version` is then the oldest in use, and some
+    parameters were newer."""
 
 
 class TopLogprobs(Struct, frozen=True):
@@ -136,6 +188,7 @@ class TopLogprobs(Struct, frozen=True):
 
 class SamplingMask(Struct, frozen=True):
     """The vocabulary that top-k, top-p and min-p left at each position, as compressed sparse rows.
+
     An empty row means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
 
     >>> mask = SamplingMask(array("i", [9, 20]).tobytes(), array("q", [0, 2, 2]).tobytes())  # T = 2; nothing cut at the second
@@ -149,8 +202,10 @@ class SamplingMask(Struct, frozen=True):
 
 class RoutingTrace(Struct, frozen=True):
     """The experts chosen at every forwarded position: the prompt and the completion without its last token.
-    The choices are those that made the KV entries in use: those of another request that computed them, and the last ones for a position
-    computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been freed to make room).
+
+    The choices are those that made the KV entries in use. For a position whose entries another request computed, they are that
+    request's; for a position computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been
+    freed to make room), they are the last ones.
 
     >>> routing = RoutingTrace(layers=2, k=1, width=1, experts=bytes([3, 0, 1, 7]))  # two positions, two layers
     """
@@ -184,7 +239,8 @@ class Completion(Struct, frozen=True):
     error: str = ""
     """The cause, if `stop` is `error`."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, under the version of the first span."""
+    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, each given those before it, all
+    under the version of the first span."""
     prompt_top: TopLogprobs | None = None
     """[prompt - 1, k] the most probable tokens at the same positions."""
     top: TopLogprobs | None = None
@@ -201,7 +257,9 @@ class Completion(Struct, frozen=True):
         return [span.kv_version for span in self._unrolled()]
 
     def _unrolled(self) -> list[VersionSpan]:
-        ends = [*(s.start for s in self.spans[1:]), *([len(self.tokens)] if self.spans else ())]
+        if not self.spans:
+            return []
+        ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
         return [span for span, end in zip(self.spans, ends, strict=True) for _ in range(span.start, end)]
 
 
@@ -302,99 +360,3 @@ class Scored(Struct, frozen=True):
     """The steps of each turn under a process reward: tokens up to a step's end, its score, its weighted return (`parts/segmenting.py`)."""
     branches: tuple[Branch, ...] = ()
     """The ends of an episode that branches (`rollout.forks`); `reward` and `rewards` are then their means."""
-
-
-OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
-"""Reasons of failures that neither the data nor the reward function caused."""
-
-
-class Failure(Struct, frozen=True):
-    """A rollout that could not be sampled or scored. It is data with a reason (C2), never a reward of zero.
-
-    >>> failure = Failure("reward_raised", traceback="rewards.py:3, in exact\\nKeyError: 'b'")
-    >>> failure.kind, failure.outage
-    ('KeyError', False)
-    """
-
-    reason: str
-    """A short stable name: `reward_raised`, `reward_timeout`, `reward_nan`, `engine_error`, `prompt_too_long`, ..."""
-    detail: str = ""
-    traceback: str = ""
-    """The frames of the user's own function, and the exception as the last line; empty if nothing was raised."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the exception, if one was raised; else the reason."""
-        return self.traceback.rpartition("\n")[2].partition(":")[0] or self.reason
-
-    @property
-    def outage(self) -> bool:
-        """Whether the engine or the network failed, not the data or the reward: trying again later may help."""
-        return self.reason in OUTAGES
-
-
-class Row(Struct, frozen=True):
-    """One training row: a root-to-leaf path of an episode. All fields but `prompt` are [T] over the tokens behind the prompt.
-
-    >>> row = Row(prompt.tokens, (20, 9, 2), (-0.1, -0.7, -0.2), advantages=(0.5,) * 3, mask=(True,) * 3, versions=(4, 4, 5))
-    """
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """The sampler's. A token whose log-prob is not finite is left out of numerator and denominator, and is counted."""
-    advantages: tuple[float, ...]
-    mask: tuple[bool, ...]
-    """False keeps a token as context and takes it out of the loss and its denominator."""
-    versions: tuple[int, ...]
-    sampling_mask: SamplingMask | None = None
-    """[T] the vocabulary that was left at each position; rows are empty where nothing was cut, and for context."""
-    routing: RoutingTrace | None = None
-    """[T', layers, k] from the prompt's first token on; positions after the T'th were not recorded."""
-    teacher: TeacherTrace | None = None
-    """[T]"""
-    kv_versions: tuple[int, ...] = ()
-    """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
-
-
-class Group(Struct, frozen=True):
-    """G scored rollouts of one prompt with their advantages: the value that the buffer holds and the trainer consumes.
-
-    >>> wrong = Scored(Episode((Turn(prompt.tokens, Completion((8, 2), (-2.0, -0.3), (before,), "stop")),)), 0.0, {"exact": 0.0})
-    >>> other = Row(prompt.tokens, (8, 2), (-2.0, -0.3), advantages=(-0.5,) * 2, mask=(True,) * 2, versions=(4, 4))
-    >>> group = Group(ticket=12, prompt=prompt, scored=(right, wrong), rows=(row, other))  # advantage: reward - mean of rewards
-    """
-
-    ticket: int
-    """Its number in the order of admission (C1)."""
-    prompt: Prompt
-    scored: tuple[Scored, ...]
-    rows: tuple[Row, ...]
-    failures: tuple[Failure, ...] = ()
-    """Rollouts of this group that failed; the advantages compare the others among themselves."""
-    pairs: tuple[tuple[int, int], ...] = ()
-    """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
-
-
-class Batch(Struct, frozen=True):
-    """The groups that one optimizer step consumes.
-
-    >>> batch = Batch(step=5, groups=(group,))
-    >>> [[batch.step - version for version in one.versions] for one in batch.rows]  # the lag of every token
-    [[1, 1, 0], [1, 1]]
-    """
-
-    step: int
-    """Number of optimizer steps done before this one, so that lag = step - version."""
-    groups: tuple[Group, ...]
-    temperature: float = 1.0
-    adapter: str = ""
-    """The adapter that it trains; empty where all weights are trained."""
-    skippable: bool = True
-    """Whether the step is skipped if the algorithm rejects all its tokens; runs from before 2026-11-22 never skipped one."""
-    steps: int = 0
-    """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for group in self.groups for row in group.rows]

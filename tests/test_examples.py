@@ -12,9 +12,9 @@ from types import ModuleType
 
 import pytest
 
-from headrace import playing, protocols, reports, rollout_key, steps, types, weights
+from headrace import batches, playing, protocols, reports, steps, types, weights
 
-READING_ORDER = (types, rollout_key, weights, steps, reports, protocols, playing)
+READING_ORDER = (types, batches, weights, steps, reports, protocols, playing)
 PORTS_WITHOUT_A_VALUE = {
     "Agent",
     "Worker",

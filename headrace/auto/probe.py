@@ -20,12 +20,13 @@ import torch
 
 from headrace.auto.candidates import Candidate, Figures
 from headrace.auto.slices import Slice, slice_of
+from headrace.batches import Row
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.servable import read_model
 from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
-from headrace.types import Row, Struct
+from headrace.types import Struct
 
 ROWS, CONTEXT = 32, 40
 """Sequences that are decoded at once, and tokens in the cache of each."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from headrace.batches import OUTAGES
 from headrace.durable.journal import AnyRecord, GoneRecord, ReadyRecord
-from headrace.types import OUTAGES, Struct
+from headrace.types import Struct
 
 _CANCELLED = ("overdue", "interrupted")
 """Reasons that depend on when a group was generated, not on its prompt."""

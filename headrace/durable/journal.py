@@ -18,11 +18,12 @@ from typing import Literal, TypeVar
 import msgspec
 import xxhash
 
+from headrace.batches import Group
 from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
 from headrace.reports import TrainReport
-from headrace.types import Group, Prompt, Struct
+from headrace.types import Prompt, Struct
 
 JOURNAL = "journal.jsonl"
 

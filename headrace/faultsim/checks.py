@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case, GroupShape
 from headrace.faultsim.chance import Chance
@@ -44,7 +45,7 @@ from headrace.orchestration.store.storage import Storage
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.steps import StepOutput
-from headrace.types import Completion, Group
+from headrace.types import Completion
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 

@@ -16,9 +16,8 @@ from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, Process
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import EngineStats, LoadReport, capable
-from headrace.rollout_key import RolloutKey
 from headrace.steps import Finished, PromptScores, StepOutput
-from headrace.types import Request
+from headrace.types import Request, RolloutKey
 from headrace.weights import WeightUpdate
 
 MAX_RUNNING = 12

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
+from headrace.batches import Group, Row
 from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
@@ -30,11 +31,10 @@ from headrace.faultsim.case import GroupShape
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
 from headrace.faultsim.scorer import reward_of
 from headrace.observe.facts import Accounting, GroupEnded
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.rollout import seed_of
 from headrace.rollouts.staleness import StalenessConfig
-from headrace.types import Episode, Group, Row, VersionSpan
+from headrace.types import Episode, RolloutKey, VersionSpan
 
 MIN_ROLLOUTS = 2
 """Fewest scored rollouts of a group that can have contrast."""

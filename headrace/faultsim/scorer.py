@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.batches import Failure
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.faults import Disk
 from headrace.observe.telemetry import Telemetry
@@ -22,7 +23,7 @@ from headrace.scoring.services.config import ServiceConfig
 from headrace.scoring.services.fake_service import Misbehaviour, ScriptedPost
 from headrace.scoring.services.http_post import HttpAnswer
 from headrace.scoring.services.service import HttpService
-from headrace.types import Episode, Failure, Prompt, Scored
+from headrace.types import Episode, Prompt, Scored
 
 LATE = 40.0
 """Seconds: long enough for many other groups to be sampled and scored."""

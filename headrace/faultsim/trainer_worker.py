@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import xxhash
 
+from headrace.batches import Batch
 from headrace.errors import HeadraceError
 from headrace.faultsim.chance import Chance, Process
 from headrace.faultsim.engine_worker import opinion
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.reports import TrainReport
-from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
 WEIGHTS = "weights.txt"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from headrace.batches import Group
 from headrace.reports import EngineStats, LoadReport, PromptChoice, TrainReport
-from headrace.types import Group, Struct
+from headrace.types import Struct
 from headrace.weights import WeightUpdate
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.batches import Group
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import count_steps
 from headrace.observe.facts import (
@@ -37,7 +38,7 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.reports import TrainReport
-from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
+from headrace.types import Completion, Prompt, Scored, Struct, VersionSpan
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 

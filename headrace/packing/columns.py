@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.batches import Row
 from headrace.packing.pack import ROOT, Kept, Pack, Segment
 from headrace.packing.tree import Path, TreeNode, preorder
-from headrace.types import Row, SamplingMask, TeacherTrace
+from headrace.types import SamplingMask, TeacherTrace
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]

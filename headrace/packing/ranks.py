@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.batches import Row
 from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
 from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
 from headrace.packing.tree import LEAST_SAVED, TreeNode, first_fit, preorder, size_of
-from headrace.types import Row
 
 TOKEN_COST = 4096
 """The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.

@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.types import RoutingTrace, Row
+from headrace.batches import Row
+from headrace.types import RoutingTrace
 
 T = TypeVar("T")
 

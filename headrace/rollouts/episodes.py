@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import xxhash
 
+from headrace.batches import Failure
 from headrace.playing import EnvironmentKind
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.branching import as_tree, path_to, pivot_of
 from headrace.rollouts.notebook import Note, Page
 from headrace.rollouts.rollout import ForksConfig
 from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
-from headrace.types import Completion, Episode, Failure, Prompt, Scored
+from headrace.types import Completion, Episode, Prompt, RolloutKey, Scored
 
 OpenPage = Callable[[int, Sequence[Note]], Page]
 """Opens the page of a rollout, behind the notes of another one."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from headrace.rollout_key import RolloutKey
-from headrace.types import Struct
+from headrace.types import RolloutKey, Struct
 
 
 class Note(Struct, frozen=True, array_like=True):

@@ -17,9 +17,8 @@ from headrace.observe.health.waits import Waits
 from headrace.playing import TokenListener
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
-from headrace.rollout_key import RolloutKey
 from headrace.steps import StepOutput
-from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
+from headrace.types import Completion, Request, RolloutKey, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40

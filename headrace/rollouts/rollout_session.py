@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.batches import Failure
 from headrace.errors import RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits, TokenListener
 from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
-from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
+from headrace.types import Completion, Episode, Prompt, Request, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request, TokenListener | None], Awaitable[Completion]]

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.types import Group, Row
+from headrace.batches import Group, Row
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.errors import ConfigError
 from headrace.scoring.job import fail_raised
 from headrace.settings.extras import install
-from headrace.types import Failure
 
 
 @cache

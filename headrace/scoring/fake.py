@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.batches import Failure
 from headrace.scoring.job import fail_raised
-from headrace.types import Episode, Failure, Prompt, Scored
+from headrace.types import Episode, Prompt, Scored
 
 
 @dataclass

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.observe.health.patience import within
 from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.settings.user_code import one_line, traceback_of, unreachable
-from headrace.types import Episode, Failure, Struct
+from headrace.types import Episode, Struct
 
 Values = list[float | tuple[float, ...] | Failure | None]
 """One per completion: a finite number, one for each of its segments, a failure, or None if a function written for TRL does not apply."""

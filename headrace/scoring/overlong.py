@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from headrace.batches import Failure
 from headrace.protocols import Scorer
 from headrace.scoring.config import PUNISHMENT, OverlongConfig
-from headrace.types import Episode, Failure, Prompt, Scored
+from headrace.types import Episode, Prompt, Scored
 
 
 def soft_overlong_punishment(length: int, longest: int, cache: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.batches import Failure
 from headrace.errors import ConfigError
 from headrace.observe.telemetry import Telemetry
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
@@ -25,7 +26,7 @@ from headrace.scoring.services.http_post import HttpPoster, Poster
 from headrace.scoring.services.judge import Judge
 from headrace.scoring.services.service import HttpService
 from headrace.scoring.workers.threads import ThreadPool
-from headrace.types import Episode, Failure, Prompt, Scored
+from headrace.types import Episode, Prompt, Scored
 
 
 class RewardScorer:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from headrace.batches import Failure
 from headrace.sandbox.sandbox import Sandbox, SandboxLost, SandboxResult
 from headrace.sandbox.tool import sandbox_of_this_process
-from headrace.types import Failure
 
 SLOW = ("cpu", "time")
 """Reasons for which the other tests of the completion are not run: a group has one deadline."""

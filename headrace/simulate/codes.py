@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from headrace.batches import Row
 from headrace.simulate.distributions import normal_quantile
-from headrace.types import Row, Scored
+from headrace.types import Scored
 
 _SCALE = 1 << 30
 PROMPT = 3

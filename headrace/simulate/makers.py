@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace.types import Completion, Episode, Group, Prompt, Request, Row, Sampling, Scored, Stop, Turn, VersionSpan
+from headrace.batches import Group, Row
+from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, Stop, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 

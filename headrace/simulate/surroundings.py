@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.rollouts.rollout import seed_of
 from headrace.simulate.codes import PROMPT, difficulty, prompt_tokens, result_tokens
 from headrace.simulate.distributions import Distribution, fixed, solve_shift
-from headrace.types import Episode, Failure, Prompt, Request, Scored
+from headrace.types import Episode, Prompt, Request, Scored
 
 _SEEDS = 1 << 63
 

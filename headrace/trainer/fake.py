@@ -10,9 +10,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.batches import Batch
 from headrace.errors import WorkerDied
 from headrace.reports import LagStats, Noise, TrainReport
-from headrace.types import Batch
 from headrace.weights import AdapterSpec, WeightUpdate
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from headrace.algo.advantage.training_rows import Overlong, paths_of, reference_of, row_of, rows_of
+from headrace.batches import Row
 from headrace.types import (
     Completion,
     Episode,
     Prompt,
     RoutingTrace,
-    Row,
     SamplingMask,
     Scored,
     TeacherTrace,

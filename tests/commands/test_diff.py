@@ -12,11 +12,12 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console
 
 from headrace import cli
+from headrace.batches import Group
 from headrace.commands.looking.diff import RunComparison, compare_runs
 from headrace.commands.looking.diff_view import report
 from headrace.durable.journal import JOURNAL, AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.errors import ConfigError
-from headrace.types import Group, Prompt
+from headrace.types import Prompt
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [DrawnRecord(0.1, 3, Prompt("p3", "", (1, 2))), *records_of(FACTS)]

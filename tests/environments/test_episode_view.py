@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from headrace.algo.advantage.training_rows import rows_of
+from headrace.batches import Group
 from headrace.durable.journal import JournalStep
 from headrace.observe.numbers.rollout_view import view_rollout
 from headrace.observe.report.rollouts import rollouts
@@ -15,7 +16,7 @@ from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.loops.outcomes import Rolled, talk_of
 from headrace.reports import TrainReport
 from headrace.scoring.job import ScoringJob, call, transcript_of
-from headrace.types import Completion, Episode, Group, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("p", "5 and 7?", (1, 2), {"answer": "12"})
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 5, "b": 7}}}

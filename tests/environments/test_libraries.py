@@ -14,6 +14,7 @@ import textarena
 import tool_chats
 from tool_chats import WrittenAgent, play_said, play_steps
 
+from headrace.batches import Failure
 from headrace.config import load_config
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.libraries.attempts import open_reasoning_gym
@@ -24,7 +25,6 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played
 from headrace.tasks.reasoning_gym import columns_of
-from headrace.types import Failure
 
 
 @pytest.fixture(scope="module")

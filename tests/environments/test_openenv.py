@@ -20,6 +20,7 @@ import tool_chats
 from tool_chats import play_said
 from websockets.asyncio.server import ServerConnection, serve
 
+from headrace.batches import Failure
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.libraries.openenv import open_openenv
 from headrace.environments.workers.loading import LibrarySettings
@@ -27,7 +28,6 @@ from headrace.environments.workers.talk import AgentReply
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played
-from headrace.types import Failure
 
 PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(Path(__file__).parents[2] / ".venv-openenv/bin/python")
 """An interpreter with openenv, which is no package of ours: it brings sixty others (`make openenv-setup`)."""

@@ -13,12 +13,13 @@ from tiny_run import of, tiny_config
 from transformers import LlamaForCausalLM
 
 import headrace
+from headrace.batches import Row
 from headrace.config import load_config
 from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import GroupEnded
-from headrace.types import Row, Scored
+from headrace.types import Scored
 
 ENV = """
 async def play(agent, prompt, answer):

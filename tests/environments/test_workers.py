@@ -11,13 +11,14 @@ import pytest
 import tool_chats
 from tool_chats import CALL, WrittenEngine, play_all, pool_of
 
+from headrace.batches import Failure
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.workers import process as processes
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played, roll_out
-from headrace.types import Failure, Prompt
+from headrace.types import Prompt
 
 ENV = '''
 import asyncio, os, re, sys, time

@@ -20,12 +20,11 @@ from headrace.observe.facts import MemberMoved, Warned
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.reports import Capabilities
-from headrace.rollout_key import RolloutKey
 from headrace.simulate import virtual_time
 from headrace.simulate.makers import request, update
 from headrace.simulate.world import FactList
 from headrace.steps import StepOutput
-from headrace.types import Completion, Request, Sampling
+from headrace.types import Completion, Request, RolloutKey, Sampling
 from headrace.weights import AdapterSpec
 
 LENGTH = 20

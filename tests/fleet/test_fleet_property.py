@@ -20,7 +20,6 @@ from headrace.errors import IdentityError
 from headrace.observe.facts import GroupEnded, MemberMoved, TicketDrawn, WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
@@ -29,7 +28,7 @@ from headrace.simulate.world import World
 from headrace.steps import StepOutput
 from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion
+from headrace.types import Completion, RolloutKey
 
 SILENCE = 2.0
 MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier")

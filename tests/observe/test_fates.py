@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from headrace.batches import Group, Row
 from headrace.durable.spelling import encode
 from headrace.observe.diagnosis import verdicts
 from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
@@ -33,7 +34,7 @@ from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
 from headrace.simulate.distributions import Distribution
-from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 

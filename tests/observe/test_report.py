@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from fact_stream import FactStream, records_of, standing, write_journal
 
+from headrace.batches import Group
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
 from headrace.observe.numbers.lags import over_steps
@@ -20,7 +21,7 @@ from headrace.observe.records import summarise
 from headrace.observe.report import write_report
 from headrace.observe.report.data import bins, load
 from headrace.observe.resume import Resume
-from headrace.types import Episode, Group
+from headrace.types import Episode
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld
 
+from headrace.batches import Failure
 from headrace.engine.fake import FakeEngine
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
@@ -20,7 +21,7 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.settings.process_config import WatchConfig
 from headrace.simulate import virtual_time
-from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn
+from headrace.types import Completion, Episode, Prompt, Scored, Turn
 
 TABLE = {str(2 * number): 1.0 for number in range(10_000)}
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Failure
 from headrace.config import check, load_config
 from headrace.durable.journal import read_steps
 from headrace.engine.fake import FakeEngine
@@ -28,13 +29,12 @@ from headrace.observe.facts import GroupEnded, Warned
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.packing.plan import pack_rows
 from headrace.playing import Agent, EnvironmentKind, Limits
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn, roll_out, with_rewards
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, RolloutKey, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("p", "?", (1, 2))
 TWO = Limits(turns=2)

@@ -17,11 +17,11 @@ import torch
 from tiny_run import Config, of, tiny_config, when_step
 
 import headrace
+from headrace.batches import Group
 from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import Evaluated, RunEnded, WorkerLost
 from headrace.observe.records import StepRow
-from headrace.types import Group
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Failure, Row
 from headrace.config import load_config
 from headrace.durable.journal import read_steps
 from headrace.engine.fake import FakeEngine
@@ -30,7 +31,7 @@ from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Branch, Completion, Episode, Failure, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.types import Branch, Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("p", "?", (1, 2))
 

@@ -12,6 +12,7 @@ import pytest
 import tool_chats
 from tool_chats import CALL, WrittenEngine
 
+from headrace.batches import Failure
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.errors import ConfigError
@@ -19,7 +20,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played, roll_out
 from headrace.rollouts.notebook import Page
 from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Failure, Prompt
+from headrace.types import Completion, Prompt
 
 ENV = '''
 import asyncio, os, time

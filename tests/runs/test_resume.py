@@ -44,9 +44,8 @@ from headrace.orchestration.store.resume_rules import same_training
 from headrace.orchestration.store.run_directory import RunDirectory, configs_until
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
-from headrace.rollout_key import RolloutKey
 from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, Request, Sampling
+from headrace.types import Prompt, Request, RolloutKey, Sampling
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 

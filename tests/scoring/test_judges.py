@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.batches import Failure
 from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, RewardSpec
@@ -26,7 +27,7 @@ from headrace.scoring.services.fake_service import FakeService, ScriptedPost
 from headrace.scoring.services.judge import rewards_of_ranks
 from headrace.scoring.services.judge_answers import read_ranking, read_score, read_verdict
 from headrace.simulate import virtual_time
-from headrace.types import Failure, Scored
+from headrace.types import Scored
 from tests.scoring.test_services import MINIMAL, PROMPT, episode, failures, rewards
 
 

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.batches import Failure
 from headrace.errors import ConfigError
 from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
@@ -30,7 +31,7 @@ from headrace.scoring.overlong import punished, soft_overlong_punishment
 from headrace.scoring.reward_scorer import RewardScorer
 from headrace.simulate import virtual_time
 from headrace.tasks.reasoning_gym import columns_of
-from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.batches import Failure
 from headrace.config import check, load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import ScorerAsked
@@ -28,7 +29,7 @@ from headrace.scoring.services.fake_service import FakeService, ScriptedPost
 from headrace.scoring.services.service import HttpService
 from headrace.simulate import virtual_time
 from headrace.simulate.world import FactList
-from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4"})
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from headrace.batches import Failure
 from headrace.config import load_config, teacher_engine
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
@@ -27,7 +28,7 @@ from headrace.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score
 from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
 from headrace.scoring.teacher.vocabulary import vocabulary_problem
 from headrace.trainer.step.shadow import Shadow
-from headrace.types import Completion, Episode, Failure, Prompt, Scored, Stop, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Stop, Turn, VersionSpan
 from headrace.weight_sync.directory import DirectoryReceiver, offer
 from headrace.weights import WeightUpdate
 

@@ -15,6 +15,7 @@ import pytest
 from headrace import cli
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group
 from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
@@ -48,7 +49,7 @@ from headrace.simulate import virtual_time
 from headrace.simulate.codes import real_tokens
 from headrace.simulate.distributions import fixed, parse
 from headrace.simulate.surroundings import TurnShape
-from headrace.types import Batch, Completion, Episode, Group, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 

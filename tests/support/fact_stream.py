@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from headrace.batches import Failure, Group, Row
 from headrace.durable.journal import AnyRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.observe.facts import (
     Accounting,
@@ -30,7 +31,7 @@ from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.recorder import Recorder
 from headrace.observe.resume import Resume
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
-from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
 

@@ -14,7 +14,8 @@ import tiny_models
 import torch
 from torch import Tensor
 
-from headrace.types import RoutingTrace, Row, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.batches import Row
+from headrace.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 
 VOCABULARY = 96
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.workers.player import arguments
@@ -18,7 +19,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import Played, roll_out
 from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Failure, Prompt, VersionSpan
+from headrace.types import Completion, Prompt, VersionSpan
 
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
 _CHATML_TOOLS = (

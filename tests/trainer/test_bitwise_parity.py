@@ -19,6 +19,7 @@ from torch import Tensor
 
 import headrace
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group, Row
 from headrace.config import check, load_config
 from headrace.durable.journal import read_steps
 from headrace.engine.config import EngineConfig
@@ -37,7 +38,7 @@ from headrace.trainer.kernels import binding
 from headrace.trainer.step.bitwise import UnequalLogprobs
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Completion, Group, Prompt, Request, Row, Sampling, VersionSpan
+from headrace.types import Completion, Prompt, Request, Sampling, VersionSpan
 from headrace.weights import WeightUpdate
 
 DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]

@@ -16,6 +16,7 @@ from tiny_models import make
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import token_mean
+from headrace.batches import Row
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.models.resolve import resolve_model
@@ -26,7 +27,7 @@ from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
-from headrace.types import Request, Row, Sampling
+from headrace.types import Request, Sampling
 from headrace.weights import WeightUpdate
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tiny_models import prompts, reference, saved
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group, Row
 from headrace.config import load_config
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.lora import LoraConfig
@@ -20,7 +21,7 @@ from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.quantise import NF4, QuantisedLinear
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Row
+from headrace.types import Prompt
 
 PREFIX = "base_model.model."
 

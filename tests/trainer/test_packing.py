@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
+from headrace.batches import Row
 from headrace.packing import ROOT, Kept, Pack, Segment, StepPlan, pack_rows, pack_sequence, split_ranks
-from headrace.types import RoutingTrace, Row, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 
 NAN, INF = math.nan, math.inf
 

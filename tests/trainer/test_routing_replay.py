@@ -20,6 +20,7 @@ import transformers
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import token_mean
+from headrace.batches import Batch, Group, Row
 from headrace.commands.installed import parity
 from headrace.commands.installed.parity import ParityRow
 from headrace.engine.config import EngineConfig
@@ -34,7 +35,7 @@ from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import enable_checkpointing
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
+from headrace.types import Prompt, Request, Sampling
 from headrace.weights import WeightUpdate
 
 MIXTURES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]

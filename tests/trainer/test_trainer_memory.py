@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch, Group, Row
 from headrace.config import load_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.trainer.config import TrainConfig
@@ -21,7 +22,7 @@ from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_s
 from headrace.trainer.step.exporting import export_weights
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Row
+from headrace.types import Prompt
 
 LR, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.1
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import token_mean
+from headrace.batches import Row
 from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
 from headrace.trainer.forward.varlen import Varlen, is_right, varlen_kernel, varlen_of
-from headrace.types import Row, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.types import SamplingMask, TeacherTrace, TopLogprobs
 
 V = 61
 CPU = torch.device("cpu")

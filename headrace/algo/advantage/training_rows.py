@@ -9,17 +9,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from headrace.types import (
-    Completion,
-    Episode,
-    Prompt,
-    RoutingTrace,
-    Row,
-    SamplingMask,
-    Scored,
-    TeacherTrace,
-    TopLogprobs,
-)
+from headrace.batches import Row
+from headrace.types import Completion, Episode, Prompt, RoutingTrace, SamplingMask, Scored, TeacherTrace, TopLogprobs
 
 Overlong = Literal["train", "mask"]
 

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
+from headrace.batches import Failure
 from headrace.commands.again.bundle import FORMAT, Bundle, places_named, write_bundle
 from headrace.commands.again.replay import read_expected
 from headrace.commands.again.rerun import plan_rerun, rerun, settings_at
@@ -27,7 +28,6 @@ from headrace.orchestration.teaching import reward_weights
 from headrace.reports import differing
 from headrace.scoring.config import HANDED
 from headrace.settings.toml import Tree
-from headrace.types import Failure
 from headrace.version import __version__
 
 INCLUDED = ("code", "adapter", "weights")

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
+from headrace.batches import Batch
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError
@@ -29,7 +30,6 @@ from headrace.orchestration.teaching import reward_weights
 from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.protocols import Trainer
 from headrace.reports import TrainReport
-from headrace.types import Batch
 
 
 @dataclass(frozen=True)

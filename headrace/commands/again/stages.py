@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
+from headrace.batches import Failure, Group
 from headrace.commands.again.bundle import STATE, Bundle
 from headrace.commands.again.replay import beyond, is_exact, tolerance_of, worded
 from headrace.commands.again.rerun import batch_of, open_trainer
@@ -23,7 +24,7 @@ from headrace.observe.texts import plural
 from headrace.orchestration.build import build_scorer
 from headrace.reports import TrainReport, differing
 from headrace.scoring.config import BUILTIN, HANDED, RewardSpec, distinct
-from headrace.types import Failure, Group, Scored
+from headrace.types import Scored
 
 StageName = Literal["reward", "advantage", "loss", "backward", "optimizer"]
 BACKWARD = ("grad_norm", "skipped")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Row
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -27,7 +28,7 @@ from headrace.orchestration.workers.worker_messages import EngineStart, TrainerS
 from headrace.protocols import EngineCore, TrainerCore
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
-from headrace.types import Completion, Request, Row, Sampling
+from headrace.types import Completion, Request, Sampling
 from headrace.weights import Manifest, WeightUpdate
 
 Dtype = Literal["bfloat16", "float32"]

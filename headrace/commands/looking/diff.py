@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.batches import Group, Row
 from headrace.durable.journal import (
     JOURNAL,
     Damage,
@@ -26,7 +27,7 @@ from headrace.durable.journal import (
 )
 from headrace.errors import ConfigError
 from headrace.reports import TrainReport
-from headrace.types import Completion, Group, Row, Scored
+from headrace.types import Completion, Scored
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """|Δ log-prob| of one token, in nats, that another order of summation explains, by the engine's dtype."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from headrace.engine.fleet.member import Member
 from headrace.engine.request_book import Pending
-from headrace.rollout_key import RolloutKey
-from headrace.types import Request
+from headrace.types import Request, RolloutKey
 
 REMEMBERED = 1 << 14
 """Groups and requests whose places are remembered. Older ones are forgotten, which costs a prompt that is computed again."""

@@ -8,7 +8,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from headrace.types import Failure, Struct
+from headrace.batches import Failure
+from headrace.types import Struct
 
 _LENGTH = struct.Struct(">I")
 LARGEST = 64 << 20

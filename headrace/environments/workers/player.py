@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.environments.workers.episode_frames import (
     Cancel,
     ChatAsked,
@@ -27,7 +28,6 @@ from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, Rollou
 from headrace.environments.workers.tools import Toolbox, in_thread, is_async
 from headrace.playing import Resumes
 from headrace.settings.user_code import one_line, traceback_of
-from headrace.types import Failure
 
 _owner: ContextVar[int] = ContextVar("headrace_rollout", default=-1)
 """The rollout that a task works for."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, JournalStep
 from headrace.observe.board.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.board.journal_index import JournalIndex
@@ -17,7 +18,7 @@ from headrace.observe.report.draw.tables import table
 from headrace.observe.report.rollouts import rollout_table
 from headrace.observe.texts import clip, number, plural
 from headrace.reports import TrainReport
-from headrace.types import Group, Scored
+from headrace.types import Scored
 
 PAGE = 12
 """Rollouts of one answer."""

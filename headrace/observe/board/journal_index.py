@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, DrawnRecord, ReadyRecord, read_record
 from headrace.observe.board.group_table import FARTHEST
 from headrace.observe.board.growing import Growing
-from headrace.types import Group, Prompt
+from headrace.types import Prompt
 
 PLACE = np.dtype([("offset", "i8"), ("length", "i8")])
 _HEAD = re.compile(

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from headrace.batches import Group, Row
 from headrace.durable.journal import JournalStep
 from headrace.observe.numbers.turn_view import TurnView, story, view_turns
 from headrace.observe.records import answer_of
-from headrace.types import Completion, Episode, Group, Row, Struct, VersionSpan
+from headrace.types import Completion, Episode, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token; joined, they are the whole text."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.batches import Batch
 from headrace.errors import WorkerDied
 from headrace.orchestration.clients.rank_group import trainer_worker
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Launcher
 from headrace.reports import TrainReport
-from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.types import Episode, Failure, Prompt, Scored, Struct
+from headrace.batches import Failure
+from headrace.types import Episode, Prompt, Scored, Struct
 
 
 class PlayedGroup(Struct, frozen=True):

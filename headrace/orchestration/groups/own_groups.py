@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from headrace.batches import Failure
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.groups.group_source import PlayedGroup, Seen
 from headrace.orchestration.loop_plan import LoopPlan
@@ -17,7 +18,7 @@ from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout import seed_of
 from headrace.rollouts.rollout_session import Decode, Played, Room, TurnAsked
 from headrace.settings.process_config import EvalConfig
-from headrace.types import Completion, Failure, Prompt, Request, Scored
+from headrace.types import Completion, Prompt, Request, Scored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from headrace.batches import Failure
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, GroupEnded, Warned
 from headrace.observe.numbers.shares import PROMPTS, WINDOW, Recent
 from headrace.observe.texts import counted, percent
 from headrace.orchestration.loops.outcomes import Firsts, Rolled
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Failure
 
 _LONG = 8
 """Length of the long window, in short windows."""

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+from headrace.batches import Failure
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.groups.group_source import GroupSource
 from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
-from headrace.types import Failure, Prompt, Scored
+from headrace.types import Prompt, Scored
 
 
 class Evaluator:

@@ -14,6 +14,7 @@ same `Buffer.count`, and to the curriculum with the same `Curriculum.count`.
 
 from __future__ import annotations
 
+from headrace.batches import Batch, Group
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.observe.facts import GroupEnded, PromptChosen, TicketDrawn, WeightsLive
@@ -22,7 +23,7 @@ from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, st
 from headrace.reports import PromptChoice, TrainReport
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Delivery
-from headrace.types import Batch, Group, Prompt
+from headrace.types import Prompt
 from headrace.weights import WeightUpdate
 
 

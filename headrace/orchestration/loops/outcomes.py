@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace.batches import Failure, Group
 from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained
 from headrace.reports import TrainReport
-from headrace.types import Episode, Failure, Group, Prompt, Scored
+from headrace.types import Episode, Prompt, Scored
 
 Outcome = Literal["ready", "dropped", "failed"]
 

@@ -31,6 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
+from headrace.batches import Group
 from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.orchestration.loop_plan import LoopPlan
@@ -40,7 +41,6 @@ from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.reports import TrainReport, differing
 from headrace.rollouts.staleness import judge
-from headrace.types import Group
 
 _REMEDIES = {
     "all_rejected": "The bounds of algo.correction, or the clip, reject every token: widen them, lower staleness.max_lag, or use "

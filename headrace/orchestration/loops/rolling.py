@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from headrace.batches import Group
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.types import Group, Prompt
+from headrace.types import Prompt
 
 
 class Rolling:

@@ -37,12 +37,11 @@ from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.snapshots import ControllerState
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, joined
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request
+from headrace.types import Completion, Request, RolloutKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,10 @@ from headrace.observe.facts import CheckpointSaved
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Trainer
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
-from headrace.types import Completion, Struct
+from headrace.types import Completion, RolloutKey, Struct
 
 CONTROLLER = "controller.msgpack"
 

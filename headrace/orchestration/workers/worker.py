@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.batches import Batch
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
@@ -36,7 +37,6 @@ from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.reports import TrainReport
-from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:

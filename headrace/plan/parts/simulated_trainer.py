@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.batches import Batch
 from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.rates.rates import TrainerRates
 from headrace.reports import TrainReport
 from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
-from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
+from headrace.batches import Batch, Failure, Group
 from headrace.config import RunConfig
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
@@ -32,7 +33,7 @@ from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout import seed_of
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate.distributions import empirical
-from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
+from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]

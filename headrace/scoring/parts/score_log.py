@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import xxhash
 
+from headrace.batches import Failure
 from headrace.durable.atomic_files import AppendFile, read_lines, replace_file
 from headrace.errors import HeadraceError
 from headrace.scoring.job import ScoringJob, Values
-from headrace.types import Failure, Struct
+from headrace.types import Struct
 
 SCORES = "scores.jsonl"
 LARGEST = 4 << 20

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from headrace.batches import Failure
 from headrace.scoring.job import Ask, Effort, ScoringJob, Values
 from headrace.scoring.parts.comparing import compared, key_of, shuffled_by
 from headrace.scoring.services.config import JudgeConfig
@@ -26,7 +27,6 @@ from headrace.scoring.services.judge_answers import (
     read_verdict,
     system_message,
 )
-from headrace.types import Failure
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.batches import Failure
 from headrace.scoring.job import Effort, ScoringJob, Values, offered, read_values
 from headrace.scoring.services.config import ServiceConfig
 from headrace.scoring.services.endpoint import BadAnswer, Endpoint
 from headrace.scoring.services.http_post import Poster
-from headrace.types import Failure
 
 
 class HttpService:

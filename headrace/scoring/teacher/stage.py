@@ -16,19 +16,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.batches import Failure
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine, Scorer
-from headrace.types import (
-    Completion,
-    Episode,
-    Failure,
-    Prompt,
-    Request,
-    Sampling,
-    Scored,
-    TeacherTrace,
-    TopLogprobs,
-)
+from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
 
 Takes = Callable[[Prompt], bool]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from headrace.batches import Failure
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine, Scorer
 from headrace.scoring.teacher.stage import REFUSED, Takes, ask, slice_of
-from headrace.types import Episode, Failure, Prompt, Scored, Turn
+from headrace.types import Episode, Prompt, Scored, Turn
 
 Message = dict[str, Any]
 _FOR_TEMPLATES = ("role", "content", "tool_calls", "tool_call_id", "name")

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.batches import Row
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
@@ -37,7 +38,6 @@ from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.by_plan import split_by_plan
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.whole_experts import split_experts
-from headrace.types import Row
 
 
 class Sharded:

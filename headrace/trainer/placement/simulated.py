@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.batches import Row
 from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.placement.port import Body, Microbatch, Precision
-from headrace.types import Row
 
 T = TypeVar("T")
 DEADLINE = 600.0

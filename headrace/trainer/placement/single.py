@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.batches import Row
 from headrace.packing import Pack, StepPlan, pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.placement.port import Body, Microbatch, Precision
-from headrace.types import Row
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.batches import Row
 from headrace.packing import Pack, StepPlan, fill_up, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
@@ -30,7 +31,6 @@ from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.model_stages import Chain, Stages
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.schedule import run_schedule
-from headrace.types import Row
 
 
 class Staged:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
+from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.packing import Pack, StepPlan, pack_sequence
 from headrace.reports import TrainReport
@@ -45,7 +46,6 @@ from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.sums import Sums
-from headrace.types import Batch
 from headrace.weights import AdapterSpec
 
 

@@ -16,6 +16,7 @@ import tool_chats
 from gateway_agent import LONGEST
 from written_turns import as_sampled, encoder_of
 
+from headrace.batches import Failure
 from headrace.environments.atropos.atropos_environment import open_atropos
 from headrace.environments.atropos.trainer_facts import TrainerFacts
 from headrace.environments.config import EnvironmentConfig
@@ -23,7 +24,7 @@ from headrace.environments.kinds import ADDRESS_FILE
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.types import Completion, Failure, Prompt, VersionSpan
+from headrace.types import Completion, Prompt, VersionSpan
 
 GROUP = 2
 

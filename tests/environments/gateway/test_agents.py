@@ -13,6 +13,7 @@ import pytest
 import tool_chats
 from written_turns import Model, encoder_of
 
+from headrace.batches import Failure
 from headrace.config import load_config
 from headrace.environments.agents.agent_environment import open_agents
 from headrace.environments.agents.printed_reward import printed_reward
@@ -20,7 +21,7 @@ from headrace.environments.config import EnvironmentConfig
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
-from headrace.types import Failure, Prompt
+from headrace.types import Prompt
 
 AGENT = """
 import json, os, signal, socket, subprocess, sys, time

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantage.training_rows import rows_of
+from headrace.batches import Failure
 from headrace.environments.conversation import Conversation, with_tools
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
@@ -22,7 +23,7 @@ from headrace.playing import Limits
 from headrace.rollouts.episodes import Played
 from headrace.rollouts.rollout_session import RolloutSession
 from headrace.simulate import virtual_time
-from headrace.types import Completion, Failure, Prompt, Scored
+from headrace.types import Completion, Prompt, Scored
 
 TOOL = {
     "type": "function",

@@ -14,10 +14,11 @@ import tool_chats
 from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
+from headrace.batches import Failure
 from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, ChatTree
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.types import Completion, Failure
+from headrace.types import Completion
 from headrace.web.limits import ServerLimits
 
 ADD: Any = {

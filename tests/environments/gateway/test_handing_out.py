@@ -20,6 +20,7 @@ from gateway_agent import LONGEST, user
 from written_turns import Model, encoder_of
 
 import headrace
+from headrace.batches import Failure
 from headrace.cli import main
 from headrace.config import load_config
 from headrace.environments.agents.handing_out import open_handing_out
@@ -29,7 +30,7 @@ from headrace.environments.kinds import ADDRESS_FILE
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
-from headrace.types import Failure, Prompt
+from headrace.types import Prompt
 
 
 class Service:

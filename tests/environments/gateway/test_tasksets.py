@@ -21,6 +21,7 @@ from tiny_run import of, tiny_config
 from written_turns import Model, check_rows, encoder_of
 
 import headrace
+from headrace.batches import Failure
 from headrace.commands.installed.doctor import taskset_findings
 from headrace.config import load_config
 from headrace.durable.journal import read_steps
@@ -31,7 +32,7 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import Evaluated, GroupEnded
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
-from headrace.types import Failure, Prompt
+from headrace.types import Prompt
 
 TASKSET = """
 import os, sys, time

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 
+from headrace.batches import Failure
 from headrace.environments.conversation import Conversation
 from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway import Gateway
@@ -16,7 +17,7 @@ from headrace.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.environments.gateway.text_tree import TextTree
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, RolloutSession
-from headrace.types import Failure, Prompt
+from headrace.types import Prompt
 from headrace.web.limits import ServerLimits
 
 LONGEST = 120

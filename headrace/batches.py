@@ -1,0 +1,103 @@
+"""The values of training: rollouts that failed, training rows, groups with their advantages, and the batch of a step.
+
+The examples go on with the values of those in `types.py`.
+"""
+
+from __future__ import annotations
+
+from headrace.types import Prompt, RoutingTrace, SamplingMask, Scored, Struct, TeacherTrace
+
+OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
+"""Reasons of failures that neither the data nor the reward function caused."""
+
+
+class Failure(Struct, frozen=True):
+    """A rollout that could not be sampled or scored. It is data with a reason (C2), never a reward of zero.
+
+    >>> failure = Failure("reward_raised", traceback="rewards.py:3, in exact\\nKeyError: 'b'")
+    >>> failure.kind, failure.outage
+    ('KeyError', False)
+    """
+
+    reason: str
+    """A short stable name: `reward_raised`, `reward_timeout`, `reward_nan`, `engine_error`, `prompt_too_long`, ..."""
+    detail: str = ""
+    traceback: str = ""
+    """The frames of the user's own function, and the exception as the last line; empty if nothing was raised."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the exception, if one was raised; else the reason."""
+        return self.traceback.rpartition("\n")[2].partition(":")[0] or self.reason
+
+    @property
+    def outage(self) -> bool:
+        """Whether the engine or the network failed, not the data or the reward: trying again later may help."""
+        return self.reason in OUTAGES
+
+
+class Row(Struct, frozen=True):
+    """One training row: a root-to-leaf path of an episode. All fields but `prompt` are [T] over the tokens behind the prompt.
+
+    >>> row = Row(prompt.tokens, (20, 9, 2), (-0.1, -0.7, -0.2), advantages=(0.5,) * 3, mask=(True,) * 3, versions=(4, 4, 5))
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The sampler's. A token whose log-prob is not finite is left out of numerator and denominator, and is counted."""
+    advantages: tuple[float, ...]
+    mask: tuple[bool, ...]
+    """False keeps a token as context and takes it out of the loss and its denominator."""
+    versions: tuple[int, ...]
+    sampling_mask: SamplingMask | None = None
+    """[T] the vocabulary that was left at each position; rows are empty where nothing was cut, and for context."""
+    routing: RoutingTrace | None = None
+    """[T', layers, k] from the prompt's first token on; positions after the T'th were not recorded."""
+    teacher: TeacherTrace | None = None
+    """[T]"""
+    kv_versions: tuple[int, ...] = ()
+    """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
+
+
+class Group(Struct, frozen=True):
+    """G scored rollouts of one prompt with their advantages: the value that the buffer holds and the trainer consumes.
+
+    >>> wrong = Scored(Episode((Turn(prompt.tokens, Completion((8, 2), (-2.0, -0.3), (before,), "stop")),)), 0.0, {"exact": 0.0})
+    >>> other = Row(prompt.tokens, (8, 2), (-2.0, -0.3), advantages=(-0.5,) * 2, mask=(True,) * 2, versions=(4, 4))
+    >>> group = Group(ticket=12, prompt=prompt, scored=(right, wrong), rows=(row, other))  # advantage: reward - mean of rewards
+    """
+
+    ticket: int
+    """Its number in the order of admission (C1)."""
+    prompt: Prompt
+    scored: tuple[Scored, ...]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...] = ()
+    """Rollouts of this group that failed; the advantages compare the others among themselves."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Its preferences: places in `scored` of a chosen and a rejected rollout. Only for losses of pairs (`algo/policy/pairs.py`)."""
+
+
+class Batch(Struct, frozen=True):
+    """The groups that one optimizer step consumes.
+
+    >>> batch = Batch(step=5, groups=(group,))
+    >>> [[batch.step - version for version in one.versions] for one in batch.rows]  # the lag of every token
+    [[1, 1, 0], [1, 1]]
+    """
+
+    step: int
+    """Number of optimizer steps done before this one, so that lag = step - version."""
+    groups: tuple[Group, ...]
+    temperature: float = 1.0
+    adapter: str = ""
+    """The adapter that it trains; empty where all weights are trained."""
+    skippable: bool = True
+    """Whether the step is skipped if the algorithm rejects all its tokens; runs from before 2026-11-22 never skipped one."""
+    steps: int = 0
+    """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.groups for row in group.rows]
