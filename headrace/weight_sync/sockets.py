@@ -1,10 +1,13 @@
-"""Connections that carry weights, over TLS or not, and small messages on them: a length, then msgpack."""
+"""Connections that carry weights, over TLS or not: who listens for them, and small messages on them (a length, then msgpack)."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import struct
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -14,6 +17,41 @@ LONGEST = 4096
 """Bytes of a message."""
 
 _LENGTH = struct.Struct("<I")
+
+
+INTRODUCTION = 10.0
+"""Seconds for a first message to arrive."""
+
+
+class ConnectionServer:
+    """Listens at a free port of `host`, and serves each connection in a thread of its own, with INTRODUCTION as its first timeout."""
+
+    def __init__(self, host: str, serve: Callable[[socket.socket], None], *, at_once: int) -> None:
+        """`serve`: closes the connection. `at_once`: connections at a time; more are closed. Raises OSError if it cannot listen there."""
+        self._listening = socket.create_server((host, 0), family=family_of(host))
+        self.address: tuple[str, int] = host, self._listening.getsockname()[1]
+        self._serve, self._places = serve, threading.BoundedSemaphore(at_once)
+        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The place, as an update names it."""
+        return {"host": self.address[0], "port": self.address[1]}
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listening.accept()
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._served, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _served(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(INTRODUCTION)
+            self._serve(connection)
+        finally:
+            self._places.release()
 
 
 def family_of(host: str) -> socket.AddressFamily:

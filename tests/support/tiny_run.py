@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from headrace.durable.journal import count_steps
 from headrace.observe.records import read_metrics
 
@@ -130,3 +133,21 @@ def kill_after_a_step(config: Config, directory: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's last checkpoint."""
+    (last,) = sorted((run / "checkpoints").iterdir())[-1:]
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(last.rglob("*.safetensors")):
+        found |= load_file(path)
+    assert found
+    return found
+
+
+SYNCHRONOUS: dict[str, Any] = {
+    "engine": {"exact": True, "threads": 1, "path": "hf"},
+    "staleness": {"max_lag": 0, "groups_per_step": 2},
+    "train": {"steps": 3, "threads": 1, "path": "torch"},
+}
+"""Tables with which two runs of the same seed have the same weights, wherever their engines are."""

@@ -20,11 +20,11 @@ import msgspec
 import torch
 
 from headrace.protocols import WeightSender
-from headrace.weight_sync.over_tcp.tcp import INTRODUCTION, PATIENCE, RANGES, Question, Tcp, TcpServer, WeightReply
+from headrace.weight_sync.over_tcp.tcp import PATIENCE, RANGES, Question, Tcp, TcpServer, WeightReply
 from headrace.weight_sync.packed import fingerprint_of
 from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
 from headrace.weight_sync.slots import PIECE, Manifests, Part, Slots, anonymous_memory
-from headrace.weight_sync.sockets import reach, read_message, receive_into, send_message
+from headrace.weight_sync.sockets import INTRODUCTION, reach, read_message, receive_into, send_message
 from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 
 

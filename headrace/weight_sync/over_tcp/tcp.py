@@ -15,7 +15,6 @@ import functools
 import hmac
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,7 +28,7 @@ from headrace.web.tls import pinned_context, server_context
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.ranges import ByteRange, make_up
 from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
-from headrace.weight_sync.sockets import family_of, reach, read_message, receive_into, send_message
+from headrace.weight_sync.sockets import INTRODUCTION, ConnectionServer, reach, read_message, receive_into, send_message
 from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ T = TypeVar("T")
 
 PATIENCE = 60.0
 """Seconds in which no byte of an answer arrives, or a piece of it cannot be sent, until a connection counts as broken."""
-INTRODUCTION = 10.0
-"""Seconds for a question to arrive."""
 AT_ONCE = 64
 """Connections that are served at a time. More are closed."""
 TRIES = 3
@@ -106,39 +103,24 @@ class TcpServer:
 
     def __init__(self, offers: WeightShelf, transport: Tcp) -> None:
         """Raises OSError if it cannot listen at that address, ConfigError for a certificate that cannot be used."""
-        self._offers, self._token, self._host = offers, transport.token, transport.host
+        self._offers, self._token = offers, transport.token
         self._tls = transport.tls.serving() if transport.tls else None
-        self._listening = socket.create_server((self._host, 0), family=family_of(self._host))
-        self._port = self._listening.getsockname()[1]
-        self._places = threading.BoundedSemaphore(AT_ONCE)
-        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+        self._connections = ConnectionServer(transport.host, self._serve, at_once=AT_ONCE)
 
     @property
     def address(self) -> tuple[str, int]:
-        return self._host, self._port
+        return self._connections.address
 
     def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
-        return {"host": self._host, "port": self._port}
-
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
+        return self._connections.where
 
     def _serve(self, connection: socket.socket) -> None:
         """Errors end the connection, and the engine at its other end reports them."""
-        try:
-            connection.settimeout(INTRODUCTION)
-            with contextlib.suppress(OSError, ValueError), self._secured(connection) as connection:
-                asked = msgspec.msgpack.decode(read_message(connection), type=Question)
-                if hmac.compare_digest(asked.token.encode(), self._token.encode()):
-                    connection.settimeout(PATIENCE)
-                    self._answer(connection, asked)
-        finally:
-            self._places.release()
+        with contextlib.suppress(OSError, ValueError), self._secured(connection) as connection:
+            asked = msgspec.msgpack.decode(read_message(connection), type=Question)
+            if hmac.compare_digest(asked.token.encode(), self._token.encode()):
+                connection.settimeout(PATIENCE)
+                self._answer(connection, asked)
 
     def _secured(self, connection: socket.socket) -> socket.socket:
         """Raises OSError if the other end does not begin TLS as it must."""

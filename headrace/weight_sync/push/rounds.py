@@ -42,15 +42,13 @@ from headrace.weight_sync.push.round_messages import (
     RefuseWeights,
     RoundFailed,
 )
-from headrace.weight_sync.sockets import family_of, read_message, send_message
+from headrace.weight_sync.sockets import ConnectionServer, read_message, send_message
 
 if TYPE_CHECKING:
     from headrace.weight_sync.offers import OfferedVersion, Offers
 
 GATHER = 0.5
 """Seconds for which those that have asked wait for the others. Whoever has not asked by then is waited for no more until it asks."""
-INTRODUCTION = 10.0
-"""Seconds for a first message to arrive."""
 AT_ONCE = 256
 """Connections at a time. More are closed."""
 
@@ -95,48 +93,33 @@ class BroadcastServer:
     def __init__(self, offers: Offers, host: str, token: str, patience: float) -> None:
         """Raises OSError if it cannot listen at that address."""
         self._offers, self._token, self._patience = offers, token, patience
-        self._listening = socket.create_server((host, 0), family=family_of(host))
-        self._host, self._port = host, self._listening.getsockname()[1]
-        self._places = threading.BoundedSemaphore(AT_ONCE)
         self._keys, self._events = Keys(), queue.SimpleQueue[Event]()
         self._members: list[GroupMember] = []
         self._group: StandingGroup | None = None
         self._groups = self._rounds = 0
-        for work in (self._accept, self._run):
-            threading.Thread(target=work, name="weights", daemon=True).start()
+        self._connections = ConnectionServer(host, self._serve, at_once=AT_ONCE)
+        threading.Thread(target=self._run, name="weights", daemon=True).start()
 
     def where(self, name: str, offer: OfferedVersion) -> dict[str, Any]:
-        return {"host": self._host, "port": self._port}
+        return self._connections.where
 
     # -- connections ------------------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
-
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection, suppress(OSError, ValueError):
-                connection.settimeout(INTRODUCTION)
-                message = msgspec.msgpack.decode(read_message(connection, LONGEST_VALUE), type=FromEngine)
-                token = getattr(message, "token", "")
-                if not hmac.compare_digest(token.encode(), self._token.encode()):
-                    return
-                match message:
-                    case JoinGroup():
-                        self._listen(GroupMember(connection=connection, gpu=message.gpu))
-                    case PutKey():
-                        self._keys.put(message.group, message.key, message.value)
-                        send_message(connection, KeyValue())
-                    case GetKey():
-                        value = self._keys.get(message.group, message.key, self._patience)
-                        send_message(connection, KeyValue(value or b"", value is None))
-        finally:
-            self._places.release()
+        with connection, suppress(OSError, ValueError):
+            message = msgspec.msgpack.decode(read_message(connection, LONGEST_VALUE), type=FromEngine)
+            token = getattr(message, "token", "")
+            if not hmac.compare_digest(token.encode(), self._token.encode()):
+                return
+            match message:
+                case JoinGroup():
+                    self._listen(GroupMember(connection=connection, gpu=message.gpu))
+                case PutKey():
+                    self._keys.put(message.group, message.key, message.value)
+                    send_message(connection, KeyValue())
+                case GetKey():
+                    value = self._keys.get(message.group, message.key, self._patience)
+                    send_message(connection, KeyValue(value or b"", value is None))
 
     def _listen(self, member: GroupMember) -> None:
         """Reads what a member says, for as long as it is there."""
@@ -231,7 +214,7 @@ class BroadcastServer:
             0,
             len(members) + 1,
             backend=backend,
-            address=self._host,
+            address=self._connections.address[0],
             patience=self._patience,
             tell=lambda what: self._events.put((number, what)),
         )

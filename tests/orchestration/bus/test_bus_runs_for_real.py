@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from redis_server import a_redis_server
-from safetensors.torch import load_file
-from tiny_run import of, tiny_config, when_step
+from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
 
 import headrace
 from headrace.durable.journal import SteppedRecord, read_only
@@ -60,22 +59,6 @@ def finished(run: Path, steps: int, groups: int = 4) -> None:
 
 def warned(run: Path) -> list[str]:
     return [fact.message for fact in of(run, Warned)]
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    (last,) = sorted((run / "checkpoints").iterdir())[-1:]
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(last.rglob("*.safetensors")):
-        found |= load_file(path)
-    assert found
-    return found
-
-
-SYNCHRONOUS: dict[str, Any] = {
-    "engine": {"exact": True, "threads": 1, "path": "hf"},
-    "staleness": {"max_lag": 0, "groups_per_step": 2},
-    "train": {"steps": 3, "threads": 1, "path": "torch"},
-}
 
 
 def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llama: Path, tmp_path: Path) -> None:

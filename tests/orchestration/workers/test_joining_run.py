@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_run import of, tiny_config, when_step
+from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
 
 import headrace
 from headrace.observe.facts import RunEnded, Warned, WorkerJoined, WorkerLost
@@ -64,22 +63,6 @@ def offering(directory: Path, port: int, *more: str, count: int = 1) -> Iterator
 def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str, Any]:
     place = {"kind": "join", "listen": f"127.0.0.1:{port}", "token_file": str(token_file(directory))}
     return tiny_config(directory, model, orchestration={**place, **tables.pop("orchestration", {})}, **tables)
-
-
-def weights_of(run: Path) -> dict[str, torch.Tensor]:
-    (last,) = sorted((run / "checkpoints").iterdir())[-1:]
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(last.rglob("*.safetensors")):
-        found |= load_file(path)
-    assert found
-    return found
-
-
-SYNCHRONOUS: dict[str, Any] = {
-    "engine": {"exact": True, "threads": 1, "path": "hf"},
-    "staleness": {"max_lag": 0, "groups_per_step": 2},
-    "train": {"steps": 3, "threads": 1, "path": "torch"},
-}
 
 
 def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit(
