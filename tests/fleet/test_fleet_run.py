@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import engines_of, of, tiny_config, when_step
+from tiny_run import engines_of, held_reward, of, release, tiny_config, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded
@@ -77,6 +77,7 @@ def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: P
             one,
             engine={"urls": [one.url, two.url]},
             train={"steps": steps, "learning_rate": 1e-2},
+            reward=held_reward(tmp_path),
         )
 
         def change() -> None:
@@ -84,6 +85,7 @@ def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: P
             assert not added.error, added.error
             removed = ask(run, PoolQuestion("remove", one.url), DEADLINE)
             assert not removed.error and [member.name for member in removed.members] == [two.url, three.url]
+            release(tmp_path)
 
         thread = when_step(run, 2, change)
         assert headrace.train(config).step == steps

@@ -20,11 +20,22 @@ from headrace.observe.records import read_metrics
 Config = dict[str, Any]
 
 REWARD = """
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
 def share_of_e(prompts, completions, **columns):
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 def share_of_o(prompts, completions, **columns):
     return [text.count("o") / max(len(text), 1) for text in completions]
+
+def held(prompts, completions, **columns):
+    metrics = HERE / "runs" / "tiny" / "metrics.jsonl"
+    while metrics.exists() and metrics.read_text().count('"StepTrained"') >= 2 and not (HERE / "released").exists():
+        time.sleep(0.05)
+    return share_of_e(prompts, completions)
 """
 
 
@@ -50,6 +61,15 @@ def tiny_config(directory: Path, model: Path, **tables: Any) -> Config:
     for name, table in tables.items():
         config[name] = {**config.get(name, {}), **table} if isinstance(table, dict) else table
     return config
+
+
+def held_reward(directory: Path) -> Config:
+    """The table `reward` of a run that does not get far beyond its second step until `release` is called, however slow the machine is."""
+    return {"function": f"{directory / 'reward.py'}:held", "timeout": 900.0}
+
+
+def release(directory: Path) -> None:
+    (directory / "released").write_text("")
 
 
 def of(directory: Path, kind: type) -> list[Any]:

@@ -78,13 +78,16 @@ async def opened(
 LONG = 500
 """Tokens of a request that something happens to in its middle: this process may not run for a second on a busy machine."""
 
+ENDLESS = 10_000
+"""Tokens of a request that must not end before it is aborted."""
+
 
 @pytest.fixture
 def long_llama(tiny_llama: Path, tmp_path: Path) -> Path:
     """The same weights with room for them."""
     directory = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     described = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 2048}))
+    (directory / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 2 * ENDLESS}))
     return directory
 
 
@@ -100,7 +103,7 @@ async def sampled(engine: Engine) -> int:
 
 def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, open_launcher(tmp_path), context_length=LONG + 100) as (engine, _):
+        async with opened(long_llama, open_launcher(tmp_path), context_length=ENDLESS + 100, kv_gib=0.1) as (engine, _):
             whole = await engine.generate(request("whole", PROMPT, 20, seed=1, top_logprobs=2, return_mask=True))
             assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
             assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
@@ -135,7 +138,7 @@ async def controlled(engine: Engine) -> None:
     assert {(await task).stop for task in running} == {"length"} and not late.done()
     await engine.resume()
     assert (await late).stop == "length"
-    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}", PROMPT, LONG, seed=1))) for i in range(6)]
+    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}", PROMPT, ENDLESS, seed=1))) for i in range(6)]
     before = await sampled(engine)
     await until(begun)
     await engine.abort()
@@ -146,7 +149,7 @@ async def controlled(engine: Engine) -> None:
 
 def test_the_fake_is_controlled_alike() -> None:
     async def go() -> None:
-        engine = FakeEngine(seconds_per_token=0.001, length=lambda rng: LONG)
+        engine = FakeEngine(seconds_per_token=0.001, length=lambda rng: ENDLESS)
         await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         await controlled(engine)
         with pytest.raises(ValueError, match="nobody is not known"):
