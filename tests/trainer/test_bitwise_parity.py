@@ -226,7 +226,6 @@ def test_settings_for_which_it_is_not_proven_are_refused(sets: dict[str, Any], w
 @pytest.mark.parametrize(
     "name, settings, words",
     [
-        ("gemma3_text", {}, "family gemma3_text"),
         ("mixtral", {}, "family mixtral"),
         ("qwen2", {"path": "torch"}, "does not run through the C"),
     ],

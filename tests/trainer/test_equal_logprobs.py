@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral-sliding": {"head_dim": 48},
     "qwen2": {"head_dim": 16, "num_attention_heads": 4},
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
+    "gemma3_text": {"head_dim": 32, "num_key_value_heads": 2},
 }
 
 _saved = TemporaryDirectory(prefix="headrace-equal-")

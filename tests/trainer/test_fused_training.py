@@ -311,7 +311,7 @@ KINDS = {
     "mistral-sliding": ALL,
     "qwen2-sliding": ALL,
     "qwen3": ALL,
-    "gemma3_text": ALL[:4],  # norms before and after each half of a layer
+    "gemma3_text": ALL,
     "qwen3_moe-mixed": ALL,
     "mixtral": ("norms", "products", "attention", "layers"),
     "olmoe": ("norms", "products", "layers"),  # norms over all heads at once

@@ -6,6 +6,9 @@
 // 1 / rms of n numbers, from the sum of their squares in sixteen parts (RMSNorm, arXiv:1910.07467).
 static inline float inverse_rms(f16x squares, int n, float eps) { return 1.f / std::sqrt(sum(squares) / n + eps); }
 
+// x + side by weight: what the norm of a layer's result adds to the residual stream.
+static inline f16x plus_normed(f16x x, f16x side, float by, f16x weight) { return x + side * by * weight; }
+
 // The two halves of a head, rotated by an angle (rotary embedding, arXiv:2104.09864): a cos - b sin, b cos + a sin.
 struct Turned {
     float first, second;

@@ -31,6 +31,9 @@ TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 """Largest differences of hidden states and of gradients from the model's own, relative to their norm. Rounding gives 1e-5 and, with
 sums that begin with a large residual stream (SmolLM2), 1.3e-4."""
 
+GEMMA_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+"""Norms of a layer of Gemma 3 besides the usual two."""
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -146,7 +149,8 @@ def _fuse_ends(model: Any, served: bool) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is nn.Linear and head.bias is None:
         head.packed = PackedWeight()
-    if served and type(embedding) is nn.Embedding and embedding.max_norm is None:
+    plain = type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale")  # the other is Gemma's
+    if served and plain and embedding.max_norm is None:
         setattr(embedding, "forward", MethodType(_embedding, embedding))  # noqa: B010 (mypy knows the class)
 
 
@@ -163,11 +167,15 @@ def _parts(module: Any) -> fused_products.Layer:
     return module.packed, module.weight, module.bias
 
 
-def _onto(total: Tensor, x: Tensor, module: Any) -> Tensor:
-    """total + module(x): in one operation where the layer is plain."""
+def _onto(total: Tensor, x: Tensor, module: Any, norm: Any = None) -> Tensor:
+    """total + module(x), or its norm: in one operation, or two, where the layer is plain."""
     if not _plain(module):
-        return total + module(x)
-    return fused_products.linear_onto(total, x, _parts(module), _factors())
+        return total + (module(x) if norm is None else norm(module(x)))
+    if norm is None:
+        return fused_products.linear_onto(total, x, _parts(module), _factors())
+    (side,) = fused_products.linears(x, [_parts(module)], _factors(), [True])
+    weight, eps, unit = norm.weight, norm.fused.eps, norm.fused.unit
+    return fused_ops.add_rms_norm(total, side, weight=weight, eps=eps, unit=unit, dtype=_factors())
 
 
 def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) -> tuple[Tensor, ...]:
@@ -251,8 +259,9 @@ def _inner(module: Any, x: Tensor) -> Tensor:
 
 def _embedding(module: Any, tokens: Tensor) -> Tensor:
     """Returns the embeddings of tokens, rounded as in the engine."""
-    found = type(module).forward(module, tokens)
-    return fused_ops.rounded(found.float()) if _low() else found
+    found = nn.Embedding.forward(module, tokens)
+    found = fused_ops.rounded(found.float()) if _low() else found
+    return found * getattr(module, "scalar_embed_scale", 1.0)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -343,31 +352,34 @@ def _segments(tree: Any) -> Segments:
 
 
 def _fuse_layers(model: Any, forward: Forward) -> list[Any]:
-    parts = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+    norms = {"input_layernorm", "post_attention_layernorm"}
     found = []
     for module in model.modules():
-        if {name for name, _ in module.named_children()} == parts:
-            norm = module.post_attention_layernorm
-            if isinstance(getattr(norm, "fused", None), NormSpec):
+        names = {name for name, _ in module.named_children()}
+        if names >= norms and names - norms in ({"self_attn", "mlp"}, {"self_attn", "mlp", *GEMMA_NORMS}):
+            names -= {"self_attn", "mlp"}
+            if all(isinstance(getattr(getattr(module, name), "fused", None), NormSpec) for name in names):
                 module.forward = MethodType(_layer, module)
                 found.append(module)
     return found
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """x + attention(norm(x)), then x + mlp(norm(x)): sums begin with x, as the engine's do."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): sums begin with x, as the engine's do. Gemma adds norms of both results."""
     attention, mlp = module.self_attn, module.mlp
+    before_mlp, after_attention, after_mlp = module.post_attention_layernorm, None, None
+    if hasattr(module, "pre_feedforward_layernorm"):
+        after_attention, before_mlp = before_mlp, module.pre_feedforward_layernorm
+        after_mlp = module.post_feedforward_layernorm
     normed = module.input_layernorm(hidden_states)
     mixed = None if args or not _is_fused(attention) else _mixed(attention, normed, **kwargs)
     if mixed is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
-    total = _onto(hidden_states, mixed, attention.o_proj)
-    normed = module.post_attention_layernorm(total)
-    return (
-        _onto(total, _inner(mlp, normed), mlp.down_proj)
-        if _is_fused(mlp) and hasattr(mlp, "gelu")
-        else total + mlp(normed)
-    )
+    total = _onto(hidden_states, mixed, attention.o_proj, after_attention)
+    normed = before_mlp(total)
+    if _is_fused(mlp) and hasattr(mlp, "gelu"):
+        return _onto(total, _inner(mlp, normed), mlp.down_proj, after_mlp)
+    return total + (mlp(normed) if after_mlp is None else after_mlp(mlp(normed)))
 
 
 def _is_fused(module: Any) -> bool:

@@ -29,7 +29,14 @@ STRETCH = 32
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
     """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0."""
-    return _Norm.apply(x, _served(weight, dtype), eps, unit, dtype)
+    return _Norm.apply(x, _served(weight, dtype), eps, unit, dtype, None)
+
+
+def add_rms_norm(
+    total: Tensor, x: Tensor, *, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
+) -> Tensor:
+    """total + x / rms(x) · (weight + unit), all float32; the weight is rounded to `dtype`. Gemma adds the results of its layers so."""
+    return _Norm.apply(x, _served(weight, dtype), eps, unit, torch.float32, total.contiguous())
 
 
 def _served(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,12 +69,14 @@ def _parts(rows: int, width: int, wanted: bool) -> tuple[Tensor | None, Tensor |
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype, onto: Tensor | None
+    ) -> Tensor:
         x, width = x.contiguous(), x.shape[-1]
         rows = x.numel() // width
         y, scale = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
         wide = x.dtype == torch.float32, dtype == torch.float32
-        kernels().headrace_norm(*wide, *map(address, (x, weight, y, scale)), rows, width, eps, unit)
+        kernels().headrace_norm(*wide, *map(address, (x, weight, y, scale)), rows, width, eps, unit, address(onto))
         ctx.save_for_backward(x, weight, scale)
         ctx.unit, ctx.dtype = unit, dtype
         return y
@@ -84,7 +93,7 @@ class _Norm(torch.autograd.Function):
         d_y = d_y.contiguous()  # by a name: nothing else would hold a copy while the kernel reads it
         given = (x, weight, scale, d_y, d_x, d_weight, parts)
         kernels().headrace_norm_backward(*wide, *map(address, given), rows, width, ctx.unit)
-        return d_x, d_weight, None, None, None
+        return d_x, d_weight, None, None, None, d_y if ctx.needs_input_grad[5] else None
 
 
 def gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:

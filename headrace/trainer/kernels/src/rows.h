@@ -52,7 +52,8 @@ static void gather(const float* parts, int count, int n, float* to, bool add) {
     });
 }
 
-// RMSNorm (arXiv:1910.07467) of x [rows, n]. `unit` is added to the weight (Gemma's norms store it less one).
+// RMSNorm (arXiv:1910.07467) of x [rows, n]. `unit` is added to the weight (Gemma's norms store it less one), and the result to
+// `onto` [rows, n] unless that is null.
 template <class S, class T>
 struct Norm {
     const S* x;
@@ -61,16 +62,19 @@ struct Norm {
     float* scale;  // [rows]: 1 / rms
     int rows, n;
     float eps, unit;
+    const float* onto;
 
     void forward() const {
         team::each(stretches(rows), [&](int item) {
-            float *v = team::room<float>(3 * lanes(n)), *d = v + lanes(n), *w = d + lanes(n);
+            float *v = team::room<float>(4 * lanes(n)), *d = v + lanes(n), *w = d + lanes(n), *o = w + lanes(n);
             expand(weight, n, w);
             for (int c = 0; c < n; c++) w[c] += unit;
             for (int r = item * STRETCH; r < std::min(rows, (item + 1) * STRETCH); r++) {
                 expand(x + (size_t)r * n, n, v);
                 float by = scale[r] = inverse_rms(squares(v, n), n, eps);
-                for (int c = 0; c < lanes(n); c += 16) store(d + c, load(v + c) * by * load(w + c));
+                if (onto) expand(onto + (size_t)r * n, n, o);
+                for (int c = 0; c < lanes(n); c += 16)
+                    store(d + c, onto ? plus_normed(load(o + c), load(v + c), by, load(w + c)) : load(v + c) * by * load(w + c));
                 shrink(d, n, y + (size_t)r * n);
             }
         });

@@ -5,8 +5,8 @@
 
 namespace {
 template <class S, class T>
-Norm<S, T> norm(const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
-    return {(const S*)x, weight, (T*)y, scale, rows, n, eps, unit};
+Norm<S, T> norm(const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit, const float* onto = nullptr) {
+    return {(const S*)x, weight, (T*)y, scale, rows, n, eps, unit, onto};
 }
 template <class S, class T>
 void norm_back(const Norm<S, T>& n, const void* dy, void* dx, float* weight_gradient, float* parts) {
@@ -72,8 +72,8 @@ void headrace_log_probabilities(int wide, const void* hidden, int rows, int k, c
     else if (wide_x) DO(float, bf16);       \
     else DO(bf16, bf16);
 
-void headrace_norm(int wide_x, int wide_y, const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
-#define DO(S, T) norm<S, T>(x, weight, y, scale, rows, n, eps, unit).forward()
+void headrace_norm(int wide_x, int wide_y, const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit, const float* onto) {
+#define DO(S, T) norm<S, T>(x, weight, y, scale, rows, n, eps, unit, onto).forward()
     NORMS(DO)
 #undef DO
 }

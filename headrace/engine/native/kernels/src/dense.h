@@ -12,7 +12,7 @@ struct Dense : State {
         plan.each(p.tokens_count, [=](int row) {
             float by = inverse_rms(side, row);
             for (int c = 0; c < m.hidden; c += 16)
-                store(x.at(row, c), load(x.at(row, c)) + load(side.at(row, c)) * by * load(norm + c));
+                store(x.at(row, c), plus_normed(load(x.at(row, c)), load(side.at(row, c)), by, load(norm + c)));
         });
     }
 
