@@ -298,6 +298,24 @@ def test_pages_of_rollouts_have_every_rollout_once(client: TestClient):
     assert len({ticket for _, ticket in seen}) == len(table.numbers.groups.find(Wanted(rewards=(0.5, np.inf))))
 
 
+def test_tokens_have_the_numbers_that_the_trainer_recorded(runs: Path):
+    board = RunsBoard(runs, held=lambda path: False, make_pieces=lambda path: lambda tokens: [f"<{one}>" for one in tokens])
+    client = TestClient(make_board_app(board), base_url="http://127.0.0.1")
+    first, second = (str(rollouts(client, ticket=ticket)["html"]) for ticket in _tickets_of_step(runs / "first", 7)[:2])
+    assert re.findall(r'data-e="([\d.]+)"', first)[:3] == ["0.0000", "0.1000", "0.2000"]
+    sampled, trained = re.findall(r'data-p="(\S+)" data-a="\S+" data-t="(\S+)"', first)[2]
+    assert float(sampled) - float(trained) == pytest.approx(0.02, abs=2e-4)
+    assert "data-t" not in second and 'value="entropy" disabled' in second
+    assert "this one is not among them" in second and "not recorded" not in first
+
+
+def _tickets_of_step(run_dir: Path, step: int) -> list[int]:
+    """The tickets that a step, counted from 1, trained; the trainer's numbers are those of the first."""
+    rows = [json.loads(line) for line in (run_dir / METRICS).open() if '"fact":"StepTrained"' in line[:30]]
+    found: list[int] = rows[step - 1]["tickets"]
+    return found
+
+
 def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, runs: Path, tmp_path: Path):
     shutil.copytree(runs / "first", tmp_path / "first")
     journal = tmp_path / "first" / "journal.jsonl"

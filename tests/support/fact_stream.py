@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from headrace.observe.facts import (
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.recorder import Recorder
 from headrace.observe.resume import Resume
-from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
+from headrace.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -222,6 +223,7 @@ class FactStream:
             microbatches=2,
             seconds=seconds,
             lags=tuple(self.by_lag(lag, count) for lag, count in sorted(lags.items())),
+            token_numbers=tuple(_numbers(batch[0].ticket, place, row) for place, row in enumerate(batch[0].rows)),
         )
         return StepTrained(self.t, report, batch, dict(lags), mean, std, mean, wait)
 
@@ -286,6 +288,13 @@ def _row(prompt: Prompt, scored: Scored, advantage: float) -> Row:
     return Row(
         prompt.tokens, done.tokens, done.logprobs, (advantage,) * length, (True,) * length, tuple(done.versions())
     )
+
+
+def _numbers(ticket: int, place: int, row: Row) -> TokenNumbers:
+    """The trainer's log-prob of token i is lower than the sampler's by i / 100; its entropy is i / 10."""
+    logprobs = array("f", (value - i / 100 for i, value in enumerate(row.logprobs)))
+    entropies = array("f", (i / 10 for i in range(len(row.tokens))))
+    return TokenNumbers(ticket, place, logprobs.tobytes(), entropies.tobytes())
 
 
 def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = "") -> Path:
