@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.recorder import Recorder, Sink
 from headrace.observe.resume import Resume
 
@@ -18,7 +19,7 @@ def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = 
     """
     check_installed(config)
     step = resume.step if resume else None
-    recorder = Recorder(run_dir, (), resume, waits=True)
+    recorder = Recorder(run_dir, (), resume, waits=True, index=NumbersIndex(run_dir))
     try:
         for name in config.sinks:
             recorder.add(import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step))

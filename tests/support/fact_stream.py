@@ -28,6 +28,7 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.recorder import Recorder
 from headrace.observe.resume import Resume
@@ -301,7 +302,7 @@ def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = ""
     """A run of 30 steps with its journal. `end`: whether it recorded its end."""
     directory.mkdir(parents=True)
     facts = list(FactStream(steps=30, groups=4, tokens=5, seed=seed).facts())
-    recorder = Recorder(directory)
+    recorder = Recorder(directory, index=NumbersIndex(directory))
     for fact in facts if end else facts[:-1]:
         recorder.record(fact)
     recorder.close()

@@ -6,13 +6,14 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, DrawnRecord, ReadyRecord, SteppedRecord, read_record
-from headrace.observe.board.group_table import FARTHEST
-from headrace.observe.board.growing import Growing
+from headrace.observe.index.group_table import FARTHEST
+from headrace.observe.index.growing import Growing
 from headrace.reports import TrainReport
 from headrace.types import Prompt
 
@@ -23,6 +24,10 @@ _HEAD = re.compile(
 _LONGEST_HEAD = 200
 _LINES = 4096
 """Lines between two looks at the clock."""
+TAIL = 32 << 20
+"""Bytes at the end of a longer journal that are read first, so that the newest rollouts are there at once."""
+_LEAST = 64
+"""Fewest bytes of a record, by which a file bounds the tickets that it can have."""
 
 
 class JournalIndex:
@@ -47,21 +52,32 @@ class JournalIndex:
             found = os.fstat(file.fileno())
             if found.st_size < self._offset or found.st_ino != self._inode:
                 self._restart(found.st_ino)
+                if found.st_size > 2 * TAIL:
+                    self._read_tail(file, found.st_size)
             file.seek(self._offset)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                self._add(line)
+                self._add(line, self._offset, FARTHEST)
                 self._offset += len(line)
                 if number % _LINES == 0 and time.monotonic() > end:
                     return True
         return False
 
-    def _add(self, line: bytes) -> None:
+    def _read_tail(self, file: BinaryIO, size: int) -> None:
+        file.seek(size - TAIL)
+        place = size - TAIL + len(file.readline())
+        for line in file:
+            if line.endswith(b"\n"):
+                self._add(line, place, size // _LEAST)
+            place += len(line)
+
+    def _add(self, line: bytes, offset: int, farthest: int) -> None:
+        """`farthest`: places behind the last known one at which a number is damage."""
         if head := _HEAD.match(line[:_LONGEST_HEAD]):
             places, number = self._places[head[1]], int(head[2])
-            if number < len(places) + FARTHEST:
-                places.put(number, (self._offset, len(line)))
+            if number < len(places) + farthest:
+                places.put(number, (offset, len(line)))
 
     def group(self, ticket: int) -> Group | None:
         """Returns a group; None if it never was ready, or if its line is damaged."""
