@@ -49,7 +49,9 @@ class FactStream:
         seed: int = 0,
         evaluate: bool = True,
         troubles: bool = True,
+        prices: dict[str, float] | None = None,
     ) -> None:
+        self.prices = prices or {}
         self.steps, self.groups, self.size, self.tokens = steps, groups, size, tokens
         self.evaluate, self.troubles = evaluate, troubles
         self.rng = random.Random(seed)
@@ -95,6 +97,7 @@ class FactStream:
             max_lag=1,
             where=where,
             resumed_at=resumed_at,
+            prices=self.prices,
         )
 
     def skill(self, step: int) -> float:

@@ -24,6 +24,7 @@ from headrace.observe.diagnosis.verdicts import (
     reasons,
     record,
 )
+from headrace.observe.costs import dollars
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import DISCARDED
 from headrace.observe.numbers.lags import over_steps
@@ -152,6 +153,10 @@ def _spent(table: Table, state: RunState) -> None:
         if rate is not None:
             text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
         _more(table, f"{name} pool", text)
+    if costs := measures.cost_numbers(state):
+        total = costs.pop("cost")
+        parts = [f"{name.removeprefix('cost ').removeprefix('of ')} {dollars(value)}" for name, value in costs.items()]
+        _more(table, "Cost", Text(dollars(total), "bold").append(f"   {', '.join(parts)}", "not bold"))
     if left := absences(state.moves):
         _more(table, "Fleet", left)
     gap = measures.mean_swap(state)
