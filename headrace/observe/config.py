@@ -24,6 +24,11 @@ class ObserveConfig:
     """Write scalars for TensorBoard to `runs/<name>/tensorboard`."""
     trackio: bool = False
     """Write scalars for a local trackio dashboard; nothing leaves the machine."""
+    wandb: bool = False
+    """Write scalars for Weights & Biases: to its server if this machine is logged in (`WANDB_API_KEY`, `wandb login`), else to
+    `runs/<name>/wandb`, which `wandb sync` uploads. `WANDB_MODE` and `WANDB_PROJECT` hold."""
+    mlflow: bool = False
+    """Write scalars for MLflow: to the server of `MLFLOW_TRACKING_URI`, or, if it is not set, to `runs/<name>/mlruns`."""
     engine_price: float = Field(default=0.0, ge=0)
     """Dollars that an engine costs an hour, each member of a fleet as much. With this price or the next one the run shows its cost in all, by step
     and by trained token; 0 and 0 show none."""
