@@ -151,7 +151,7 @@ MEANINGS: dict[str, Meaning] = {
     "save_total_limit": Meaning("TRL", "checkpoint.keep"),
     "eval_steps": Meaning("TRL and OpenRLHF", "eval.every"),
     "test_freq": Meaning("verl", "eval.every"),
-    "report_to": Meaning("TRL", "observe.tensorboard, trackio, wandb, mlflow"),
+    "report_to": Meaning("TRL", "observe.tensorboard or observe.trackio or observe.wandb or observe.mlflow"),
     "use_wandb": Meaning("OpenRLHF", "observe.wandb"),
 }
 

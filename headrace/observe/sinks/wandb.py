@@ -41,7 +41,7 @@ class WandbRun:
                 id=xxhash.xxh3_64_hexdigest(str(self._run_dir.resolve()).encode()),
                 resume="allow",
                 dir=str(self._run_dir),
-                mode=chosen_mode(os.environ),  # type: ignore[arg-type]
+                mode=chosen_mode(os.environ),
                 config=described(fact),
                 settings=wandb.Settings(
                     console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
