@@ -24,9 +24,9 @@ from headrace.batches import Group, Row
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.observe.board.browsing import RolloutQuery
-from headrace.observe.index.group_table import Wanted
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.observe.index.group_table import Wanted
 from headrace.observe.index.index_file import INDEX
 from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.numbers.state import RunState

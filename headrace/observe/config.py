@@ -40,7 +40,6 @@ class ObserveConfig:
         """The sinks that are switched on: settings that are true or false, each with a file of its name in `observe/sinks/`."""
         return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is True]
 
-
     @property
     def prices(self) -> dict[str, float]:
         """Dollars an hour by pool; empty if none is set."""

@@ -112,7 +112,10 @@ def test_an_adapter_names_its_base_and_no_directory(
         (["--to", "x", "--private"], "--private belongs to --push"),
         (["--to", "x", "--format", "gguf"], "--format gguf writes a file: --to FILE.gguf"),
         (["--to", "x.gguf", "--format", "gguf", "--push", "org/x"], "--to FILE.gguf, without --push"),
-        (["--to", "x.gguf", "--format", "gguf"], "split text as GPT-2, SmolLM, Llama 3 or Qwen2 do, and this model's is another"),
+        (
+            ["--to", "x.gguf", "--format", "gguf"],
+            "split text as GPT-2, SmolLM, Llama 3 or Qwen2 do, and this model's is another",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
@@ -135,7 +138,11 @@ def test_a_run_is_exported_as_a_file_for_llama_cpp(
     from test_gguf import model_at
 
     config = tiny_config(
-        tmp_path, model_at(tmp_path_factory.mktemp("bpe"), "llama"), train={"steps": 1}, eval={"prompts": 2}, watch={"identity_every": 0}
+        tmp_path,
+        model_at(tmp_path_factory.mktemp("bpe"), "llama"),
+        train={"steps": 1},
+        eval={"prompts": 2},
+        watch={"identity_every": 0},
     )
     run = headrace.train(config).directory
     file = tmp_path / "files" / "one.gguf"

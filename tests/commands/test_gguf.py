@@ -19,14 +19,22 @@ from headrace.commands.publishing.gguf_file import write_gguf
 from headrace.commands.publishing.gguf_tokenizer import LLAMA3, QWEN2, read_tokenizer
 from headrace.errors import ConfigError
 
-TEXTS = ("State the result: 12 + 345.", "  Don't you'll\n\n see 1234567!  ", "Grüße, 世界 🙂", "<|im_start|>user\nx<|im_end|>")
+TEXTS = (
+    "State the result: 12 + 345.",
+    "  Don't you'll\n\n see 1234567!  ",
+    "Grüße, 世界 🙂",
+    "<|im_start|>user\nx<|im_end|>",
+)
 TEMPLATE = "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
 
 
 def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     from tokenizers import Regex
 
-    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    parts = [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
     return pre_tokenizers.Sequence(parts)
 
 
@@ -47,8 +55,12 @@ def write_tokenizer(directory: Path, splitting: str = "gpt-2", **model: Any) -> 
         made.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet))
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|im_end|>")
+    made.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|im_end|>"
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(directory)
     return fast
@@ -119,9 +131,15 @@ def test_settings_and_tokenizer_are_in_the_file(tmp_path: Path) -> None:
     reader = GGUFReader(tmp_path / "m.gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert (fields["general.architecture"], fields["general.name"]) == ("qwen3", "mine")
-    assert [fields[f"qwen3.{name}"] for name in ("block_count", "attention.head_count", "attention.head_count_kv")] == [2, 4, 2]
+    assert [fields[f"qwen3.{name}"] for name in ("block_count", "attention.head_count", "attention.head_count_kv")] == [
+        2,
+        4,
+        2,
+    ]
     assert [fields[f"qwen3.attention.{name}_length"] for name in ("key", "value")] == [8, 8]
-    assert fields["qwen3.rope.freq_base"] == 5e5 and fields["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(3e-6)
+    assert fields["qwen3.rope.freq_base"] == 5e5 and fields["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(
+        3e-6
+    )
     assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", "qwen2")
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert len(tokens) == len(kinds) == 320 and tokens[:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -51,7 +51,9 @@ def folded(*facts: Fact) -> RunState:
 def test_every_hour_of_the_clock_is_paid_for_once() -> None:
     state = folded(started(360.0, PRICES), step(720.0, 0, 1000), step(1080.0, 1, 3000))
     assert state.costs.total == pytest.approx(0.3 * 5)  # loading is 0.1 h of it
-    assert state.costs.spent == pytest.approx({"engine": 0.6, "trainer": 0.9}) and state.costs.of_step == pytest.approx(0.5)
+    assert state.costs.spent == pytest.approx({"engine": 0.6, "trainer": 0.9}) and state.costs.of_step == pytest.approx(
+        0.5
+    )
     state.fold(Evaluated(1440.0, "after", 2, 1, 1.0, 0.0, 1.0))
     state.fold(Evaluated(1400.0, "after", 2, 1, 1.0, 0.0, 1.0))  # late: its time has been counted
     assert state.costs.total == pytest.approx(0.4 * 5)
@@ -77,7 +79,9 @@ def test_an_engine_of_a_fleet_costs_its_price_while_it_is_there() -> None:
 
 
 def test_a_resumed_run_goes_on_adding_with_its_present_prices() -> None:
-    state = folded(started(0.0, {"trainer": 3.0}), step(3600.0, 0, 1), started(3700.0, {"trainer": 36.0}, 1), step(4000.0, 1, 1))
+    state = folded(
+        started(0.0, {"trainer": 3.0}), step(3600.0, 0, 1), started(3700.0, {"trainer": 36.0}, 1), step(4000.0, 1, 1)
+    )
     assert state.costs.total == pytest.approx(3.0 + 4.0)
     assert measures.cost_numbers(folded(started(0.0, {}), step(3600.0, 0, 1))) == {}
 
@@ -108,14 +112,18 @@ def shown(*runs: Path) -> str:
 
 
 def test_summary_report_and_comparison_name_it(tmp_path: Path) -> None:
-    paid, free, also = written(tmp_path / "paid", PRICES), written(tmp_path / "free", {}), written(tmp_path / "also", {})
+    paid, free, also = (
+        written(tmp_path / "paid", PRICES),
+        written(tmp_path / "free", {}),
+        written(tmp_path / "also", {}),
+    )
     console = Console(file=io.StringIO(), width=120)
     facts = FactStream(steps=6, prices=PRICES).facts()
     state = folded(*(summarise(fact) if isinstance(fact, StepTrained) else fact for fact in facts))
     console.print(summary(state))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     total = f"${state.now / 3600 * 5:.2g}"
-    assert f"Cost            {total}" in text and "a step $" in text and "a million trained tokens $" in text
+    assert f"Cost            {total}" in text and "a step $" in text and "trained tokens $" in text
     assert f"<b>{total}</b><span>cost</span>" in write_report(paid).read_text()
     assert "<span>cost" not in write_report(free).read_text()
     assert total in shown(paid, free) and "cost" not in shown(free, also)

@@ -22,7 +22,6 @@ from rich.console import Console
 from headrace.durable.atomic_files import AppendFile, read_lines, whole_lines
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.build import open_recorder
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.observe.diagnosis import verdicts
 from headrace.observe.facts import (

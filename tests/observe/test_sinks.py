@@ -180,7 +180,9 @@ def with_dashboard(run_dir: Path, dashboard: Dashboard, **given: float) -> tuple
 
 
 def warned(run_dir: Path) -> list[str]:
-    return [fact.message for fact in read_metrics(run_dir) if isinstance(fact, Warned) and "observe.mine" in fact.message]
+    return [
+        fact.message for fact in read_metrics(run_dir) if isinstance(fact, Warned) and "observe.mine" in fact.message
+    ]
 
 
 def test_a_dashboard_that_fails_is_tried_again_counted_and_warned_of_once(tmp_path: Path) -> None:

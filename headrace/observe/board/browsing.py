@@ -11,8 +11,8 @@ from pathlib import Path
 
 from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, JournalStep
-from headrace.observe.index.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.board.journal_index import JournalIndex
+from headrace.observe.index.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.rollouts import rollout_table

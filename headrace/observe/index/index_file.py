@@ -144,7 +144,9 @@ def _blocks(data: bytes) -> Iterator[tuple[IndexBlock, int]]:
 
 def _add(numbers: Numbers, block: IndexBlock) -> bool:
     """Returns whether the block could be added: its arrays have to fit each other."""
-    series = {name: (np.frombuffer(block.steps[i], "<i4"), np.frombuffer(v, "<f8")) for name, (i, v) in block.series.items()}
+    series = {
+        name: (np.frombuffer(block.steps[i], "<i4"), np.frombuffer(v, "<f8")) for name, (i, v) in block.series.items()
+    }
     tickets, rows = np.frombuffer(block.tickets, "<i8"), np.frombuffer(block.rows, ROW)
     if len(tickets) != len(rows) or any(len(steps) != len(values) for steps, values in series.values()):
         return False

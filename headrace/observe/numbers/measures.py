@@ -36,7 +36,9 @@ def cost_numbers(state: RunState) -> dict[str, float]:
     costs = state.costs
     if not costs.prices:
         return {}
-    found = {"cost": costs.total} | {f"cost of the {pool}{'s' * (pool == ENGINE)}": costs.spent[pool] for pool in costs.prices}
+    found = {"cost": costs.total} | {
+        f"cost of the {pool}{'s' * (pool == ENGINE)}": costs.spent[pool] for pool in costs.prices
+    }
     tokens = sum(row.report.loss_tokens for row in state.rows)
     found |= {"cost a step": costs.total / len(state.rows)} if state.rows else {}
     return found | ({"cost of a million trained tokens": 1e6 * costs.total / tokens} if tokens else {})

@@ -276,7 +276,9 @@ def token_details(one: RolloutView, place: int) -> str:
     parts = [f"token {place}, id {one.tokens[place]}", f"log-prob {one.logprobs[place]:.4f}"]
     if one.trainer and math.isfinite(one.trainer[place]):
         difference = one.trainer[place] - one.logprobs[place]
-        parts.append(f"trainer {one.trainer[place]:.4f} (difference {difference:+.4f}, ratio {ratio_words(difference)})")
+        parts.append(
+            f"trainer {one.trainer[place]:.4f} (difference {difference:+.4f}, ratio {ratio_words(difference)})"
+        )
     if one.entropies and math.isfinite(one.entropies[place]):
         parts.append(f"entropy {one.entropies[place]:.4f}")
     parts.append(f"lag {one.lags[place]}" + (", mixed weights" if one.mixed[place] else ""))

@@ -67,7 +67,11 @@ def _colours(views: Sequence[RolloutView]) -> str:
             ("entropy", "entropy", measured),
         )
     )
-    why = "" if compared else f'<span class="faint">ratio, |Δ| and entropy are not recorded: {escape(views[0].unrecorded)}</span>'
+    why = (
+        ""
+        if compared
+        else f'<span class="faint">ratio, |Δ| and entropy are not recorded: {escape(views[0].unrecorded)}</span>'
+    )
     return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>{why}'
 
 

@@ -184,7 +184,11 @@ def _style(one: RolloutView, place: int) -> str:
 
 def _widest(one: RolloutView, count: int = 4) -> str:
     gaps = sorted(
-        ((gap, i) for i in one.sampled if i < len(one.trainer) and math.isfinite(gap := one.trainer[i] - one.logprobs[i])),
+        (
+            (gap, i)
+            for i in one.sampled
+            if i < len(one.trainer) and math.isfinite(gap := one.trainer[i] - one.logprobs[i])
+        ),
         key=lambda g: -abs(g[0]),
     )
     return ", ".join(

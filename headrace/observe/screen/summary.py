@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.costs import dollars
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, shares
 from headrace.observe.diagnosis.verdicts import (
@@ -24,7 +25,6 @@ from headrace.observe.diagnosis.verdicts import (
     reasons,
     record,
 )
-from headrace.observe.costs import dollars
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import DISCARDED
 from headrace.observe.numbers.lags import over_steps

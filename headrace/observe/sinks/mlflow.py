@@ -36,7 +36,9 @@ class MlflowRun:
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
             tags = {PLACE: str(self._place), "mlflow.runName": fact.name}
-            earlier = self._client.search_runs([experiment], f"tags.`{PLACE}` = '{self._place}'") if fact.resumed_at else []
+            earlier = (
+                self._client.search_runs([experiment], f"tags.`{PLACE}` = '{self._place}'") if fact.resumed_at else []
+            )
             run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags)
             self._client.update_run(run.info.run_id, status="RUNNING")
             if not earlier:

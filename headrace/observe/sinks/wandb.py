@@ -44,7 +44,12 @@ class WandbRun:
                 mode=chosen_mode(os.environ),
                 config=described(fact),
                 settings=wandb.Settings(
-                    console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
+                    console="off",
+                    silent=True,
+                    disable_git=True,
+                    save_code=False,
+                    x_disable_stats=True,
+                    x_disable_meta=True,
                 ),
             )
             self._run.define_metric("step")
