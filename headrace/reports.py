@@ -56,9 +56,9 @@ class TokenNumbers(Struct, frozen=True):
     row: int
     """Its place in `Group.rows`."""
     logprobs: bytes
-    """At the sampling temperature and under the row's sampling mask, as the loss takes them."""
+    """Taken at the sampling temperature and under the row's sampling mask, as the loss takes them."""
     entropies: bytes
-    """In nats, of the full distribution at the sampling temperature."""
+    """Nats, of the full distribution at the sampling temperature."""
 
 
 class TrainReport(Struct, frozen=True):

@@ -15,7 +15,7 @@ from headrace.observe.costs import ENGINE, TRAINER
 from headrace.settings.extras import EXTRAS, install
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, plain in

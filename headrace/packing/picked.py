@@ -39,7 +39,7 @@ class PickedNumbers:
 
     def __init__(self, batch: Batch, most: int = MOST_TOKENS) -> None:
         self._rows = dict(_pick(batch, most))
-        """By the number of the row in the step."""
+        """The rows by their numbers in the step."""
         total = sum(one.tokens for one in self._rows.values())
         self._values = torch.zeros(2, total, dtype=torch.float64)
         """[2, tokens of the picked rows] log-probs and entropies; 0 where another rank has them. Sums over ranks are exact."""

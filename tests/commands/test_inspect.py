@@ -114,9 +114,9 @@ def test_spans_and_tooltips_name_versions_kv_and_mixed_weights(run: Path) -> Non
     found = view_rollout(step, msgspec.structs.replace(group, scored=(one,)), 0, trainer=(-0.5, -1.25, -1.0))
     assert span_list(found) == "0-0 version 1, 1-2 version 2 over KV of 1 (mixed)"
     assert found.mixed == (False, True, True) and found.lags == (1, 0, 0)
-    assert "trainer -1.2500 (difference -0.2500, ratio 0.7788)" in token_details(found, 1) and "mixed weights" in token_details(
+    assert "trainer -1.2500 (difference -0.2500, ratio 0.7788)" in token_details(
         found, 1
-    )
+    ) and "mixed weights" in token_details(found, 1)
     assert found.gap == pytest.approx(1.25 / 3)
 
 

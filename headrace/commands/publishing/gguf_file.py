@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen2": GgufFamily("QWEN2", neighbours=False),
     "qwen3": GgufFamily("QWEN3", neighbours=False),
 }
-"""By `model_type`. These have been read back and compared."""
+"""The families that have been read back and compared, by `model_type`."""
 
 
 def write_gguf(source: Path, to: Path, *, name: str, dtype: Literal["bfloat16", "float32"]) -> None:

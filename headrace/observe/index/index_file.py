@@ -40,7 +40,7 @@ class IndexBlock(msgspec.Struct):
     steps: list[bytes]
     """Each is given once, because most numbers are known at the same steps."""
     series: dict[str, tuple[int, bytes]]
-    """By name: a place in `steps`, and values."""
+    """A place in `steps`, and values, by name."""
     tickets: bytes
     rows: bytes
     """The groups that ended or were trained, as they are now."""

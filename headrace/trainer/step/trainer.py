@@ -155,7 +155,7 @@ class TorchTrainer:
         try:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
             picked = PickedNumbers(batch)
-            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked=picked)
+            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
         except UnequalLogprobs:
             learner.forget()
             raise
@@ -163,13 +163,8 @@ class TorchTrainer:
         norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
-        return msgspec.structs.replace(
-            report,
-            grad_norm=norm,
-            lr=lr,
-            token_numbers=() if skipped else picked.report(),
-            seconds=time.perf_counter() - started,
-        )
+        more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
+        return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def _activate(self, adapter: str) -> Learner:
         if self._adapters:
@@ -284,7 +279,6 @@ class TorchTrainer:
         temperature: float,
         adapter: str = "",
         pairs: StepPairs | None = None,
-        *,
         picked: PickedNumbers | None = None,
     ) -> Sums:
         """Fills the parameters' gradients."""
