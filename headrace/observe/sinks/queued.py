@@ -63,6 +63,7 @@ class QueuedSink:
         self._waiting: queue.Queue[RunStarted | DashboardNumbers | None] = queue.Queue(room)
         self.dropped = self.failed = 0
         """Facts that found the queue full; calls that raised."""
+        self._given = self._done = 0
         self._error = ""
         self._warned = False
         self._thread = threading.Thread(target=self._work, name=f"observe.{name}", daemon=True)
@@ -86,6 +87,7 @@ class QueuedSink:
             self._thread.start()
         try:
             self._waiting.put_nowait(one)
+            self._given += 1
         except queue.Full:
             self.dropped += 1
 
@@ -98,8 +100,7 @@ class QueuedSink:
             self._thread.join(max(0.0, end - time.monotonic()))
         except queue.Full:
             pass
-        left = self._waiting.qsize() if self._thread.is_alive() else 0
-        lost = self.failed + self.dropped + left
+        lost = self.failed + self.dropped + self._given - self._done
         if lost or self._thread.is_alive():
             slow = f", and had not ended after {self._patience:.0f} s" if self._thread.is_alive() else ""
             self._say(f"observe.{self._name} lacks the numbers of {plural(lost, 'fact')}{slow}: {self._why}")
@@ -117,6 +118,7 @@ class QueuedSink:
                     self._dashboard.log(*one)
             except Exception as error:  # whatever a library raises
                 self._fail(error)
+            self._done += 1
         try:
             self._dashboard.close()
         except Exception as error:
