@@ -48,8 +48,7 @@ class ObserveConfig:
 
     def shared_by(self, runs: int) -> ObserveConfig:
         """Returns the settings of one of several runs that share engine and trainer: each bears its part of the prices."""
-        prices = {"engine_price": self.engine_price / runs, "trainer_price": self.trainer_price / runs}
-        return dataclasses.replace(self, **prices)
+        return dataclasses.replace(self, engine_price=self.engine_price / runs, trainer_price=self.trainer_price / runs)
 
 
 def check_installed(config: ObserveConfig, find: Callable[[str], object] = importlib.util.find_spec) -> None:

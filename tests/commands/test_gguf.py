@@ -86,7 +86,7 @@ MODELS = {
     "llama tied, own head size": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "llama without groups of queries": ("llama", {"num_key_value_heads": 4}),
     "qwen2": ("qwen2", {"rope_theta": 1e6}),
-    "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),  # the only size that transformers reads
 }
 
 

@@ -122,7 +122,7 @@ def _trainer_side(
     if not rescore and step.report.token_numbers:
         return (
             {},
-            "the trainer's log-probs are those that it recorded at that step, for some of its rollouts (--rescore computes all)",
+            "the trainer's log-probs are those that it recorded at that step, for some of its rollouts (--rescore computes the trainer's of all)",
         )
     if not rescore:
         return {}, f"{source} (--rescore computes the trainer's)"

@@ -26,5 +26,5 @@ class _Hushed:
 def hushed() -> Iterator[None]:
     """Drops what this thread prints meanwhile."""
     here = threading.get_ident()
-    with redirect_stdout(_Hushed(sys.stdout, here)), redirect_stderr(_Hushed(sys.stderr, here)):  # type: ignore[type-var]
+    with redirect_stdout(_Hushed(sys.stdout, here)), redirect_stderr(_Hushed(sys.stderr, here)):
         yield

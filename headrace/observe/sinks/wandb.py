@@ -41,7 +41,7 @@ class WandbRun:
                 id=xxhash.xxh3_64_hexdigest(str(self._run_dir.resolve()).encode()),
                 resume="allow",
                 dir=str(self._run_dir),
-                mode=chosen_mode(os.environ),
+                mode=chosen_mode(os.environ),  # type: ignore[arg-type]
                 config=described(fact),
                 settings=wandb.Settings(
                     console="off",
