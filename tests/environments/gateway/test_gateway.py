@@ -15,7 +15,7 @@ from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.batches import Failure
-from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, ChatTree
+from headrace.environments.gateway.chat_tree import LIMIT_REPLIES
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.types import Completion
@@ -183,9 +183,7 @@ def test_a_stranger_gets_401_and_no_turn(tmp_path: Path) -> None:
 
     async def case(asks: Asks) -> None:
         body = {"messages": [user("?")]}
-        other = await asks.gateway.open(
-            ChatTree(lambda: pytest.fail("the other rollout was asked")), asks.rollout.texts
-        )
+        other = await asks.gateway.open(lambda role: pytest.fail("the other rollout was asked"))
         address = asks.url.removesuffix(asks.rollout.secret)
         async with aiohttp.ClientSession() as session:
 

@@ -157,9 +157,69 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
     assert "the reward short is nan" in failures["nan"].detail
 
 
-def test_an_agent_that_plays_twice_in_an_episode_is_a_failure(tmp_path: Path) -> None:
-    (one,) = played(tmp_path, [row(twice=True)])
-    assert isinstance(one, Failure) and "has run the agent agent 2 times in one episode" in one.detail
+EPISODE = """
+TASKS = [{"prompt": f"task {i}"} for i in range(10)]
+
+async def episode(task, run):
+    agent, judge = run("agent"), run("judge")
+    said = await agent.ask(task.prompt)
+    await judge.ask(task.prompt)
+    await agent.ask("again")
+    again = run("agent")
+    if task.mode != "silent":
+        await again.ask(task.prompt)
+    agent.give("right", 1.0, 2.0)
+    judge.give("fair", float("nan") if task.mode == "untrained" else 0.5)
+    again.give("right", -1.0)
+    judge.agent.trainable = task.mode != "untrained"
+"""
+
+
+def episode_of(place: Path, mode: str, **settings: Any) -> Played | Failure:
+    """Plays a rollout of an environment with two agents, one of which is run twice."""
+    fake_verifiers.interpreter(place)
+    (place / "letters.py").write_text(EPISODE)
+    options = {"id": "judged", **settings.pop("options", {})}
+    (one,) = played(place, [row(mode=mode)], options=options, max_turns=4, python=str(place / "python"), **settings)
+    return one
+
+
+def test_each_agent_of_an_environment_has_its_own_path_and_rewards(tmp_path: Path) -> None:
+    """They are told apart by the model and the session of their requests, though all begin with the same words."""
+    one = episode_of(tmp_path, "good")
+    assert isinstance(one, Played), one
+    assert [turn.agent for turn in one.episode.turns] == ["agent", "judge", "agent", "agent 2"]
+    assert [turn.parents for turn in one.episode.turns] == [(), (), (0,), ()]
+    assert one.turn_rewards == ({}, {"judge.fair": 0.5}, {"agent.right": 2.0}, {"agent 2.right": -1.0})
+    assert one.rewards == {} and all(turn.trained for turn in one.episode.turns)
+
+
+def test_an_agent_that_verifiers_does_not_train_is_not_trained(tmp_path: Path) -> None:
+    """Nor are its rewards those of the rollout, whatever they are."""
+    one = episode_of(tmp_path, "untrained")
+    assert isinstance(one, Played), one
+    assert [turn.trained for turn in one.episode.turns] == [True, False, True, True]
+    assert one.turn_rewards == ({}, {}, {"agent.right": 2.0}, {"agent 2.right": -1.0})
+
+
+def test_an_agent_with_a_model_of_its_own_is_not_asked_for(tmp_path: Path) -> None:
+    """The only one that is left has the rewards of the rollout by their own names, and a number from its second run on."""
+    one = episode_of(tmp_path, "good", options={"judge": {"client": {"base_url": "http://127.0.0.1:1/v1"}}})
+    assert isinstance(one, Failure) and "Connection refused" in one.detail, "the judge's own model was asked"
+    (tmp_path / "letters.py").write_text(EPISODE.replace("await judge.ask(task.prompt)", ""))
+    options = {"id": "judged", "judge": {"client": {"base_url": "http://127.0.0.1:1/v1"}}}
+    (one,) = played(tmp_path, [row(mode="good")], options=options, max_turns=4)
+    assert isinstance(one, Played), one
+    assert [turn.agent for turn in one.episode.turns] == ["", "", "agent 2"]
+    assert one.turn_rewards == ({}, {"right": 2.0}, {"agent 2.right": -1.0})
+
+
+def test_an_agent_without_a_turn_is_a_failure_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
+    one = episode_of(tmp_path, "silent")
+    assert one == Failure("environment_turns", "an agent of its environment ended without asking for a turn")
+    (one,) = played(tmp_path, [row(mode="good")], options={"id": "judged"}, max_turns=3)
+    assert isinstance(one, Played) and one.episode.cut == "turns"
+    assert one.turn_rewards == ({}, {"judge.fair": 0.5}, {"agent.right": 2.0}), "the second run had no turn"
 
 
 def test_a_process_that_ends_is_replaced_and_its_rollouts_have_failed(tmp_path: Path) -> None:
@@ -210,8 +270,8 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
     [
         ({"options": {"agent": {"harness": {"id": "bash"}}}}, "the harness bash of the agent agent executes what the"),
         (
-            {"options": {"id": "judged"}},
-            "the agents agent, judge, of which agent, judge would be trained: give all but",
+            {"options": {"id": "judged", **dict.fromkeys(("agent", "judge"), {"client": {"base_url": "http://x"}})}},
+            "all agents of the environment (agent, judge) have a model of their own, and none would be trained",
         ),
         ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
         ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
