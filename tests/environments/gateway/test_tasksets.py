@@ -418,16 +418,22 @@ __all__ = ["SumEnv", "SumTaskset"]
 """
 
 
-@pytest.mark.slow
-def test_the_real_package(tmp_path: Path) -> None:
-    """Plays an environment of several turns with its own agent, which is a program. The package is that of $HEADRACE_VERIFIERS_PYTHON, or is
-    installed."""
-    python = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(tmp_path / "venv" / "bin" / "python")
+@pytest.fixture(scope="module")
+def real_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of $HEADRACE_VERIFIERS_PYTHON, or one in which the package is installed."""
+    place = tmp_path_factory.mktemp("verifiers")
+    python = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(place / "venv" / "bin" / "python")
     if not Path(python).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], check=True)
+    return python
+
+
+@pytest.mark.slow
+def test_the_real_package(real_python: str, tmp_path: Path) -> None:
+    """Plays an environment of several turns with its own agent, which is a program."""
     (tmp_path / "sums_v1.py").write_text(REAL)
-    settings = {"python": python, "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
+    settings = {"python": real_python, "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
     encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
     model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
     (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
@@ -452,3 +458,61 @@ def test_the_real_package(tmp_path: Path) -> None:
     check_rows(one, model)
     (refused,) = played(tmp_path, [row()], **settings | {"options": {"agent": {"harness": {"id": "bash"}}}})
     assert isinstance(refused, Failure) and "executes what the model writes" in refused.detail
+
+
+REAL_ROLES = """
+import verifiers.v1 as vf
+from sums_v1 import SumTaskset
+
+class DuetConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    critic: vf.AgentConfig = vf.AgentConfig()
+
+class DuetEnv(vf.Env[DuetConfig]):
+    async def run(self, task, agents):
+        await agents.solver.run(task)
+        await agents.critic.run(task)
+        await agents.solver.run(task)
+
+    async def finalize(self, task, episode):
+        for trace in episode.traces:
+            if trace.agent.name == "critic":
+                trace.record_reward("fair", 0.25)
+
+__all__ = ["DuetEnv", "SumTaskset"]
+"""
+
+
+@pytest.mark.slow
+def test_several_agents_of_the_real_package(real_python: str, tmp_path: Path) -> None:
+    """An environment with two agents, one of which is run twice, and two that verifiers ships: the same task several times, and a user that
+    is the policy too and is not trained."""
+    (tmp_path / "sums_v1.py").write_text(REAL)
+    (tmp_path / "duet_v1.py").write_text(REAL_ROLES)
+    encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
+
+    def roles(says: Sequence[str], taskset: str = "sums_v1.py", **options: Any) -> Played:
+        model = Model(encoder, [f"{one}<|im_end|>" for one in says])
+        settings = {"python": real_python, "name": str(tmp_path / taskset), "max_turns": 4, "options": options}
+        (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
+        assert isinstance(one, Played), found
+        check_rows(one, model)
+        return one
+
+    duet = roles(["3", "no", "4"], "duet_v1.py")
+    assert [turn.agent for turn in duet.episode.turns] == ["solver", "critic", "solver 2"]
+    first, critic, second = duet.turn_rewards
+    assert first == {"solver.exact": 2.0, "solver.short": pytest.approx(-0.1)}
+    assert critic == {"critic.exact": 0.0, "critic.short": pytest.approx(-0.1), "critic.fair": 0.25}
+    assert second["solver 2.exact"] == 0.0 and duet.rewards == {}
+    best = roles(["3", "4"], id="best-of-n", n=2)
+    assert [(turn.agent, turn.parents) for turn in best.episode.turns] == [("", ()), ("agent 2", ())]
+    assert [given[name] for given, name in zip(best.turn_rewards, ("exact", "agent 2.exact"), strict=True)] == [2.0, 0]
+    served = roles(["2 + 1, please", "3", "###DONE###"], id="user-sim")
+    assert [(turn.agent, turn.trained) for turn in served.episode.turns] == [
+        ("user", False),
+        ("assistant", True),
+        ("user", False),
+    ]
+    assert served.episode.turns[2].parents == (0,)
+    assert {name for given in served.turn_rewards for name in given} == {"assistant.exact", "assistant.short"}
