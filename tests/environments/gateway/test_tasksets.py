@@ -496,7 +496,8 @@ def test_several_agents_of_the_real_package(real_python: str, tmp_path: Path) ->
         settings = {"python": real_python, "name": str(tmp_path / taskset), "max_turns": 4, "options": options}
         (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
         assert isinstance(one, Played), found
-        check_rows(one, model)
+        if all(turn.trained for turn in one.episode.turns):
+            check_rows(one, model)
         return one
 
     duet = roles(["3", "no", "4"], "duet_v1.py")
