@@ -140,7 +140,6 @@ LLAMA = CallFormat(
 (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1, "JSON based tool calling")."""
 
 
-
 def _gemma(name: str, opening: str, closing: str, quote: str) -> CallFormat:
     def read(section: str) -> tuple[ToolCall, ...]:
         tool, arguments = read_call(section, quote)

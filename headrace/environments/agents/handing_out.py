@@ -58,7 +58,7 @@ class RolloutEnd(Body, kw_only=True):
 
     reward: float | None = None
     rewards: dict[str, float | dict[str, float]] | None = None
-    """By name; an object has those of the role that it is named after."""
+    """Rewards by name; an object has those of the role that it is named after."""
     failed: str | None = None
 
 
@@ -69,9 +69,7 @@ class Offer:
     rollout: GatewayRollout
     given: Mapping[str, Any]
     taken: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Future[GivenRewards] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    ended: asyncio.Future[GivenRewards] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     withdrawn: bool = False
     """Whether it is over, so that nobody may take it."""
 

@@ -38,9 +38,7 @@ class ServedRollouts:
     @asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewayRollout]:
         """A rollout that can be asked for turns within the context."""
-        talks = talks_of(
-            agent, self._encoder, system=self._system, tools=self.config.tools, stops=self.gateway.stop
-        )
+        talks = talks_of(agent, self._encoder, system=self._system, tools=self.config.tools, stops=self.gateway.stop)
         rollout = await self.gateway.open(talks)
         try:
             yield rollout

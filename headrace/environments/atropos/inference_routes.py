@@ -54,9 +54,7 @@ class InferenceRoutes:
             raise Refused(400, "logprobs = 0 is served, and no prompt_logprobs, and no stream", "unsupported_parameter")
         prompt, most = tuple(body.prompt.prompt_token_ids), most_tokens("max_tokens", body.max_tokens)
         known = self._of_tokens(prompt)
-        answers = await self._sampled(
-            request, known, digest_of(prompt), count, lambda one: one.texts.ask(prompt, most)
-        )
+        answers = await self._sampled(request, known, digest_of(prompt), count, lambda one: one.texts.ask(prompt, most))
         if answers is None:
             return GONE
         done = [one.completion for one in answers]

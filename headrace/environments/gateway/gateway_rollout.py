@@ -49,7 +49,7 @@ class GatewayRollout:
         self.secret = secrets.token_urlsafe(SECRET_BYTES)
         self._talks = talks
         self._speakers: dict[tuple[str, str], Speaker] = {}
-        """By the role and the session that their requests name."""
+        """Its agents by the role and the session that their requests name."""
         self.routes: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {}
         """Its own routes beside those of all rollouts, which take POST, by path."""
         self.responses: dict[str, list[Message]] = {}

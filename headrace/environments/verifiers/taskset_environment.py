@@ -18,7 +18,6 @@ from headrace.playing import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
 from headrace.web.limits import ServerLimits
 
-
 SESSION_HEADER = "X-Session-ID"
 """verifiers' clients send it with each request: an id for each time that an agent of the environment is run."""
 
@@ -48,7 +47,9 @@ def open_taskset(
         "memory": int(config.memory_gib * (1 << 30)),
         "tokenizer": str(encoder.directory),
     }
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, session_header=SESSION_HEADER)
+    gateway = Gateway(
+        encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, session_header=SESSION_HEADER
+    )
     players = TasksetPool(found.python, settings, config.workers, log)
     tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
     return EnvironmentKind(

@@ -148,7 +148,9 @@ def _policy_seats(vf: Any, config: Any) -> dict[str, str]:
     seats = dict(_seats(vf, config))
     asks = [name for name, seat in seats.items() if seat.client is None]
     if not asks:
-        said = f"all agents of the environment ({', '.join(seats)}) have a model of their own, and none would be trained"
+        said = (
+            f"all agents of the environment ({', '.join(seats)}) have a model of their own, and none would be trained"
+        )
         raise NotOpened(f"{said}: remove environment.options.NAME.client of those that are to be trained")
     return {name: f"policy/{name}" if len(asks) > 1 else "policy" for name in asks}
 

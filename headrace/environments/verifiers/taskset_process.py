@@ -34,7 +34,7 @@ class TasksetRefused(msgspec.Struct, frozen=True, tag_field="say", tag="refused"
 
 
 class AgentRun(msgspec.Struct, frozen=True):
-    """What one agent of the taskset's environment did in a rollout."""
+    """The part that one agent of the taskset's environment had in a rollout."""
 
     session: str
     """The value of its requests' session header."""

@@ -270,7 +270,7 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
     [
         ({"options": {"agent": {"harness": {"id": "bash"}}}}, "the harness bash of the agent agent executes what the"),
         (
-            {"options": {"id": "judged", **dict.fromkeys(("agent", "judge"), {"client": {"base_url": "http://x"}})}},
+            {"options": {"id": "judged", **{one: {"client": {"base_url": "http://x"}} for one in ("agent", "judge")}}},
             "all agents of the environment (agent, judge) have a model of their own, and none would be trained",
         ),
         ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
