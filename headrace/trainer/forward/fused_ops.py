@@ -32,9 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dt
     return _Norm.apply(x, _served(weight, dtype), eps, unit, dtype, None)
 
 
-def add_rms_norm(
-    total: Tensor, x: Tensor, *, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
-) -> Tensor:
+def add_rms_norm(total: Tensor, x: Tensor, *, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
     """total + x / rms(x) · (weight + unit), all float32; the weight is rounded to `dtype`. Gemma adds the results of its layers so."""
     return _Norm.apply(x, _served(weight, dtype), eps, unit, torch.float32, total.contiguous())
 
