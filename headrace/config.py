@@ -43,6 +43,7 @@ from headrace.settings.process_config import (
     OrchestrationConfig,
     WatchConfig,
     elsewhere_problems,
+    trainer_problems,
 )
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
@@ -160,10 +161,9 @@ def check(config: RunConfig) -> list[str]:
     """Returns a sentence with a remedy for each pair of settings that cannot work together."""
     if config.adapters:
         return list(dict.fromkeys(_adapter_problems(config)))
+    itself = any(teacher.student for teacher in config.teachers)
     problems = [
-        *lora_problems(
-            config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
-        ),
+        *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
         *curriculum_problems(
             config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
         ),
@@ -177,11 +177,12 @@ def check(config: RunConfig) -> list[str]:
             cores=config.engine.cores,
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
+        *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
         *bus_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
-        *parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers)),
+        *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),

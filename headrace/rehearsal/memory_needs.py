@@ -60,16 +60,18 @@ class MemoryPlan(NamedTuple):
     """Whether the engines of this machine fetch weights into memory of their own."""
     published: Device = "cpu"
     """The memory that holds published weights."""
+    trains: bool = True
+    """Whether the trainer is on this machine."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     """Returns the memory of the run's own processes. `engine_needs` gives that of each teacher."""
     serving = shape.parameters * BYTES[plan.engine.serving_dtype]
     copies = 1 if plan.adapters and not plan.lora.merged else 2
+    between = MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True)
     return [
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
-        *_trainer(shape, plan),
-        MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True),
+        *((*_trainer(shape, plan), between) if plan.trains else ()),
         *_engines(shape, plan),
     ]
 

@@ -559,7 +559,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
-    ("start", "an engine to join at * as *"): of_joining,
+    ("start", "a worker to join at * as *"): of_joining,
     ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
     ("rollouts", "a rollout host"): over_bus(),
     ("evaluation", "a rollout host"): over_bus(),

@@ -97,7 +97,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
     def begin() -> TrainerReady:
         wanted = unpack(start.payload, TrainerStart)
-        core, sender, manifests = build_trainer_core(wanted)
+        core, sender, manifests = build_trainer_core(wanted, end.door)
         shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
         parts["start"] = wanted

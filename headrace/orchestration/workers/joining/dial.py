@@ -40,12 +40,13 @@ def dial(
     seat: str = "",
     *,
     ca: str = "",
+    address_here: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
 ) -> WorkerEnd:
-    """Connects to the controller, and waits for a seat.
+    """Connects to the controller, and waits for a seat. A trainer's worker listens for other ranks at the end's `door`.
 
-    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run.
-    Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
+    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `address_here`: the address of this machine
+    at which other machines reach it; empty: that of the connection to the controller. `agree`: answers the terms of a run. Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
     host, _, port = address.rpartition(":")
     where = (host.strip("[]"), int(port))
@@ -54,11 +55,24 @@ def dial(
     else:
         sock = socket.create_connection(where, timeout=HELLO_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(packed(Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())))
+    door = _door(address_here or str(sock.getsockname()[0])) if kind == "trainer" else None
+    named = "{}:{}".format(*door.getsockname()[:2]) if door else ""
+    hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid(), door=named)
+    sock.sendall(packed(hello))
     _take_seat(sock, f"the controller at {address} refused this {kind}", agree)
-    end = WorkerEnd(sock, DESERTED)
+    end = WorkerEnd(sock, DESERTED, door)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
+
+
+def _door(address: str) -> socket.socket:
+    """Listens at a free port of that address. Raises ConfigError if it is none of this machine's."""
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"this machine cannot listen at {address}: {error.strerror or error}; name an address of it with --address"
+        ) from None
 
 
 def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> None:

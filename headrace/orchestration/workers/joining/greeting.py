@@ -32,7 +32,9 @@ SPARES = 64
 TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
 """Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
 
-CA, MODEL, PATIENCE = "HEADRACE_CA", "HEADRACE_MODEL", "HEADRACE_PATIENCE"
+CA, MODEL, PATIENCE, AGAIN, ADDRESS = (
+    f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS")
+)
 """Environment variables of a worker that offers itself: the options of `headrace worker`."""
 
 LEAVE = "leave"
@@ -50,6 +52,8 @@ class Hello(Struct, frozen=True, tag="headrace"):
     host: str = ""
     """The name of its machine."""
     pid: int = 0
+    door: str = ""
+    """HOST:PORT at which a trainer's worker listens for the other ranks."""
 
 
 class Terms(Struct, frozen=True):
