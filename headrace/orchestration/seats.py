@@ -123,7 +123,6 @@ async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Teleme
         if problem := await reach_problem(place, cluster):
             raise ConfigError(problem)
 
-
         def launcher(bundle: NodeShare) -> PlacedLauncher:
             return PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
 

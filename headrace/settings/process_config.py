@@ -206,9 +206,7 @@ _ABOUT = {
 """The kinds of orchestration that each setting is for."""
 
 
-def trainer_problems(
-    config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool
-) -> Iterator[str]:
+def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:
     """Yields a sentence for each setting that does not go with a trainer elsewhere. `cores`: `train.cores`; `host`: `weight_sync.host`;
     `itself`: whether a teacher is the student's older self."""
     if config.trains_here:

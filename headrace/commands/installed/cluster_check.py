@@ -66,7 +66,9 @@ async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings
         )
         ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
         trainer = DoctorFinding(
-            "trainer", "ok", ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)"
+            "trainer",
+            "ok",
+            ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)",
         )
         found = {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}
         terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))

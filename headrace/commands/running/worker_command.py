@@ -19,7 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--connect", required=True, metavar="HOST:PORT", help="where the run listens (orchestration.listen)"
     )
     parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="holds the run's token")
-    parser.add_argument("--offers", required=True, choices=OFFERS, help="what this process would be: an engine, or a rank of the trainer")
+    parser.add_argument(
+        "--offers",
+        required=True,
+        choices=OFFERS,
+        help="what this process would be: an engine, or a rank of the trainer",
+    )
     parser.add_argument(
         "--model", default="", metavar="DIR", help="the run's model on this machine; weights need not be there"
     )
@@ -55,7 +60,9 @@ def worker(arguments: argparse.Namespace) -> int:
             "environments as agents (headrace gateway)"
         )
     if arguments.address and arguments.offers != "trainer":
-        raise ConfigError("--address is where a rank of the trainer is reached; an engine is reached by nobody, leave it out")
+        raise ConfigError(
+            "--address is where a rank of the trainer is reached; an engine is reached by nobody, leave it out"
+        )
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", arguments.connect):
         raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
     given = {

@@ -52,7 +52,7 @@ class ProcessTrainer:
         return await self._worker.call("score", (list(tokens), adapter), list[float])
 
     async def save(self, directory: Path, adapter: str = "") -> None:
-        await self._worker.call("save", (str(directory.absolute()), adapter), type(None))
+        await self._worker.call("save", (_for_ranks(directory), adapter), type(None))
 
     async def watch(self) -> None:
         raise WorkerDied("trainer", await self._worker.watch())
@@ -62,3 +62,8 @@ class ProcessTrainer:
 
     async def close(self) -> None:
         await self._worker.end()
+
+
+def _for_ranks(directory: Path) -> str:
+    """Ranks elsewhere have another working directory."""
+    return str(directory.absolute())

@@ -28,10 +28,12 @@ from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, Wei
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
+from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.over_tcp.tcp import Tcp, TlsIdentity
+from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
@@ -51,10 +53,10 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
 def open_network(
     kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
 ) -> Transport:
-    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP, which alone can be encrypted."""
+    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP and HTTP, which can be encrypted."""
     made = TRANSPORTS[kind].open(form)
     assert isinstance(made, NetworkTransport)
-    if isinstance(made, Tcp):
+    if isinstance(made, (Tcp, Http)):
         return msgspec.structs.replace(made, host=host, tls=tls)
     assert tls is None, f"weights cannot be encrypted over {kind}"
     return msgspec.structs.replace(made, host=host)
@@ -175,7 +177,9 @@ def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | No
     meet(start.rank, start.ranks, start.meeting, device, door)
     if door:
         computed = f"{device.type}, {resolve_dtype(train.dtype, device)}, torch {torch.__version__}"
-        check_same("device, dtype and torch", computed, "make them alike (train.device and train.dtype name the first two)")
+        check_same(
+            "device, dtype and torch", computed, "make them alike (train.device and train.dtype name the first two)"
+        )
         check_same("the files of weights", weights_digest(Path(start.model_dir)), "copy the same files to all machines")
     return Staged(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
 

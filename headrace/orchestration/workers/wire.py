@@ -263,9 +263,7 @@ class Channel:
 class WorkerEnd:
     """The worker's end: reads block, and any thread may write."""
 
-    def __init__(
-        self, sock: socket.socket, silence: float | None = None, door: socket.socket | None = None
-    ) -> None:
+    def __init__(self, sock: socket.socket, silence: float | None = None, door: socket.socket | None = None) -> None:
         """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread. `door`:
         the socket at which a trainer's worker listens for other ranks, if it is elsewhere."""
         self._sock, self.door = sock, door

@@ -78,7 +78,9 @@ def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_
         step = asyncio.ensure_future(group.call("step", None, type(None)))
         await asyncio.sleep(30)
         made[1].gone, began = True, loop.time()
-        with pytest.raises(WorkerDied, match=r"the trainer process of rank 1 on a \(process 1\) is lost: it was silent"):
+        with pytest.raises(
+            WorkerDied, match=r"the trainer process of rank 1 on a \(process 1\) is lost: it was silent"
+        ):
             await step
         assert loop.time() - began < SILENCE + 3
         await asyncio.sleep(1)

@@ -119,7 +119,10 @@ def test_placed_ranks_learn_what_local_ones_do_bit_for_bit_and_a_node_of_theirs_
 ) -> None:
     """An engine and two ranks on three nodes. The node of a rank is removed, and a new one takes its place."""
     parallel = {"shard": 2}
-    tables = {**SYNCHRONOUS, "train": {**SYNCHRONOUS["train"], "steps": 5, "microbatch_tokens": 48, "parallel": parallel}}
+    tables = {
+        **SYNCHRONOUS,
+        "train": {**SYNCHRONOUS["train"], "steps": 5, "microbatch_tokens": 48, "parallel": parallel},
+    }
     headrace.train(tiny_config(tmp_path, tiny_llama, **tables, name="local"))
     while len(cluster.worker_nodes) < 4:
         patient(lambda: cluster.add_node(num_cpus=1))

@@ -38,9 +38,7 @@ def config_of(directory: Path, model: Path, mesh: str, **tables: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], dict[str, torch.Tensor]]:
+def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
     """The last checkpoint (weights, and the optimizer's state) of a run on that mesh."""
     known: dict[str, dict[str, torch.Tensor]] = {}
 

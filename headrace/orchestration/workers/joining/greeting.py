@@ -32,9 +32,7 @@ SPARES = 64
 TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
 """Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
 
-CA, MODEL, PATIENCE, AGAIN, ADDRESS = (
-    f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS")
-)
+CA, MODEL, PATIENCE, AGAIN, ADDRESS = (f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS"))
 """Environment variables of a worker that offers itself: the options of `headrace worker`."""
 
 LEAVE = "leave"

@@ -159,7 +159,11 @@ class Listener:
             raise TurnedAway(
                 "seat",
                 f"the run takes no {hello.kind} from elsewhere"
-                + (' (its trainer is its own child: orchestration.trainer = "local")' if hello.kind == "trainer" else ""),
+                + (
+                    ' (its trainer is its own child: orchestration.trainer = "local")'
+                    if hello.kind == "trainer"
+                    else ""
+                ),
             )
         return hello
 

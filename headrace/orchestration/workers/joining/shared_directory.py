@@ -65,6 +65,4 @@ def check_answer(probe: DirectoryProbe) -> None:
     with suppress(OSError):
         if probe.answer.read_text() == probe.content:
             return
-    raise ConfigError(
-        f"what rank 0 writes into {probe.answer.parent} is not seen on the run's machine; {REMEDY}"
-    )
+    raise ConfigError(f"what rank 0 writes into {probe.answer.parent} is not seen on the run's machine; {REMEDY}")
