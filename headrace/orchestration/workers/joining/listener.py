@@ -157,13 +157,7 @@ class Listener:
             )
         if self._terms and not hello.seat and hello.kind not in self._kinds:
             raise TurnedAway(
-                "seat",
-                f"the run takes no {hello.kind} from elsewhere"
-                + (
-                    ' (its trainer is its own child: orchestration.trainer = "local")'
-                    if hello.kind == "trainer"
-                    else ""
-                ),
+                "seat", f'the {hello.kind} of this run is a child of its process (orchestration.trainer = "local")'
             )
         return hello
 
