@@ -23,8 +23,11 @@ def elsewhere(directory: Path, model: Path, port: int, **tables: Any) -> dict[st
     return joining(directory, model, port, orchestration={"trainer": "elsewhere"}, **tables)
 
 
-def synchronous(**train: Any) -> dict[str, Any]:
-    return {**SYNCHRONOUS, "train": {**SYNCHRONOUS["train"], **train}, "rollout": {"max_tokens": 12}}
+TWO_RANKS: dict[str, Any] = {
+    **SYNCHRONOUS,
+    "train": {**SYNCHRONOUS["train"], "parallel": {"shard": 2}, "microbatch_tokens": 48, "steps": 5},
+    "rollout": {"max_tokens": 12},
+}
 
 
 def assert_equal(run: Path, other: Path) -> None:
@@ -32,14 +35,33 @@ def assert_equal(run: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit_and_outlive_a_death(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def local(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose two ranks are child processes."""
+    directory = tmp_path_factory.mktemp("local")
+    headrace.train(tiny_config(directory, tiny_llama, **TWO_RANKS))
+    return directory / "runs" / "tiny"
+
+
+def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit(local: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    port = free_port()
+    config = elsewhere(tmp_path, tiny_llama, port, **TWO_RANKS)
+    with offering(tmp_path, port) as (engine,), offering(tmp_path, port, "--offers", "trainer", count=2) as ranks:
+        headrace.train(config)
+        assert [one.wait(PATIENCE) for one in (engine, *ranks)] == [0, 0, 0]
+    run = tmp_path / "runs" / "tiny"
+    seats = of(run, WorkerJoined)
+    assert [one.who for one in seats] == ["engine", "trainer rank 0", "trainer rank 1"]
+    assert {one.pid for one in seats[1:]} == {one.pid for one in ranks}
+    assert_equal(run, local)
+
+
+@pytest.mark.slow
+def test_when_a_rank_dies_the_others_come_back_and_a_spare_takes_its_seat(
+    local: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One is killed. The others come back by themselves (`--again`), and a spare worker takes the free seat."""
-    tables = synchronous(parallel={"shard": 2}, microbatch_tokens=48, steps=5)
-    headrace.train(tiny_config(tmp_path, tiny_llama, **tables, name="local"))
     run, port = tmp_path / "runs" / "joined", free_port()
-    config = elsewhere(tmp_path, tiny_llama, port, **tables, name="joined")
+    config = elsewhere(tmp_path, tiny_llama, port, **TWO_RANKS, name="joined")
     killed: list[int] = []
 
     def kill() -> None:
@@ -58,7 +80,7 @@ def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit_and_outlive_a_death(
     assert [who for who, _ in seats] == ["engine", "trainer rank 0", "trainer rank 1"] * 2
     assert ("trainer rank 1", killed[0]) in seats[:3] and killed[0] not in [pid for _, pid in seats[3:]]
     assert of(run, RunEnded)[-1].accounting.balance() == 0
-    assert_equal(run, tmp_path / "runs" / "local")
+    assert_equal(run, local)
 
 
 @pytest.mark.slow
@@ -75,8 +97,7 @@ def test_a_single_rank_joins(tiny_llama: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stopped_rank_is_noticed_by_its_silence(tiny_llama: Path, tmp_path: Path) -> None:
     run, port = tmp_path / "runs" / "tiny", free_port()
-    tables = synchronous(parallel={"shard": 2}, microbatch_tokens=48, steps=5)
-    config = elsewhere(tmp_path, tiny_llama, port, **tables)
+    config = elsewhere(tmp_path, tiny_llama, port, **TWO_RANKS)
     stopped: list[int] = []
 
     def stop() -> None:

@@ -273,7 +273,7 @@ def test_later_such_a_node_counts_as_a_death_and_another_one_is_tried(tmp_path: 
 def test_what_shares_files_with_the_run_cannot_be_placed(tmp_path: Path) -> None:
     async def case() -> None:
         launcher = Place(tmp_path, []).launcher
-        for job in (Job("trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
+        for job in (Job("shared trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
             with pytest.raises(ConfigError, match="a cluster cannot place the"):
                 launcher.worker(job, lambda method, payload: None)
 

@@ -38,6 +38,7 @@ class Beating(Rank):
     gone = False
 
     async def serve(self) -> None:
+        await asyncio.sleep(0)  # until it has offered itself
         beating = asyncio.ensure_future(self._beat())
         try:
             await super().serve()
@@ -69,10 +70,15 @@ def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_
     async def go() -> None:
         arrivals = FakeArrivals()
         group = RankGroup(JoinLauncher(arrivals, telemetry_of(facts)), 3, (), ())
-        made = [Beating(rank, answer) for rank in range(3)]
+        made: list[Beating] = []
+
+        def come(host: str) -> None:
+            made.append(Beating(len(made), answer))
+            arrivals.offer(made[-1], host, "", f"10.0.0.{ord(host)}:{6999 + len(made)}")
+
         loop = asyncio.get_running_loop()
-        for rank, (process, host) in enumerate(zip(made, ("a", "a", "b"), strict=True)):
-            loop.call_later(20.0 * rank, arrivals.offer, process, host, "", f"10.0.0.{ord(host)}:{7000 + rank}")
+        for seconds, host in ((0, "a"), (20, "a"), (40, "b")):
+            loop.call_later(seconds, come, host)
         await group.start()
         await group.call("start", start_of(3), type(None))
         step = asyncio.ensure_future(group.call("step", None, type(None)))
