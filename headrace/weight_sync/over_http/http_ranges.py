@@ -124,7 +124,7 @@ class WeightServer(socketserver.ThreadingTCPServer):
             return
         request.settimeout(PATIENCE)
         with self._tls.wrap_socket(request, server_side=True) as secured:
-            super().finish_request(secured, client_address)  # type: ignore[arg-type]
+            super().finish_request(secured, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: the engine at the other end reports it."""

@@ -37,6 +37,9 @@ from headrace.version import __version__
 M = TypeVar("M", bound=Struct)
 
 
+ENGINES: tuple[Kind, ...] = ("engine",)
+
+
 class Spare(NamedTuple):
     """A worker without a seat."""
 
@@ -54,7 +57,7 @@ class Listener:
         port: int = 0,
         *,
         terms: Terms | None = None,
-        kinds: Collection[Kind] = ("engine",),
+        kinds: Collection[Kind] = ENGINES,
         tls: ssl.SSLContext | None = None,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
