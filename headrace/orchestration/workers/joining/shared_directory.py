@@ -9,22 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.types import Struct
-
-
-class DirectoryProbe(Struct, frozen=True):
-    """A file that the controller has written."""
-
-    path: str
-    content: str
-
-    @property
-    def answer(self) -> Path:
-        """The file that rank 0 writes beside it."""
-        return Path(f"{self.path}-seen")
+from headrace.orchestration.workers.worker_messages import DirectoryProbe
 
 
 REMEDY = "mount that directory under the same path on all machines (NFS, say), or set `out` to one that all of them see"
+
+
+def _answer(probe: DirectoryProbe) -> Path:
+    """The file that rank 0 writes beside it."""
+    return Path(f"{probe.path}-seen")
 
 
 @contextmanager
@@ -35,7 +28,7 @@ def probing(directory: Path) -> Iterator[DirectoryProbe]:
     try:
         yield probe
     finally:
-        for path in (Path(probe.path), probe.answer):
+        for path in (Path(probe.path), _answer(probe)):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
@@ -48,7 +41,7 @@ def see(probe: DirectoryProbe, rank: int) -> None:
             if rank:
                 return
             try:
-                probe.answer.write_text(probe.content)
+                _answer(probe).write_text(probe.content)
                 return
             except OSError as error:
                 raise ConfigError(
@@ -63,6 +56,6 @@ def see(probe: DirectoryProbe, rank: int) -> None:
 def check_answer(probe: DirectoryProbe) -> None:
     """Raises ConfigError if what rank 0 wrote is not here."""
     with suppress(OSError):
-        if probe.answer.read_text() == probe.content:
+        if _answer(probe).read_text() == probe.content:
             return
-    raise ConfigError(f"what rank 0 writes into {probe.answer.parent} is not seen on the run's machine; {REMEDY}")
+    raise ConfigError(f"what rank 0 writes into {_answer(probe).parent} is not seen on the run's machine; {REMEDY}")
