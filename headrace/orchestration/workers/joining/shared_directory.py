@@ -11,7 +11,6 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.worker_messages import DirectoryProbe
 
-
 REMEDY = "mount that directory under the same path on all machines (NFS, say), or set `out` to one that all of them see"
 
 
