@@ -21,7 +21,7 @@ import torch
 from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
 
 import headrace
-from headrace.observe.facts import RunEnded, Warned, WorkerJoined, WorkerLost
+from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
 
 PATIENCE = 600.0
 
@@ -115,6 +115,35 @@ def refused(directory: Path, port: int, *more: str) -> tuple[int, str]:
     with offering(directory, port, *more) as (worker,):
         said = worker.communicate(timeout=PATIENCE)[1]
         return worker.returncode, said
+
+
+@pytest.mark.slow
+def test_a_ticket_that_ends_every_engine_is_given_up_and_the_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    """Four workers: the ticket ends three of them, and the last one does the rest."""
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 4})
+    token = (tmp_path / "token").read_text()
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("poisoned_worker.py")),
+        "engine",
+        "--join",
+        f"127.0.0.1:{port}",
+    ]
+    given = {"HEADRACE_TOKEN": token, "HEADRACE_PATIENCE": str(PATIENCE), "OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen(words, env={**os.environ, **given}) for _ in range(4)]
+    try:
+        result = headrace.train(config)
+        assert sorted(one.wait(PATIENCE) for one in workers) == [-signal.SIGKILL] * 3 + [0]
+    finally:
+        for one in workers:
+            one.kill()
+    assert result.step == 4 and len(of(run, WorkerLost)) == 3
+    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    assert (failed.ticket, failed.reason, failed.failures) == (3, "engine_died", {"engine_died": 4})
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+    assert ended.accounting.failed == {"engine_died": 1}
 
 
 @pytest.mark.slow
