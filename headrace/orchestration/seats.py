@@ -78,7 +78,9 @@ async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> Asy
     place = config.orchestration
     token, tls = secrets_of(place)
     async with _listening(
-        place, Listener(token, place.host, place.port, terms=terms, tls=tls, say=telemetry.warn), telemetry
+        place,
+        Listener(token, place.host, place.port, terms=terms, tls=tls, reconnect=place.reconnect, say=telemetry.warn),
+        telemetry,
     ) as listener:
         if not tls and place.host not in LOCAL_HOSTS:
             telemetry.warn(
@@ -86,7 +88,7 @@ async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> Asy
                 "a private network, or set orchestration.cert and orchestration.key"
             )
         telemetry.warn(_invitation(config, listener.address))
-        yield JoinLauncher(listener, telemetry)
+        yield JoinLauncher(listener, telemetry, away=place.reconnect)
 
 
 @asynccontextmanager

@@ -108,10 +108,17 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
 
 POISON = """
 import os, signal
+from pathlib import Path
+
+SEEN, POISON = Path(__file__).with_name("seen"), Path(__file__).with_name("poison")
 
 def kills_its_host(prompts, completions, **columns):
-    if any("7 + 7" in prompt for prompt in prompts):
+    seen = SEEN.read_text().splitlines() if SEEN.exists() else []
+    if not POISON.exists() and len(seen) >= 5 and prompts[0] not in seen:
+        POISON.write_text(prompts[0])
+    if POISON.exists() and POISON.read_text() == prompts[0]:
         os.kill(os.getppid(), signal.SIGKILL)
+    SEEN.write_text("\\n".join({*seen, prompts[0]}))
     return [text.count("e") / max(len(text), 1) for text in completions]
 """
 

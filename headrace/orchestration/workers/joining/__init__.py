@@ -22,5 +22,5 @@ long.
 
 Read `greeting.py` (the messages and their limits), `listener.py` (the controller's socket), `dial.py` (the worker's end), `same_model.py`
 (whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `seated.py` (workers elsewhere, as the
-controller sees them), `joined.py` (the launcher of those that were started by hand) and `fake_arrivals.py` (a fake of the socket).
+controller sees them), `sessions/` (connections that break and come back), `joined.py` (the launcher of those that were started by hand) and `fake_arrivals.py` (a fake of the socket).
 """

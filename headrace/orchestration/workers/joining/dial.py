@@ -24,6 +24,7 @@ from headrace.orchestration.workers.joining.greeting import (
     Welcome,
     packed,
 )
+from headrace.orchestration.workers.joining.sessions.session_end import SessionEnd
 from headrace.orchestration.workers.wire import BEATS, HEAD, WorkerEnd, length_of
 from headrace.version import __version__
 from headrace.web.tls import connect_over_tls
@@ -47,6 +48,25 @@ def dial(
     `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run.
     Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
+    hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())
+    refused = f"the controller at {address} refused this {kind}"
+    sock = _connected(address, ca, hello)
+    welcome = _take_seat(sock, refused, agree)
+
+    def redial(received: int) -> tuple[socket.socket, int]:
+        again = _connected(address, ca, msgspec.structs.replace(hello, session=welcome.session, received=received))
+        try:
+            return again, _take_seat(again, refused, None).received
+        except BaseException:
+            again.close()
+            raise
+
+    end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED)
+    threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
+    return end
+
+
+def _connected(address: str, ca: str, hello: Hello) -> socket.socket:
     host, _, port = address.rpartition(":")
     where = (host.strip("[]"), int(port))
     if ca:
@@ -54,14 +74,12 @@ def dial(
     else:
         sock = socket.create_connection(where, timeout=HELLO_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(packed(Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())))
-    _take_seat(sock, f"the controller at {address} refused this {kind}", agree)
-    end = WorkerEnd(sock, DESERTED)
-    threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
-    return end
+    sock.sendall(packed(hello))
+    return sock
 
 
-def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> None:
+def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> Welcome:
+    """Returns the last welcome."""
     waits = False
     while True:
         welcome = msgspec.msgpack.decode(_received(sock, length_of(_received(sock, HEAD), HELLO_BYTES)), type=Welcome)
@@ -84,7 +102,7 @@ def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agree
                 print("headrace: all seats are taken; this worker waits for one", file=sys.stderr, flush=True)
             waits = True
         else:
-            return
+            return welcome
 
 
 def _received(sock: socket.socket, count: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.orchestration.workers.wire import Writer
 from headrace.types import Struct
 
 SILENCE = 5.0
@@ -50,6 +51,10 @@ class Hello(Struct, frozen=True, tag="headrace"):
     host: str = ""
     """The name of its machine."""
     pid: int = 0
+    session: str = ""
+    """The session of a worker that comes back (`sessions/`)."""
+    received: int = 0
+    """The bytes that it has received in it."""
 
 
 class Terms(Struct, frozen=True):
@@ -67,6 +72,12 @@ class Welcome(Struct, frozen=True):
     """Whether it is refused because the run has ended."""
     terms: Terms | None = None
     waiting: bool = False
+    session: str = ""
+    """The worker's session, a secret. In all later messages it is empty."""
+    reconnect: float = 0.0
+    """Seconds in which it may come back if its connection breaks; 0: its bytes travel without segments."""
+    received: int = 0
+    """The bytes that the controller has received in the session of a worker that has come back."""
 
 
 class Agreed(Struct, frozen=True):
@@ -80,7 +91,7 @@ class Arrived(NamedTuple):
     """A worker that has taken its place."""
 
     reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    writer: Writer
     hello: Hello
     address: str
     """The address from which it connected."""

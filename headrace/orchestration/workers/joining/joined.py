@@ -14,8 +14,9 @@ from headrace.protocols import Heard, Job
 class JoinLauncher:
     """Protocol `Launcher`. A worker begins when one that was started elsewhere takes its seat."""
 
-    def __init__(self, arrivals: Arrivals, telemetry: Telemetry, silence: float = SILENCE) -> None:
-        self._arrivals, self._telemetry, self._silence = arrivals, telemetry, silence
+    def __init__(self, arrivals: Arrivals, telemetry: Telemetry, silence: float = SILENCE, away: float = 0.0) -> None:
+        """`away`: seconds for which the connection of a worker may be broken."""
+        self._arrivals, self._telemetry, self._silence, self._away = arrivals, telemetry, silence, away
         self._taken: set[str] = set()
         """The seats that had a worker before."""
 
@@ -24,17 +25,26 @@ class JoinLauncher:
             raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with the trainer's process")
         again = job.who in self._taken
         self._taken.add(job.who)
-        return JoinedWorker(job, heard, self._arrivals, self._telemetry, silence=self._silence, again=again)
+        seated = {"silence": self._silence, "away": self._away}
+        return JoinedWorker(job, heard, self._arrivals, self._telemetry, again=again, **seated)
 
 
 class JoinedWorker(SeatedWorker):
     """Protocol `Worker`."""
 
     def __init__(
-        self, job: Job, heard: Heard, arrivals: Arrivals, telemetry: Telemetry, *, silence: float, again: bool
+        self,
+        job: Job,
+        heard: Heard,
+        arrivals: Arrivals,
+        telemetry: Telemetry,
+        *,
+        silence: float,
+        away: float,
+        again: bool,
     ) -> None:
         """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
-        super().__init__(job.who, heard, telemetry, silence)
+        super().__init__(job.who, heard, telemetry, silence, away)
         self._job, self._arrivals, self._again = job, arrivals, again
 
     async def start(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
+import secrets
 import ssl
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -29,6 +31,7 @@ from headrace.orchestration.workers.joining.greeting import (
     Welcome,
     packed,
 )
+from headrace.orchestration.workers.joining.sessions.returning import Returning
 from headrace.orchestration.workers.wire import HEAD, length_of
 from headrace.types import Struct
 from headrace.version import __version__
@@ -47,9 +50,11 @@ class Listener:
         *,
         terms: Terms | None = None,
         tls: ssl.SSLContext | None = None,
+        reconnect: float = 0.0,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
-        """`terms`: those of workers that offer themselves; None if all workers have a seat. `say`: is told of the first connection of each
+        """`terms`: those of workers that offer themselves; None if all workers have a seat. `reconnect`: seconds in which a worker may come back
+        whose connection broke. `say`: is told of the first connection of each
         kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
@@ -61,6 +66,8 @@ class Listener:
         self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
         self._spares: deque[asyncio.Future[Arrival]] = deque()
         """The workers without a seat, in the order in which they came."""
+        self._reconnect = reconnect
+        self._sessions: dict[str, Returning] = {}
         self._greetings: set[asyncio.Task[Any]] = set()
         self._strangers = 0
         self._server: asyncio.Server | None = None
@@ -111,6 +118,9 @@ class Listener:
 
     async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await self._introduced(reader)
+        if hello.session:
+            self._take_back(hello, reader, writer)
+            return
         offers = self._terms is not None and not hello.seat
         model_dir = await self._agreed(reader, writer) if offers else ""
         arrival = self._free(hello)
@@ -118,9 +128,10 @@ class Listener:
             arrival = await self._spare(reader, writer)
         if arrival is None:
             raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
+        session = secrets.token_hex(16) if self._reconnect else ""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                await _say(writer, Welcome())
+                await _say(writer, Welcome(session=session, reconnect=self._reconnect))
         except BaseException:
             if not arrival.done():
                 self._enter(hello.kind, hello.seat, arrival, first=True)
@@ -128,7 +139,25 @@ class Listener:
         if arrival.done():
             raise TurnedAway("seat")
         address = str(writer.get_extra_info("peername")[0])
-        arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+        if not session:
+            arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+            return
+        who = f"the {hello.kind} on {hello.host or address} (process {hello.pid})"
+        stream = self._sessions[session] = Returning(
+            self._reconnect,
+            lambda said: self._say(f"{who}: {said}"),
+            functools.partial(self._sessions.pop, session, None),
+        )
+        stream.connect(reader, writer)
+        arrival.set_result(Arrived(stream.reader, stream, hello, address, model_dir))
+
+    def _take_back(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = self._sessions.get(hello.session)
+        if stream is None:
+            raise TurnedAway(
+                "session", "the run has given its seat away: it came back too late (orchestration.reconnect)"
+            )
+        stream.connect(reader, writer, hello.received, packed(Welcome(received=stream.received)))
 
     async def _introduced(self, reader: asyncio.StreamReader) -> Hello:
         self._strangers += 1
@@ -224,6 +253,7 @@ REASONS = {
     "garbage": "it sent something else than a headrace worker would",
     "model": "its worker does not have the run's model (it says why)",
     "seat": "no seat of that kind is free",
+    "session": "its worker came back after its seat was given away",
     "silent": "it introduced itself too late, or not at all",
     "token": "its token is not the run's",
     "version": "it is another version of headrace",
