@@ -65,7 +65,7 @@ async def open_seats(
     check_seats(config.orchestration)
     terms = terms_of(config.model.path, model_dir)
     opened = (
-        _joining(config, terms, telemetry)
+        _joining(config, terms, logs, telemetry)
         if config.orchestration.kind == "join"
         else _placed(config, terms, logs, telemetry)
     )
@@ -74,7 +74,7 @@ async def open_seats(
 
 
 @asynccontextmanager
-async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
     place = config.orchestration
     token, tls = secrets_of(place)
     async with _listening(
@@ -88,7 +88,7 @@ async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> Asy
                 "a private network, or set orchestration.cert and orchestration.key"
             )
         telemetry.warn(_invitation(config, listener.address))
-        yield JoinLauncher(listener, telemetry, away=place.reconnect)
+        yield JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
 
 
 @asynccontextmanager

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.orchestration.workers.joining.connecting import connected, received
 from headrace.orchestration.workers.joining.greeting import (
     DESERTED,
-    HELLO_BYTES,
-    HELLO_SECONDS,
     SILENCE,
     Agreed,
     Hello,
@@ -24,10 +23,10 @@ from headrace.orchestration.workers.joining.greeting import (
     Welcome,
     packed,
 )
+from headrace.orchestration.workers.joining.packages import own_packages
 from headrace.orchestration.workers.joining.sessions.session_end import SessionEnd
-from headrace.orchestration.workers.wire import BEATS, HEAD, WorkerEnd, length_of
+from headrace.orchestration.workers.wire import BEATS, WorkerEnd
 from headrace.version import __version__
-from headrace.web.tls import connect_over_tls
 
 
 class RunOver(HeadraceError):
@@ -42,19 +41,22 @@ def dial(
     *,
     ca: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
+    seated: Callable[[str], None] = lambda session: None,
 ) -> WorkerEnd:
     """Connects to the controller, and waits for a seat.
 
-    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run.
+    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run. `seated`: is
+    called with the worker's session.
     Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
-    hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())
+    hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid(), packages=own_packages())
     refused = f"the controller at {address} refused this {kind}"
-    sock = _connected(address, ca, hello)
+    sock = connected(address, ca, hello)
     welcome = _take_seat(sock, refused, agree)
+    seated(welcome.session)
 
-    def redial(received: int) -> tuple[socket.socket, int]:
-        again = _connected(address, ca, msgspec.structs.replace(hello, session=welcome.session, received=received))
+    def redial(count: int) -> tuple[socket.socket, int]:
+        again = connected(address, ca, msgspec.structs.replace(hello, session=welcome.session, received=count))
         try:
             return again, _take_seat(again, refused, None).received
         except BaseException:
@@ -66,23 +68,11 @@ def dial(
     return end
 
 
-def _connected(address: str, ca: str, hello: Hello) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    where = (host.strip("[]"), int(port))
-    if ca:
-        sock = connect_over_tls(where, ca, HELLO_SECONDS)
-    else:
-        sock = socket.create_connection(where, timeout=HELLO_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(packed(hello))
-    return sock
-
-
 def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> Welcome:
     """Returns the last welcome."""
     waits = False
     while True:
-        welcome = msgspec.msgpack.decode(_received(sock, length_of(_received(sock, HEAD), HELLO_BYTES)), type=Welcome)
+        welcome = received(sock, Welcome)
         if welcome.over:
             raise RunOver(welcome.refused)
         if welcome.refused:
@@ -103,15 +93,3 @@ def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agree
             waits = True
         else:
             return welcome
-
-
-def _received(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise ConnectionError(
-                "the controller closed the connection without an answer; is it a headrace controller?"
-            )
-        data += piece
-    return data

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +21,9 @@ DESERTED = 60.0
 
 HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
 """Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
+
+SAID_BYTES = 1 << 17
+"""Limit of a message with words of a worker."""
 
 ARRIVAL = 300.0
 """Seconds in which a started process must connect."""
@@ -51,10 +55,31 @@ class Hello(Struct, frozen=True, tag="headrace"):
     host: str = ""
     """The name of its machine."""
     pid: int = 0
+    packages: dict[str, str] = {}
+    """The versions of those that decide what it computes (`packages.py`)."""
     session: str = ""
     """The session of a worker that comes back (`sessions/`)."""
     received: int = 0
     """The bytes that it has received in it."""
+
+
+class WitnessHello(Struct, frozen=True, tag="headrace witness"):
+    """The first message of a worker's witness (`witness.py`)."""
+
+    version: str
+    token: str
+    session: str
+    """The worker's."""
+
+
+class Said(Struct, frozen=True):
+    """Words of a worker."""
+
+    at: int
+    """The bytes that it has said before."""
+    data: bytes
+    over: bool = False
+    """Whether its process has ended."""
 
 
 class Terms(Struct, frozen=True):
@@ -87,6 +112,18 @@ class Agreed(Struct, frozen=True):
     unable: str = ""
 
 
+class WorkerWords(Protocol):
+    """The words of a worker that has a witness."""
+
+    ended: asyncio.Event
+
+    def begin(self, file: Path, title: str) -> None:
+        """Writes them behind those in the file."""
+
+    @property
+    def last_lines(self) -> str: ...
+
+
 class Arrived(NamedTuple):
     """A worker that has taken its place."""
 
@@ -97,6 +134,7 @@ class Arrived(NamedTuple):
     """The address from which it connected."""
     model_dir: str
     """The model's directory on its machine, if it has agreed to terms."""
+    words: WorkerWords | None = None
 
 
 Arrival = asyncio.Future[Arrived]

@@ -19,6 +19,7 @@ from headrace.orchestration.workers.joining.greeting import (
     AGREEING,
     HELLO_BYTES,
     HELLO_SECONDS,
+    SAID_BYTES,
     SILENCE,
     SPARES,
     STRANGERS,
@@ -26,12 +27,16 @@ from headrace.orchestration.workers.joining.greeting import (
     Arrival,
     Arrived,
     Hello,
+    Said,
     Terms,
     TurnedAway,
     Welcome,
+    WitnessHello,
     packed,
 )
+from headrace.orchestration.workers.joining.packages import differing, own_packages
 from headrace.orchestration.workers.joining.sessions.returning import Returning
+from headrace.orchestration.workers.joining.worker_log import WorkerLog
 from headrace.orchestration.workers.wire import HEAD, length_of
 from headrace.types import Struct
 from headrace.version import __version__
@@ -67,6 +72,9 @@ class Listener:
         self._spares: deque[asyncio.Future[Arrival]] = deque()
         """The workers without a seat, in the order in which they came."""
         self._reconnect = reconnect
+        self._packages = own_packages()
+        self._words: dict[str, WorkerLog] = {}
+        """The logs of workers, by their sessions."""
         self._sessions: dict[str, Returning] = {}
         self._greetings: set[asyncio.Task[Any]] = set()
         self._strangers = 0
@@ -118,6 +126,9 @@ class Listener:
 
     async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await self._introduced(reader)
+        if isinstance(hello, WitnessHello):
+            await self._collect(hello, reader, writer)
+            return
         if hello.session:
             self._take_back(hello, reader, writer)
             return
@@ -128,7 +139,7 @@ class Listener:
             arrival = await self._spare(reader, writer)
         if arrival is None:
             raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
-        session = secrets.token_hex(16) if self._reconnect else ""
+        session = secrets.token_hex(16) if offers or self._reconnect else ""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 await _say(writer, Welcome(session=session, reconnect=self._reconnect))
@@ -139,8 +150,9 @@ class Listener:
         if arrival.done():
             raise TurnedAway("seat")
         address = str(writer.get_extra_info("peername")[0])
-        if not session:
-            arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+        words = self._words[session] = WorkerLog()
+        if not self._reconnect:
+            arrival.set_result(Arrived(reader, writer, hello, address, model_dir, words=words))
             return
         who = f"the {hello.kind} on {hello.host or address} (process {hello.pid})"
         stream = self._sessions[session] = Returning(
@@ -149,7 +161,7 @@ class Listener:
             functools.partial(self._sessions.pop, session, None),
         )
         stream.connect(reader, writer)
-        arrival.set_result(Arrived(stream.reader, stream, hello, address, model_dir))
+        arrival.set_result(Arrived(stream.reader, stream, hello, address, model_dir, words=words))
 
     def _take_back(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = self._sessions.get(hello.session)
@@ -159,13 +171,28 @@ class Listener:
             )
         stream.connect(reader, writer, hello.received, packed(Welcome(received=stream.received)))
 
-    async def _introduced(self, reader: asyncio.StreamReader) -> Hello:
+    async def _collect(self, hello: WitnessHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes a worker's words from its witness, until it says that the worker has ended."""
+        words = self._words.get(hello.session)
+        if words is None:
+            raise TurnedAway("session", "the run does not know its worker")
+        with contextlib.suppress(OSError, EOFError):  # the witness connects anew
+            await _say(writer, Welcome())
+            while not words.ended.is_set():
+                words.take(await _first(reader, Said, SAID_BYTES))
+                await _say(writer, Welcome())
+        stream = self._sessions.get(hello.session)
+        if stream and words.ended.is_set():
+            stream.wait_no_more()
+        writer.close()
+
+    async def _introduced(self, reader: asyncio.StreamReader) -> Hello | WitnessHello:
         self._strangers += 1
         try:
             if self._strangers > STRANGERS:
                 raise TurnedAway("crowd")
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = await _first(reader, Hello)
+                hello: Hello | WitnessHello = await _first(reader, Hello | WitnessHello)  # type: ignore[arg-type]
         finally:
             self._strangers -= 1
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
@@ -174,6 +201,12 @@ class Listener:
             raise TurnedAway(
                 "version",
                 f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
+            )
+        if isinstance(hello, WitnessHello):
+            return hello
+        if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
+            raise TurnedAway(
+                "packages", f"it has {differ}: install the same, because other versions compute other numbers"
             )
         if self._terms and not hello.seat and hello.kind != "engine":
             raise TurnedAway("seat", f"only engines join runs, and it is a {hello.kind}")
@@ -252,6 +285,7 @@ REASONS = {
     "crowd": "there are too many connections",
     "garbage": "it sent something else than a headrace worker would",
     "model": "its worker does not have the run's model (it says why)",
+    "packages": "it has other versions of packages that decide what an engine computes (its worker says which)",
     "seat": "no seat of that kind is free",
     "session": "its worker came back after its seat was given away",
     "silent": "it introduced itself too late, or not at all",
@@ -261,8 +295,8 @@ REASONS = {
 """The reasons for which connections are turned away."""
 
 
-async def _first(reader: asyncio.StreamReader, kind: type[M]) -> M:
-    length = length_of(await reader.readexactly(HEAD), HELLO_BYTES)
+async def _first(reader: asyncio.StreamReader, kind: type[M], limit: int = HELLO_BYTES) -> M:
+    length = length_of(await reader.readexactly(HEAD), limit)
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
 
 

@@ -13,7 +13,7 @@ class Returning:
     """Protocol `wire.Writer`; its other half is `reader`."""
 
     def __init__(self, patience: float, say: Callable[[str], None], over: Callable[[], None]) -> None:
-        """`patience`: seconds for which it waits for a new connection. `say`: is called with a sentence at some of the breaks. `over`: is called
+        """`patience`: seconds for which it waits for a new connection. `say`: is called with a sentence at some of the returns. `over`: is called
         when it waits no more."""
         self.reader = asyncio.StreamReader()
         self.received = 0
@@ -24,7 +24,7 @@ class Returning:
         self._reading: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._closed = False
-        self._breaks = 0
+        self._broken_since, self._breaks = 0.0, 0
 
     def connect(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: int = 0, greeting: bytes = b""
@@ -32,6 +32,11 @@ class Returning:
         """Goes on over this connection, whose other end has received so many bytes over earlier ones. `greeting`: is sent before. Raises
         HeadraceError if it cannot have received them."""
         self._outbox.acknowledge(received)
+        if self._alarm and self._breaks & (self._breaks - 1) == 0:  # 1, 2, 4, ...: a bad network must not fill the log
+            away = asyncio.get_running_loop().time() - self._broken_since
+            self._say(
+                f"its connection broke (break {self._breaks}), and it came back after {away:.1f} s; nothing was lost"
+            )
         self._leave()
         self._writer = writer
         writer.write(greeting)
@@ -63,23 +68,21 @@ class Returning:
                 self._outbox.acknowledge(received)
                 self.received += length
                 self.reader.feed_data(data)
-        except (OSError, EOFError):
-            why = "its connection broke"
-        except HeadraceError as error:
-            why = str(error)
-        self._reading = None
-        self._break(why)
+        except (OSError, EOFError, HeadraceError):
+            self._reading = None
+            self._break()
 
-    def _break(self, why: str) -> None:
+    def _break(self) -> None:
         self._leave()
-        self._breaks += 1
-        if (
-            self._patience and self._breaks & (self._breaks - 1) == 0
-        ):  # 1, 2, 4, ...: a bad network must not fill the log
-            self._say(
-                f"{why} (for the {self._breaks}. time); it has {self._patience:g} s to come back (orchestration.reconnect)"
-            )
-        self._alarm = asyncio.get_running_loop().call_later(self._patience, self.close)
+        loop = asyncio.get_running_loop()
+        self._broken_since, self._breaks = loop.time(), self._breaks + 1
+        self._alarm = loop.call_later(self._patience, self.close)
+
+    def wait_no_more(self) -> None:
+        """The worker has ended: it will not come back. What it has sent is still read."""
+        self._patience = 0.0
+        if self._alarm:
+            self.close()
 
     def _leave(self) -> None:
         """Closes the connection that there is, and waits for none."""
