@@ -87,7 +87,7 @@ async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telem
                 f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
                 "a private network, or set orchestration.cert and orchestration.key"
             )
-        telemetry.warn(_invitation(config, listener.address))
+        telemetry.warn(invitation(config, listener.address))
         yield JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
 
 
@@ -135,7 +135,7 @@ async def _listening(config: OrchestrationConfig, listener: Listener, telemetry:
             telemetry.warn(f"connections that were turned away at {listener.address}: {counts}")
 
 
-def _invitation(config: RunConfig, address: str) -> str:
+def invitation(config: RunConfig, address: str) -> str:
     names = ", ".join(f"engine {name}".rstrip() for name in members_of(config.engine))
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
     return (

@@ -33,6 +33,7 @@ from headrace.orchestration.workers.joining.greeting import LEAVE, SEAT, TOKEN
 from headrace.orchestration.workers.joining.offering import left_alone, offer, released
 from headrace.orchestration.workers.joining.witness import witnessed
 from headrace.orchestration.workers.launch.child import CORES
+from headrace.orchestration.workers.placed.examined import answer as answer_doctor
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
@@ -55,7 +56,7 @@ def main() -> None:
     answer_signals()
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
-    end = offer(where, kind, seated) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
+    end = offer(where, kind, seated, answer_doctor) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
     leave = left_alone if joined else functools.partial(os._exit, 0)
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox, leave), daemon=True).start()

@@ -17,8 +17,10 @@ from headrace.orchestration.workers.joining.greeting import (
     DESERTED,
     SILENCE,
     Agreed,
+    Answer,
     Hello,
     Kind,
+    Question,
     Terms,
     Welcome,
     packed,
@@ -41,24 +43,26 @@ def dial(
     *,
     ca: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
+    examine: Callable[[Question], Answer] | None = None,
     seated: Callable[[str], None] = lambda session: None,
 ) -> WorkerEnd:
     """Connects to the controller, and waits for a seat.
 
-    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run. `seated`: is
+    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run. `examine`: answers
+    the questions of `headrace doctor`. `seated`: is
     called with the worker's session.
     Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
     hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid(), packages=own_packages())
     refused = f"the controller at {address} refused this {kind}"
     sock = connected(address, ca, hello)
-    welcome = _take_seat(sock, refused, agree)
+    welcome = _take_seat(sock, refused, agree, examine)
     seated(welcome.session)
 
     def redial(count: int) -> tuple[socket.socket, int]:
         again = connected(address, ca, msgspec.structs.replace(hello, session=welcome.session, received=count))
         try:
-            return again, _take_seat(again, refused, None).received
+            return again, _take_seat(again, refused).received
         except BaseException:
             again.close()
             raise
@@ -68,7 +72,12 @@ def dial(
     return end
 
 
-def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> Welcome:
+def _take_seat(
+    sock: socket.socket,
+    refused: str,
+    agree: Callable[[Terms], Agreed] | None = None,
+    examine: Callable[[Question], Answer] | None = None,
+) -> Welcome:
     """Returns the last welcome."""
     waits = False
     while True:
@@ -86,6 +95,9 @@ def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agree
                         1
                     )  # until the controller has read it: over TLS another thread sends it, and this process ends now
                 raise ConfigError(answer.unable)
+        elif welcome.question and examine:
+            sock.sendall(packed(examine(welcome.question)))
+            sock.settimeout(DESERTED)
         elif welcome.waiting:
             sock.settimeout(DESERTED)
             if not waits:

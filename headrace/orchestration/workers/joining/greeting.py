@@ -91,11 +91,23 @@ class Terms(Struct, frozen=True):
     """The digest of every file that both must have, by name (`joining/same_model.py`)."""
 
 
+class Question(Struct, frozen=True):
+    """What `headrace doctor --cluster` asks a worker that offers itself (`placed/examined.py`)."""
+
+    method: str
+    values: msgspec.Raw
+
+
+class Answer(Struct, frozen=True):
+    value: msgspec.Raw
+
+
 class Welcome(Struct, frozen=True):
     refused: str = ""
     over: bool = False
     """Whether it is refused because the run has ended."""
     terms: Terms | None = None
+    question: Question | None = None
     waiting: bool = False
     session: str = ""
     """The worker's session, a secret. In all later messages it is empty."""

@@ -9,7 +9,7 @@ import hmac
 import secrets
 import ssl
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,9 +24,11 @@ from headrace.orchestration.workers.joining.greeting import (
     SPARES,
     STRANGERS,
     Agreed,
+    Answer,
     Arrival,
     Arrived,
     Hello,
+    Question,
     Said,
     Terms,
     TurnedAway,
@@ -43,6 +45,9 @@ from headrace.version import __version__
 
 M = TypeVar("M", bound=Struct)
 
+Examine = Callable[[Hello, Callable[[Question], Awaitable[Answer]]], Awaitable[None]]
+"""Asks one worker."""
+
 
 class Listener:
     """The controller's socket, to which workers connect."""
@@ -56,10 +61,11 @@ class Listener:
         terms: Terms | None = None,
         tls: ssl.SSLContext | None = None,
         reconnect: float = 0.0,
+        examine: Examine | None = None,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
         """`terms`: those of workers that offer themselves; None if all workers have a seat. `reconnect`: seconds in which a worker may come back
-        whose connection broke. `say`: is told of the first connection of each
+        whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
         kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
@@ -71,7 +77,7 @@ class Listener:
         self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
         self._spares: deque[asyncio.Future[Arrival]] = deque()
         """The workers without a seat, in the order in which they came."""
-        self._reconnect = reconnect
+        self._reconnect, self._examine = reconnect, examine
         self._packages = own_packages()
         self._words: dict[str, WorkerLog] = {}
         """The logs of workers, by their sessions."""
@@ -132,6 +138,11 @@ class Listener:
         if hello.session:
             self._take_back(hello, reader, writer)
             return
+        if self._examine:
+            await self._examine(hello, functools.partial(_asked, reader, writer))
+            raise TurnedAway(
+                "over", "the doctor has asked all that it wanted to know; the run takes its workers when it starts"
+            )
         offers = self._terms is not None and not hello.seat
         model_dir = await self._agreed(reader, writer) if offers else ""
         arrival = self._free(hello)
@@ -203,6 +214,8 @@ class Listener:
                 f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
             )
         if isinstance(hello, WitnessHello):
+            return hello
+        if self._examine:
             return hello
         if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
             raise TurnedAway(
@@ -279,6 +292,11 @@ class Listener:
         if self.turned_away[reason] == 1:
             peer = (writer.get_extra_info("peername") or ["an unknown address"])[0]
             self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
+
+
+async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
+    await _say(writer, Welcome(question=question))
+    return await _first(reader, Answer)
 
 
 REASONS = {
