@@ -80,9 +80,8 @@ class RunHistory:
         """Whether that happened just before this life."""
         self._spoiled: set[tuple[str, int]] = set()
         """Damaged checkpoints: their names, and when they were sealed."""
-        self.given_up: set[int] = set()
-        """Tickets that were given up though their requests end no process: others did, or chance, time after time."""
-        self.outcomes: list[GroupEnded] = []
+        self.given_up, self.outcomes = set[int](), list[GroupEnded]()
+        """Innocent tickets that were given up: too many others ended their engines."""
         self.scores = AskedScores()
         self.notes = KeptNotes()
         self.weights = ""
@@ -299,17 +298,17 @@ class Referee:
         assert ticket in written, f"C7: ticket {ticket} is reported as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
         self._history.outcomes.append(fact)
+        self._history.given_up.discard(ticket)  # in a life whose end was set aside
         if fact.reason not in ("overdue", "interrupted", SKIPPED):
             assert not fact.lost_tokens or self._history.passes_lost, (
                 f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
             )
             expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape)
             found = fact.outcome, fact.failures
-            deaths = sum(fault.kind == "engine_dies" for fault in self._chance.befell)
-            if found != expected and "engine_died" in fact.failures and deaths + len(case.poisoned) >= TICKET_DEATHS:
-                self._history.given_up.add(ticket)
-                return
-            assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
+            deaths = sum(fault.kind == "engine_dies" for fault in self._chance.befell) + 2 * len(case.poisoned)
+            excused = "engine_died" in fact.failures and found != expected and deaths >= TICKET_DEATHS
+            self._history.given_up |= {ticket} if excused else set()
+            assert excused or found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
         elif fact.reason != SKIPPED and self._history.truth.remembers:
             limit = self._step - (case.max_lag if fact.reason == "overdue" else 0)
             truth = self._history.truth

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.seats import check_seats, invitation, reach_problem, secrets_of, threads_elsewhere
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import Answer, Hello, Question
+from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
@@ -90,14 +90,15 @@ async def findings_of_joining(config: RunConfig) -> dict[str, Findings]:
     away: list[str] = []
     async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
 
-        async def examine(hello: Hello, ask: Callable[[Question], Awaitable[Answer]]) -> None:
-            title = f"Worker on {hello.host} (process {hello.pid})"
+        async def examine(hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
+            title = f"Worker {len(found)}: {hello.host} (process {hello.pid})"
+            found[title] = []
             try:
                 async with asyncio.timeout(PATIENCE):
                     found[title] = await _ask(ExaminedWorker(ask), terms, address, key)
             except (TimeoutError, HostLost) as error:
                 found[title] = [DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s")]
-            if len(found) > seats:
+            if len(found) > seats and all(found[one] for one in found if one != "Workers"):
                 enough.set()
 
         listener = Listener(token, place.host, place.port, terms=terms, tls=tls, examine=examine, say=away.append)

@@ -179,6 +179,8 @@ class _Session:
     """The keys of the errands that are worked on, in their order."""
     _suspects: SuspectsNotice = SuspectsNotice("")
     _suspects_id: str = ""
+    _broken: bool = False
+    """Whether an errand has failed with an error, which ends this host."""
     _one_suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
     _hand: dict[str, tuple[Letter, asyncio.Task[None]]] = field(default_factory=dict)
     """The errands in hand, by the id of their letter."""
@@ -327,7 +329,8 @@ class _Session:
                 await self.bus.settle(TICKETS, [letter.id])
                 return
             async with self._one_suspect if letter.key in self._suspects.suspects else contextlib.nullcontext():
-                await self._work(letter, errand)
+                if not self._broken:  # else this host ends, and what it begins now would be blamed too
+                    await self._work(letter, errand)
         finally:
             self.wake()
 
@@ -335,8 +338,12 @@ class _Session:
         """Signs before it begins: if this process dies at once, the run must know what it had begun."""
         self._begun[letter.key] = None
         await self._sign()
-        reply = await self._reply(errand)
-        del self._begun[letter.key]  # not after an error, which ends this host and may be the errand's
+        try:
+            reply = await self._reply(errand)
+        except Exception:
+            self._broken = True
+            raise
+        del self._begun[letter.key]  # not after an error, which may be the errand's
         await self.bus.settle(TICKETS, [letter.id], then=Posting(ANSWERS, letter.key, _encode(reply)))
 
     async def _read_suspects(self) -> None:

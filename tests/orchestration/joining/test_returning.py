@@ -69,8 +69,8 @@ def answer(end: WorkerEnd, heard: list[bytes]) -> None:
             end.reply(frame, data)
 
 
-async def talked(cuts: list[Cut], sizes: list[int]) -> int:
-    """Calls and pushes over a connection that is cut. Returns the number of cuts that were made."""
+async def talked(cuts: list[Cut], sizes: list[int], in_turn: bool = False) -> int:
+    """Calls and pushes over a connection that is cut. Returns the number of cuts that were made. `in_turn`: one after the other."""
     listener = Listener(TOKEN, reconnect=300.0)
     await listener.open()
     proxy = CuttingProxy(listener.address, cuts)
@@ -92,7 +92,7 @@ async def talked(cuts: list[Cut], sizes: list[int]) -> int:
                     channel.push("take", data)
                 else:
                     calls.append((data, asyncio.ensure_future(channel.call("echo", data, bytes))))
-                await asyncio.sleep(0)
+                await asyncio.wait([calls[-1][1]]) if in_turn else await asyncio.sleep(0)
             for data, reply in calls:
                 assert await reply == data
             while len(pushed) < 2 * len(sent):
@@ -124,9 +124,9 @@ def test_nothing_is_lost_or_doubled_wherever_the_connection_is_cut(
 def test_many_cuts_in_a_row_at_every_kind_of_place() -> None:
     """In the greeting, in a head, in a segment, behind one; one direction after the other."""
     cuts = [Cut(True, GREETING)] + [
-        Cut(number % 2 == 0, after, number % 3 == 0) for number, after in enumerate([0, 1, 5, 90, 300, 500, 64 << 10])
+        Cut(number % 2 == 0, after, number % 3 == 0) for number, after in enumerate([0, 1, 5, 90, 300, 500, 20_000])
     ]
-    assert asyncio.run(talked(cuts, [200_000] * 3 + [10] * 20)) == len(cuts)
+    assert asyncio.run(talked(cuts, [3000] * 40 + [70_000] * 3, in_turn=True)) == len(cuts)
 
 
 # --- who does not come back -----------------------------------------------------------------------------------------------------

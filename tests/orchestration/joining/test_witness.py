@@ -15,7 +15,7 @@ from cutting import Cut, CuttingProxy
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.joining import worker_log
-from headrace.orchestration.workers.joining.greeting import Said, Terms
+from headrace.orchestration.workers.joining.greeting import Terms, WordsSaid
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.packages import differing, own_packages
@@ -32,13 +32,13 @@ TOKEN = "a token of many characters"
 def test_words_are_written_once_and_in_order_and_missing_ones_are_counted(tmp_path: Path) -> None:
     async def go() -> None:
         log = WorkerLog()
-        log.take(Said(0, b"one\n"))
+        log.take(WordsSaid(0, b"one\n"))
         log.begin(tmp_path / "log", "far, process 7")
-        log.take(Said(0, b"one\n"))
-        log.take(Said(2, b"e\ntwo\n"))
-        log.take(Said(18, b"five\n"))
+        log.take(WordsSaid(0, b"one\n"))
+        log.take(WordsSaid(2, b"e\ntwo\n"))
+        log.take(WordsSaid(18, b"five\n"))
         assert not log.ended.is_set()
-        log.take(Said(23, b"", over=True))
+        log.take(WordsSaid(23, b"", over=True))
         assert log.ended.is_set()
         assert (tmp_path / "log").read_text() == (
             "--- far, process 7 ---\none\ntwo\n\n--- 10 bytes were cut here: the run did not take them in time ---\nfive\n"
@@ -57,8 +57,8 @@ def test_a_log_that_is_too_long_keeps_its_beginning_and_its_end(
         log = WorkerLog()
         log.begin(tmp_path / "log", "far")
         for place in range(26):
-            log.take(Said(place, bytes([97 + place])))
-        log.take(Said(26, b"", over=True))
+            log.take(WordsSaid(place, bytes([97 + place])))
+        log.take(WordsSaid(26, b"", over=True))
 
     asyncio.run(go())
     written = (tmp_path / "log").read_text().splitlines()
@@ -68,7 +68,7 @@ def test_a_log_that_is_too_long_keeps_its_beginning_and_its_end(
 def test_the_last_lines_are_the_worker_s_own(tmp_path: Path) -> None:
     async def go() -> None:
         log = WorkerLog()
-        log.take(Said(0, b"a\nheadrace: engine of the run at x\nb\n\nc\nd: \xff\n"))
+        log.take(WordsSaid(0, b"a\nheadrace: engine of the run at x\nb\n\nc\nd: \xff\n"))
         assert log.last_lines == "b | c | d: \ufffd"
 
     asyncio.run(go())

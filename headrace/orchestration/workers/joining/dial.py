@@ -17,10 +17,10 @@ from headrace.orchestration.workers.joining.greeting import (
     DESERTED,
     SILENCE,
     Agreed,
-    Answer,
+    DoctorAnswer,
+    DoctorQuestion,
     Hello,
     Kind,
-    Question,
     Terms,
     Welcome,
     packed,
@@ -43,7 +43,7 @@ def dial(
     *,
     ca: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
-    examine: Callable[[Question], Answer] | None = None,
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
     seated: Callable[[str], None] = lambda session: None,
 ) -> WorkerEnd:
     """Connects to the controller, and waits for a seat.
@@ -76,7 +76,7 @@ def _take_seat(
     sock: socket.socket,
     refused: str,
     agree: Callable[[Terms], Agreed] | None = None,
-    examine: Callable[[Question], Answer] | None = None,
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
 ) -> Welcome:
     """Returns the last welcome."""
     waits = False

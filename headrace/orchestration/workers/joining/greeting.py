@@ -72,7 +72,7 @@ class WitnessHello(Struct, frozen=True, tag="headrace witness"):
     """The worker's."""
 
 
-class Said(Struct, frozen=True):
+class WordsSaid(Struct, frozen=True):
     """Words of a worker."""
 
     at: int
@@ -91,14 +91,14 @@ class Terms(Struct, frozen=True):
     """The digest of every file that both must have, by name (`joining/same_model.py`)."""
 
 
-class Question(Struct, frozen=True):
-    """What `headrace doctor --cluster` asks a worker that offers itself (`placed/examined.py`)."""
+class DoctorQuestion(Struct, frozen=True):
+    """A question of `headrace doctor --cluster` to a worker that offers itself (`placed/examined.py`)."""
 
     method: str
     values: msgspec.Raw
 
 
-class Answer(Struct, frozen=True):
+class DoctorAnswer(Struct, frozen=True):
     value: msgspec.Raw
 
 
@@ -107,7 +107,7 @@ class Welcome(Struct, frozen=True):
     over: bool = False
     """Whether it is refused because the run has ended."""
     terms: Terms | None = None
-    question: Question | None = None
+    question: DoctorQuestion | None = None
     waiting: bool = False
     session: str = ""
     """The worker's session, a secret. In all later messages it is empty."""

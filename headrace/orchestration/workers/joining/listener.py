@@ -24,16 +24,16 @@ from headrace.orchestration.workers.joining.greeting import (
     SPARES,
     STRANGERS,
     Agreed,
-    Answer,
     Arrival,
     Arrived,
+    DoctorAnswer,
+    DoctorQuestion,
     Hello,
-    Question,
-    Said,
     Terms,
     TurnedAway,
     Welcome,
     WitnessHello,
+    WordsSaid,
     packed,
 )
 from headrace.orchestration.workers.joining.packages import differing, own_packages
@@ -45,7 +45,7 @@ from headrace.version import __version__
 
 M = TypeVar("M", bound=Struct)
 
-Examine = Callable[[Hello, Callable[[Question], Awaitable[Answer]]], Awaitable[None]]
+Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]], Awaitable[None]]
 """Asks one worker."""
 
 
@@ -161,6 +161,9 @@ class Listener:
         if arrival.done():
             raise TurnedAway("seat")
         address = str(writer.get_extra_info("peername")[0])
+        if not session:
+            arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+            return
         words = self._words[session] = WorkerLog()
         if not self._reconnect:
             arrival.set_result(Arrived(reader, writer, hello, address, model_dir, words=words))
@@ -169,10 +172,13 @@ class Listener:
         stream = self._sessions[session] = Returning(
             self._reconnect,
             lambda said: self._say(f"{who}: {said}"),
-            functools.partial(self._sessions.pop, session, None),
+            lambda: self._forget(session),
         )
         stream.connect(reader, writer)
         arrival.set_result(Arrived(stream.reader, stream, hello, address, model_dir, words=words))
+
+    def _forget(self, session: str) -> None:
+        self._sessions.pop(session, None)
 
     def _take_back(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = self._sessions.get(hello.session)
@@ -190,7 +196,7 @@ class Listener:
         with contextlib.suppress(OSError, EOFError):  # the witness connects anew
             await _say(writer, Welcome())
             while not words.ended.is_set():
-                words.take(await _first(reader, Said, SAID_BYTES))
+                words.take(await _first(reader, WordsSaid, SAID_BYTES))
                 await _say(writer, Welcome())
         stream = self._sessions.get(hello.session)
         if stream and words.ended.is_set():
@@ -294,9 +300,9 @@ class Listener:
             self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
 
 
-async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
+async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: DoctorQuestion) -> DoctorAnswer:
     await _say(writer, Welcome(question=question))
-    return await _first(reader, Answer)
+    return await _first(reader, DoctorAnswer)
 
 
 REASONS = {

@@ -9,7 +9,15 @@ from collections.abc import Callable
 
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.joining.dial import RunOver, dial
-from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN, Answer, Kind, Question
+from headrace.orchestration.workers.joining.greeting import (
+    CA,
+    MODEL,
+    PATIENCE,
+    TOKEN,
+    DoctorAnswer,
+    DoctorQuestion,
+    Kind,
+)
 from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.wire import WorkerEnd
 
@@ -21,7 +29,10 @@ AGAIN = 1.0
 
 
 def offer(
-    address: str, kind: Kind, seated: Callable[[str], None], examine: Callable[[Question], Answer] | None = None
+    address: str,
+    kind: Kind,
+    seated: Callable[[str], None],
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
 ) -> WorkerEnd:
     """Returns when this worker has a seat; `seated` is called with its session. `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
     token, ca, model = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL))

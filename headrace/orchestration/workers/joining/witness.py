@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from headrace.errors import HeadraceError
 from headrace.orchestration.workers.joining.connecting import connected, received
-from headrace.orchestration.workers.joining.greeting import CA, TOKEN, Said, Welcome, WitnessHello, packed
+from headrace.orchestration.workers.joining.greeting import CA, TOKEN, Welcome, WitnessHello, WordsSaid, packed
 from headrace.version import __version__
 
 KEPT = 1 << 20
@@ -58,7 +58,7 @@ class _Witness:
         self._address, self._printed, self._orders = address, printed, orders
         self._token, self._ca = os.environ.get(TOKEN, ""), os.environ.get(CA, "")
         self._session = ""
-        self._pieces: deque[Said] = deque()
+        self._pieces: deque[WordsSaid] = deque()
         self._waiting = self._at = self._cut = 0
         """Bytes in `_pieces`; bytes of all words so far; and those that were cut and not reported yet."""
         self._over = False
@@ -89,7 +89,7 @@ class _Witness:
         with contextlib.suppress(OSError):  # nobody reads there
             os.write(2, data)
         with self._changed:
-            self._pieces.append(Said(self._at, data))
+            self._pieces.append(WordsSaid(self._at, data))
             self._at, self._waiting = self._at + len(data), self._waiting + len(data)
             while self._waiting > KEPT:
                 self._waiting -= len(self._pieces.popleft().data)
@@ -123,7 +123,7 @@ class _Witness:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._pieces or self._over)
-                    said = self._pieces[0] if self._pieces else Said(self._at, b"", over=True)
+                    said = self._pieces[0] if self._pieces else WordsSaid(self._at, b"", over=True)
                 sock.sendall(packed(said))
                 _answered(received(sock, Welcome))
                 with self._changed:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.orchestration.workers.joining.greeting import Said
+from headrace.orchestration.workers.joining.greeting import WordsSaid
 
 KEPT, TAIL = 8 << 20, 1 << 14
 """Bytes of one worker that are written as they come, and that are kept of the rest: its last ones."""
@@ -34,7 +34,7 @@ class WorkerLog:
         self._append([f"--- {title} ---\n".encode(), *self._early])
         self._early.clear()
 
-    def take(self, said: Said) -> None:
+    def take(self, said: WordsSaid) -> None:
         """Repeated words are ignored. Missing ones are counted in the log: the witness had no room for them."""
         if said.at + len(said.data) > self._next:
             new = said.data[max(0, self._next - said.at) :]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.orchestration.workers.joining.greeting import Agreed, Answer, Question, Terms
+from headrace.orchestration.workers.joining.greeting import Agreed, DoctorAnswer, DoctorQuestion, Terms
 from headrace.orchestration.workers.placed.cluster import HostLost
 from headrace.orchestration.workers.placed.host import NodeHost
 
@@ -26,23 +26,23 @@ _KINDS: dict[str, tuple[Any, Any]] = {
 _encode = msgspec.msgpack.encode
 
 
-def answer(question: Question) -> Answer:
+def answer(question: DoctorQuestion) -> DoctorAnswer:
     """Returns this machine's answer. Raises HeadraceError for a question that is none."""
     if question.method not in _KINDS:
         raise HeadraceError(f"the controller asked for {question.method}, which is no question of this version")
     values = msgspec.msgpack.decode(question.values, type=_KINDS[question.method][0])
-    return Answer(msgspec.Raw(_encode(asyncio.run(getattr(NodeHost(), question.method)(*values)))))
+    return DoctorAnswer(msgspec.Raw(_encode(asyncio.run(getattr(NodeHost(), question.method)(*values)))))
 
 
 class ExaminedWorker:
     """Protocol `Hosted`."""
 
-    def __init__(self, ask: Callable[[Question], Awaitable[Answer]]) -> None:
+    def __init__(self, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
         self._ask = ask
 
     async def ask(self, method: str, *values: Any) -> Any:
         try:
-            said = await self._ask(Question(method, msgspec.Raw(_encode(values))))
+            said = await self._ask(DoctorQuestion(method, msgspec.Raw(_encode(values))))
         except (OSError, EOFError) as error:
             raise HostLost(f"its connection has ended: {error}") from None
         return msgspec.msgpack.decode(said.value, type=_KINDS[method][1])

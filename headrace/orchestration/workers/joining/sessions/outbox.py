@@ -48,5 +48,5 @@ class Outbox:
             raise HeadraceError(f"{received} bytes are said to be received, and {self._acknowledged} were sent")
 
     def rest(self) -> Iterator[bytes]:
-        """What the other end has not received, in order."""
+        """Returns the pieces that the other end has not received, in order."""
         return iter(tuple(self._pieces))

@@ -27,7 +27,7 @@ class SessionEnd:
         self._sock, self._redial, self._patience = sock, redial, patience
         sock.settimeout(SILENCE)
         self._lock = threading.Lock()
-        """Of all that is sent."""
+        """Guards all that is sent."""
         self._broken = False
         self._outbox, self._received = Outbox(), 0
         self._read_ahead = bytearray()
