@@ -27,7 +27,7 @@ from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, Fake
 from headrace.orchestration.workers.placed.host import NodeHost
 from headrace.version import __version__
 
-TOKEN = "a token of many characters"
+TOKEN = "a-token-of-many-characters"
 Sections = dict[str, list[DoctorFinding]]
 
 
@@ -142,7 +142,7 @@ def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections
     token.chmod(0o600)
     place = {"kind": "join", "listen": address, "token_file": str(token)}
     config = load_config(tiny_config(directory, model, engine=engine, orchestration=place))
-    threads = [threading.Thread(target=come, args=(address,)) for _ in range(config.engine.replicas)]
+    threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(config.engine.replicas)]
     for one in threads:
         one.start()
     found = asyncio.run(findings_of_joining(config))
@@ -178,11 +178,16 @@ def test_workers_that_join_are_asked_like_nodes(tiny_llama: Path, tmp_path: Path
 def test_a_worker_with_other_packages_is_shown_and_one_with_another_token_is_not_asked(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NodeHost, "look", Another.look)
+    own = NodeHost.look
+
+    async def look(host: NodeHost) -> dict[str, str]:
+        return {**await own(host), "headrace": "0.0.9", "torch": ""}
+
+    monkeypatch.setattr(NodeHost, "look", look)
     heard: list[str] = []
 
     def come(address: str) -> None:
-        heard.append(offered(address, tiny_llama, token="another token of many"))
+        heard.append(offered(address, tiny_llama, token="another-token-of-many"))
         heard.append(offered(address, tmp_path))
 
     found = examined(tmp_path, tiny_llama, come)
