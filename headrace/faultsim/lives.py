@@ -343,6 +343,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
             history.killed += 1
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
+            kinds |= {"engine_dies"} if case.poisoned else set()
             assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
         history.befell += life.chance.befell
