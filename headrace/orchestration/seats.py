@@ -16,7 +16,7 @@ from headrace.native.cores import usable_cores
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets.core_shares import members_of
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import Kind, Terms
+from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
@@ -88,7 +88,7 @@ async def open_seats(
     check_seats(config.orchestration)
     terms = terms_of(config.model.path, model_dir)
     opened = (
-        _joining(config, terms, telemetry)
+        _joining(config, terms, logs, telemetry)
         if config.orchestration.kind == "join"
         else _placed(config, terms, logs, telemetry)
     )
@@ -97,19 +97,27 @@ async def open_seats(
 
 
 @asynccontextmanager
-async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> AsyncIterator[Seats]:
+async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Seats]:
     place = config.orchestration
     token, tls = secrets_of(place)
-    kinds: list[Kind] = ["engine", "trainer"] if ranks_of(config) else ["engine"]
-    opening = Listener(token, place.host, place.port, terms=terms, kinds=kinds, tls=tls, say=telemetry.warn)
+    opening = Listener(
+        token,
+        place.host,
+        place.port,
+        terms=terms,
+        kinds=["engine", "trainer"] if ranks_of(config) else ["engine"],
+        tls=tls,
+        reconnect=place.reconnect,
+        say=telemetry.warn,
+    )
     async with _listening(place, opening, telemetry) as listener:
         if not tls and place.host not in LOCAL_HOSTS:
             telemetry.warn(
                 f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
                 "a private network, or set orchestration.cert and orchestration.key"
             )
-        telemetry.warn(_invitation(config, listener.address))
-        launcher = JoinLauncher(listener, telemetry)
+        telemetry.warn(invitation(config, listener.address))
+        launcher = JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
         yield Seats(launcher, launcher)
 
 
@@ -166,7 +174,7 @@ def _engines_of(config: RunConfig) -> list[str]:
     return [f"engine {name}".rstrip() for name in members_of(config.engine)]
 
 
-def _invitation(config: RunConfig, address: str) -> str:
+def invitation(config: RunConfig, address: str) -> str:
     ranks = ranks_of(config)
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
     offers = "engine, or trainer and --again for a rank" if ranks else "engine"

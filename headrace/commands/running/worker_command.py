@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Becomes the worker: the process keeps its id. Raises ConfigError."""
+    """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
+    from headrace.observe.health import orphans
     from headrace.orchestration.workers.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN
     from headrace.orchestration.workers.launch.child import PROGRAM, environment
 
@@ -74,4 +76,18 @@ def worker(arguments: argparse.Namespace) -> int:
         **({AGAIN: "1"} if arguments.again else {}),
     }
     words = [sys.executable, "-m", PROGRAM, arguments.offers, "--join", arguments.connect]
-    os.execve(sys.executable, words, environment(()) | given)
+    if not arguments.again:
+        os.execve(sys.executable, words, environment(()) | given)
+    return _again_and_again(words, environment(()) | orphans.of_this_process() | given)
+
+
+def _again_and_again(words: list[str], variables: dict[str, str]) -> int:
+    """Starts the worker whenever it has ended, so that what libraries hold of a run (process groups, devices) ends with it."""
+    from headrace.orchestration.workers.joining.offering import NOBODY, REFUSED
+
+    while True:
+        code = subprocess.call(words, env=variables)
+        if code == NOBODY:
+            return 0
+        if code == REFUSED:
+            return code

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.batches import Batch
+from headrace.durable.shared_directory import check_answer, probing
 from headrace.errors import WorkerDied
 from headrace.orchestration.clients.rank_group import trainer_worker
-from headrace.orchestration.workers.joining.shared_directory import check_answer, probing
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Launcher
 from headrace.reports import TrainReport

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.joining.same_model import weights_digest
-from headrace.orchestration.workers.joining.shared_directory import see
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from headrace.durable.shared_directory import DirectoryProbe
 from headrace.types import Struct
 from headrace.weight_sync.transport import AnyTransport
 from headrace.weights import Manifest
@@ -47,13 +48,6 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     """The number of ranks on this rank's machine, which share its cores."""
     probe: DirectoryProbe | None = None
     """A file by which ranks elsewhere show that they see the run's directory."""
-
-
-class DirectoryProbe(Struct, frozen=True):
-    """A file that the controller has written into the run's directory (`joining/shared_directory.py`)."""
-
-    path: str
-    content: str
 
 
 class ShadowStart(Struct, frozen=True):

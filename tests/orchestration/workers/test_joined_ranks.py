@@ -57,7 +57,7 @@ def test_joined_ranks_learn_what_local_ranks_do_bit_for_bit(local: Path, tiny_ll
 
 
 @pytest.mark.slow
-def test_when_a_rank_dies_the_others_come_back_and_a_spare_takes_its_seat(
+def test_when_a_rank_dies_it_and_the_others_come_back(
     local: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, port = tmp_path / "runs" / "joined", free_port()
@@ -68,14 +68,15 @@ def test_when_a_rank_dies_the_others_come_back_and_a_spare_takes_its_seat(
         killed.append(of(run, WorkerJoined)[-1].pid)
         os.kill(killed[0], signal.SIGKILL)
 
-    with offering(tmp_path, port, "--again") as (engine,), offering(tmp_path, port, *TRAINER, count=3) as ranks:
+    with offering(tmp_path, port, "--again") as (engine,), offering(tmp_path, port, *TRAINER, count=2) as ranks:
         harm = when_step(run, 2, kill)
         result = headrace.train(config)
         harm.join()
-        assert engine.poll() is None and [one.poll() for one in ranks if one.pid != killed[0]] == [None, None]
+        assert [one.poll() for one in (engine, *ranks)] == [None] * 3
     assert result.step == 5
     said = capsys.readouterr().err
-    assert f"(process {killed[0]}) is lost: its connection has ended; death no. 1 of train.max_deaths = 3" in said
+    assert f"(process {killed[0]}) is lost: its connection has ended" in said
+    assert "death no. 1 of train.max_deaths = 3" in said
     seats = [(one.who, one.pid) for one in of(run, WorkerJoined)]
     assert [who for who, _ in seats] == ["engine", "trainer rank 0", "trainer rank 1"] * 2
     assert ("trainer rank 1", killed[0]) in seats[:3] and killed[0] not in [pid for _, pid in seats[3:]]

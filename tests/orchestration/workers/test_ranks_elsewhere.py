@@ -14,6 +14,7 @@ from test_joining_run import joining
 from test_rank_group import Rank, never
 
 from headrace.config import load_config
+from headrace.durable.shared_directory import check_answer, probing, see
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import WorkerJoined
 from headrace.orchestration.clients.rank_group import RankGroup
@@ -23,7 +24,6 @@ from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import SILENCE
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.same_model import weights_digest
-from headrace.orchestration.workers.joining.shared_directory import check_answer, probing, see
 from headrace.orchestration.workers.wire import BEAT, Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.simulate import virtual_time

@@ -9,9 +9,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.orchestration.workers.worker_messages import DirectoryProbe
+from headrace.types import Struct
 
 REMEDY = "mount that directory under the same path on all machines (NFS, say), or set `out` to one that all of them see"
+
+
+class DirectoryProbe(Struct, frozen=True):
+    """A file that the controller has written into the run's directory."""
+
+    path: str
+    content: str
 
 
 def _answer(probe: DirectoryProbe) -> Path:
