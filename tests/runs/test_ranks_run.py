@@ -19,6 +19,7 @@ import headrace
 from headrace import cli
 from headrace.commands.again.replay import replay
 from headrace.config import dump_config, load_config
+from headrace.durable.journal import count_steps
 from headrace.errors import WorkerDied
 from headrace.observe.facts import RunEnded, StepTrained
 
@@ -191,7 +192,7 @@ def test_the_mesh_changes_over_a_checkpoint(tiny_llama: Path, tmp_path: Path) ->
     for steps, ranks in ((4, 4), (STEPS, 1)):
         sets = ["--set", f"train.steps={steps}", "--set", f"train.parallel.shard={ranks}"]
         assert cli.main(["train", "--resume", str(run), *sets]) == 0
-    assert [fact.report.version for fact in of(run, StepTrained)] == list(range(1, STEPS + 1))
+    assert count_steps(run) == STEPS
     expected, found = weights_of(Path(one["out"]) / "one"), weights_of(run)
     assert {name for name in expected if name.startswith("exp_avg_sq/")}
     for name, tensor in expected.items():
