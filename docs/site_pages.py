@@ -1,7 +1,7 @@
 """Pages of the site that are made of other files, and links to files outside docs/ (a hook of mkdocs; see mkdocs.yml).
 
-The front page is the README, `commands.md` prints every `--help`, `gallery.py` makes the pages of recipes, and a source file to which a page
-links becomes a page.
+The front page is the README, `commands.md` prints every `--help`, `gallery.py` makes the pages of recipes, `messages.py` that of messages,
+`python_reference.py` those of the Python interface, and a source file to which a page links becomes a page.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from posixpath import dirname, join, normpath, relpath
 from typing import Any
 from unicodedata import normalize
 
+from docs import messages, python_reference
 from docs.gallery import CURVE, FOLDER, LANGUAGES, block, gallery, pages
 from mkdocs.structure.files import File, Files
 
@@ -32,7 +33,8 @@ def slug(value: str, separator: str) -> str:
 
 def on_files(files: Files, config: Any) -> Files:
     made = {"commands.md": _commands(), "recipes.md": gallery()}
-    made |= {f"recipes/{name}.md": text for name, text in pages().items()}
+    made |= {f"recipes/{name}.md": text for name, text in pages().items()} | {"messages.md": messages.page()}
+    made |= python_reference.pages()
     unread = ["README.md", *(f"docs/{page.src_uri}" for page in files.documentation_pages())]
     unread += [f"recipes/{name}/README.md" for name in pages()]
     while unread:
