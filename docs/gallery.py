@@ -43,7 +43,9 @@ def card(readme: str) -> Card:
     title, about, *_ = readme.split("\n\n")
     rows = dict(re.findall(r"^\| (\w+) \| (.+) \|$", readme, flags=re.MULTILINE))
     if not title.startswith("# ") or tuple(rows) != ROWS:
-        raise ValueError(f"{title}: a title, a paragraph and the rows {', '.join(ROWS)} are expected, found {list(rows)}")
+        raise ValueError(
+            f"{title}: a title, a paragraph and the rows {', '.join(ROWS)} are expected, found {list(rows)}"
+        )
     return Card(title.removeprefix("# "), " ".join(about.split()), rows)
 
 
@@ -69,7 +71,9 @@ def block(text: str, language: str) -> str:
 def _shown(name: str) -> str:
     one = card((FOLDER / name / "README.md").read_text(encoding="utf-8"))
     picture = f"    ![The curve of a run](recipes/{name}/{CURVE})\n\n" if (FOLDER / name / CURVE).is_file() else ""
-    measured = f"{one.rows['learned']}. {one.rows['time']}." if "not measured" not in one.rows["learned"] else "not measured"
+    measured = (
+        f"{one.rows['learned']}. {one.rows['time']}." if "not measured" not in one.rows["learned"] else "not measured"
+    )
     return f"-   **[{one.title}](recipes/{name}.md)**\n\n{picture}    {one.about}\n\n    *{measured[0].upper()}{measured[1:]}*"
 
 

@@ -63,16 +63,21 @@ def pages() -> dict[str, str]:
 
 def undocumented() -> list[str]:
     """Public names without a docstring."""
-    named = [*_public_homes(), *((m, n) for one in PAGES.values() for m, names in one.modules for n in names or _public(m))]
+    named = [
+        *_public_homes(),
+        *((m, n) for one in PAGES.values() for m, names in one.modules for n in names or _public(m)),
+    ]
     return [f"{module}.{name}" for module, name in named if not ast.get_docstring(_definition(module, name))]
 
 
 def _start() -> str:
-    about = (
-        "The names of `import headrace`. [Train from Python](../python.md) shows them at work; importing the package takes milliseconds and loads no torch."
-    )
+    about = "The names of `import headrace`. [Train from Python](../python.md) shows them at work; importing the package takes milliseconds and loads no torch."
     parts = ["# headrace", about, *(_shown(module, name) for module, name in _public_homes())]
-    parts += ["## headrace.compat.trl", "See [Come from TRL](../from_trl.md).", _shown("headrace.compat.trl.grpo_trainer", "GRPOTrainer")]
+    parts += [
+        "## headrace.compat.trl",
+        "See [Come from TRL](../from_trl.md).",
+        _shown("headrace.compat.trl.grpo_trainer", "GRPOTrainer"),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,7 +91,13 @@ def _page(one: ReferencePage) -> str:
 def _public_homes() -> list[tuple[str, str]]:
     """The module of each name in `headrace.__all__`, functions first."""
     tree = _tree("headrace")
-    values = {target.id: node.value for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    values = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     homes, names = ast.literal_eval(values["_HOMES"]), ast.literal_eval(values["__all__"])
     found = [(homes.get(name, "headrace"), name) for name in names if name != "__version__"]
     return sorted(found, key=lambda one: (one[0] != "headrace", one[1][0].isupper(), one[1]))
@@ -162,11 +173,20 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 def _fields(node: ast.ClassDef) -> Iterator[str]:
     """A row of the table for each annotated field; the docstring beneath a field is its meaning."""
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name) or field.target.id.startswith("_"):
+        if (
+            not isinstance(field, ast.AnnAssign)
+            or not isinstance(field.target, ast.Name)
+            or field.target.id.startswith("_")
+        ):
             continue
         said = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
         default = f"`{ast.unparse(field.value)}`" if field.value else ""
-        cells = (f"`{field.target.id}`", f"`{ast.unparse(field.annotation)}`", default, " ".join(inspect.cleandoc(str(said)).split()))
+        cells = (
+            f"`{field.target.id}`",
+            f"`{ast.unparse(field.annotation)}`",
+            default,
+            " ".join(inspect.cleandoc(str(said)).split()),
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -15,9 +15,10 @@ from posixpath import dirname, join, normpath, relpath
 from typing import Any
 from unicodedata import normalize
 
+from mkdocs.structure.files import File, Files
+
 from docs import messages, python_reference
 from docs.gallery import CURVE, FOLDER, LANGUAGES, block, gallery, pages
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")

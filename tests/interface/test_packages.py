@@ -67,7 +67,9 @@ def test_recipes_are_listed_and_copied_as_folders(tmp_path: Path, capsys, monkey
     assert main(["recipes", "tools"]) == 0
     assert "now: headrace train tools/tools.toml" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "tools").iterdir()} >= {"tools.toml", "calculator.py", "README.md"}
-    assert main(["recipes", "service.toml", "--to", "my/own"]) == 0 and (tmp_path / "my/own/reward_service.py").is_file()
+    assert (
+        main(["recipes", "service.toml", "--to", "my/own"]) == 0 and (tmp_path / "my/own/reward_service.py").is_file()
+    )
     assert main(["recipes", "tools"]) == 2
     assert "tools exists already; name another directory by --to" in capsys.readouterr().err
     assert main(["recipes", "tool"]) == 2 and "there are: agent, " in capsys.readouterr().err

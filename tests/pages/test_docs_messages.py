@@ -31,7 +31,9 @@ def test_a_message_that_no_source_has_is_found(old):
 def test_advice_is_on_the_page(rule):
     """One of the texts of the rule stands behind one of the headings."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(RULES[rule])))
-    texts = [text for node in ast.walk(tree) if isinstance(node, ast.expr) and len(text := messages.template(node)) > 20]
+    texts = [
+        text for node in ast.walk(tree) if isinstance(node, ast.expr) and len(text := messages.template(node)) > 20
+    ]
     assert any(messages.could_be(heading, text) for heading in QUOTED for text in texts)
 
 
@@ -43,6 +45,6 @@ def test_every_reason_for_which_a_run_stops_is_on_the_page():
 def test_all_messages_are_listed_once_with_their_parts():
     page = messages.page()
     assert page.count("\n- ") > 300 and "### ConfigError: tasks" in page
-    assert "- `nothing gives rewards: set reward.function = \"path/to/file.py:name\"" in page
+    assert '- `nothing gives rewards: set reward.function = "path/to/file.py:name"' in page
     lines = [line for line in page.splitlines() if line.startswith("- ")]
     assert all(line.count("`") % 2 == 0 and messages.HOLE not in line for line in lines)

@@ -26,7 +26,13 @@ NEED_MORE = {
     "verifiers": "environment.python",
 }
 """Recipes that need something else to be started or installed: the refusal names this."""
-PLAIN = ("train.minutes=0", "engine.context_length=4096", "engine.kv_gib=0.01", "engine.dtype=float32", "train.dtype=float32")
+PLAIN = (
+    "train.minutes=0",
+    "engine.context_length=4096",
+    "engine.kv_gib=0.01",
+    "engine.dtype=float32",
+    "train.dtype=float32",
+)
 """Nothing is measured, and prompts have one token a character."""
 
 
