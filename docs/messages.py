@@ -6,6 +6,7 @@ A message is a text that the source gives to one of `ERRORS`, or to the log as a
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -108,7 +109,11 @@ def _templates() -> frozenset[str]:
 
 @cache
 def _trees() -> tuple[tuple[Path, ast.Module], ...]:
-    return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py")))
+    gc.disable()  # it would look through the growing trees again and again, which takes half of the time
+    try:
+        return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py")))
+    finally:
+        gc.enable()
 
 
 def template(node: ast.expr, *, shown: bool = False) -> str:

@@ -36,6 +36,17 @@ PLAIN = (
 """Nothing is measured, and prompts have one token a character."""
 
 
+STARTS_PROCESSES = ("attempts", "game", "gym", "openenv", "proposer", "self_play", "verifiers", "agent", "atropos")
+"""Recipes whose environment is played once by a process: seconds each."""
+
+
+def starting() -> Iterator[object]:
+    for folder in FOLDERS:
+        if folder.name not in NEED_MORE:
+            marks = (pytest.mark.slow,) if folder.name in STARTS_PROCESSES else ()
+            yield pytest.param(folder.name, marks=marks)
+
+
 @pytest.fixture(scope="module")
 def model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with room for prompts that are tokenised by character."""
@@ -70,7 +81,7 @@ def copied(name: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
     return here / name
 
 
-@pytest.mark.parametrize("name", [folder.name for folder in FOLDERS if folder.name not in NEED_MORE])
+@pytest.mark.parametrize("name", list(starting()))
 def test_a_recipe_starts(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = copied(name, monkeypatch, tmp_path)
     if name == "service":
