@@ -31,7 +31,7 @@ runs on small machines, which each page names; *not measured* means that nobody 
 
 
 class Card(NamedTuple):
-    """What a README says."""
+    """The parts of a README that the gallery shows."""
 
     title: str
     about: str

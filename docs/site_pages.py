@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 RECIPE = re.compile(r"recipes/(\w+)/([\w.]+)")
 WIDTH = "84"
+WIDE = ("recipes.md", "troubleshooting.md")
+"""Pages without a table of contents beside them: cards need the room, and headings that are messages are too long for it."""
 
 
 def slug(value: str, separator: str) -> str:
@@ -55,6 +57,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Points links at files outside docs/ to the pages that show them."""
     here = page.file.src_uri
+    if here in WIDE:
+        page.meta["hide"] = ["toc"]
     file = _file_of(here)
 
     def point(match: re.Match[str]) -> str:

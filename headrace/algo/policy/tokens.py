@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """What a loss returns: its values [M], one per token of a `Tokens`, and which tokens it clipped or took out."""
+    """The result of a loss: its values [M], one per token of a `Tokens`, and which tokens it clipped or took out."""
 
     loss: Tensor
     """[M]"""
