@@ -70,7 +70,11 @@ def block(text: str, language: str) -> str:
 
 def _shown(name: str) -> str:
     one = card((FOLDER / name / "README.md").read_text(encoding="utf-8"))
-    picture = f"    ![The curve of a run](recipes/{name}/{CURVE})\n\n" if (FOLDER / name / CURVE).is_file() else ""
+    picture = (
+        f"    ![The curve of a run](recipes/{name}/{CURVE})\n    *(in its tutorial, a shorter run)*\n\n"
+        if (FOLDER / name / CURVE).is_file()
+        else ""
+    )
     measured = (
         f"{one.rows['learned']}. {one.rows['time']}." if "not measured" not in one.rows["learned"] else "not measured"
     )
