@@ -89,11 +89,11 @@ def config_for(directory: Path, model: Path, server: Server, **tables: Any) -> d
     return {**config, "engine": {**engine, **tables.get("engine", {})}}
 
 
-def checked_run(directory: Path, steps: int) -> None:
-    """Checks what is true of every run with a lag bound of 1 that has finished."""
+def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
+    """Checks what is true of every run with a lag bound of 1 that has ended so."""
     (ended,) = of(directory, RunEnded)
     rows = of(directory, StepRow)
-    assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
+    assert ended.reason == reason and ended.accounting.balance() == 0, ended.accounting
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
     assert of(directory, IdentityChecked) and all(one.ok for one in of(directory, IdentityChecked))
     for kind in ("full", "adapter"):
