@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 from beside import PATIENCE, until
 from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import at_steps, engines_of, of, tiny_config, until_noted
+from tiny_run import HOLD, at_steps, engines_of, hold, of, release, tiny_config, until_noted, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded
 from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
+
+SLOWLY = (
+    HOLD
+    + """
+def share_of_e(prompts, completions, **columns):
+    time.sleep(1.0)
+    while is_held():
+        time.sleep(0.1)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+)
+"""A reward that lets the run go on while its servers are stopped and killed."""
 
 
 def moves(run: Path) -> list[tuple[str, str]]:
@@ -37,8 +49,11 @@ def test_one_server_is_stopped_and_one_is_killed(tiny_llama: Path, tmp_path: Pat
             until(lambda: (one.url, "serving") in moves(run))
             two.kill()
             until(lambda: (two.url, "away") in moves(run))
+            release(tmp_path, steps - 2)
 
-        thread = at_steps(config, {2: stop_and_go_on})
+        (tmp_path / "reward.py").write_text(SLOWLY)
+        hold(tmp_path, steps - 2)
+        thread = when_step(run, 2, stop_and_go_on)
         result = headrace.train(config)
         thread.join()
     assert result.step == steps

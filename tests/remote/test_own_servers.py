@@ -46,7 +46,7 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
         until_noted(run, WorkerLost)
 
     config = config_for(tmp_path, tiny_llama, "vllm", lora={"rank": 4})
-    killer = at_steps(config, {2: kill})
+    killer = at_steps(config, {1: kill})
     headrace.train(config)
     killer.join()
     checked(run, deaths=1)
@@ -65,7 +65,7 @@ def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny
 
     engine = {"replicas": 2, "cores": sorted(os.sched_getaffinity(0))[:2]}
     config = config_for(tmp_path, tiny_llama, kind, engine=engine)
-    killer = at_steps(config, {2: kill})
+    killer = at_steps(config, {1: kill})
     headrace.train(config)
     killer.join()
     checked(run, deaths=1)

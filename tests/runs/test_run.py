@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from beside import until
 from server_processes import alive
-from tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
+from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 import headrace
 from headrace import cli
@@ -133,14 +133,16 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished
     assert_complete(directory, 6)
 
 
-def kill_the_engine() -> None:
+def kill_the_engine(run: Path, noted: int) -> None:
+    """Returns when the run has noted so many deaths."""
     os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)
+    until_noted(run, WorkerLost, noted)
 
 
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 10
-    killer = at_steps(config, dict.fromkeys((2, 6), kill_the_engine))
+    killer = at_steps(config, {2: lambda: kill_the_engine(directory, 1), 6: lambda: kill_the_engine(directory, 2)})
     result = headrace.train(config)
     killer.join()
     lost = of(directory, WorkerLost)
@@ -153,7 +155,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 500
     config["engine"]["max_deaths"] = 1
-    killer = at_steps(config, dict.fromkeys((3, 8), kill_the_engine))
+    killer = at_steps(config, {3: lambda: kill_the_engine(directory, 1), 8: lambda: kill_the_engine(directory, 1)})
     with pytest.raises(WorkerDied, match=r"death no. 2 \(engine.max_deaths allows 1\)") as caught:
         headrace.train(config)
     killer.join()

@@ -78,7 +78,7 @@ def tiny_config(directory: Path, model: Path, **tables: Any) -> Config:
 
 def hold(directory: Path, *steps: int, name: str = "tiny") -> None:
     """The run of that name gets little beyond each of these steps until it is released there, however slow the machine is: `is_held` is
-    then true in the user's files of that directory. Rollouts under way are still finished, so that it may train `max_lag` steps more."""
+    then true in the user's files of that directory. What was scored before is still trained: at most `max_lag` steps more."""
     (directory / "hold.json").write_text(json.dumps([str(directory / "runs" / name / "metrics.jsonl"), steps]))
 
 
@@ -99,8 +99,8 @@ def trained_steps(run: Path) -> int:
 
 
 def when_step(run: Path, step: int, act: Callable[[], object]) -> Beside:
-    """Does something from outside as soon as the metrics show that step. It must not be the end of the run that makes it too late: the
-    run has no end by itself, or is held there (`at_steps`)."""
+    """Does something from outside as soon as the metrics show that step. The run must not be over by then, however long this takes: it has
+    no end by itself, or is held (`at_steps`)."""
 
     def watch() -> None:
         until(lambda: trained_steps(run) >= step)
@@ -110,9 +110,10 @@ def when_step(run: Path, step: int, act: Callable[[], object]) -> Beside:
 
 
 def at_steps(config: Config, acts: Mapping[int, Callable[[], object]]) -> Beside:
-    """Does something from outside at each of these steps, at which the run is held until it is done. The run has steps left at the last."""
+    """Does something from outside at each of these steps, while the run goes on. It is held one step later until that is done, so it
+    needs `max_lag` + 2 steps behind the last of them."""
     directory, name = Path(config["out"]).parent, config["name"]
-    config["reward"] = held_reward(directory, *acts, name=name)
+    config["reward"] = held_reward(directory, *(step + 1 for step in acts), name=name)
 
     def watch() -> None:
         for step, act in acts.items():
@@ -120,7 +121,7 @@ def at_steps(config: Config, acts: Mapping[int, Callable[[], object]]) -> Beside
                 until(lambda step=step: trained_steps(directory / "runs" / name) >= step)  # type: ignore[misc]
                 act()
             finally:
-                release(directory, step)
+                release(directory, step + 1)
 
     return Beside(watch)
 
