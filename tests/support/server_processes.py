@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_servers
+import preloaded_python
 from tiny_run import of, tiny_config
 
 from headrace.engine.servers import server_guard
@@ -40,10 +39,7 @@ class Server:
 
     def start(self) -> None:
         """Returns at once: whoever wants it waits."""
-        environment = {**os.environ, **self.variables}
-        self.process = subprocess.Popen(
-            [sys.executable, *self.command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        )
+        self.process = preloaded_python.start(self.command, self.variables)
 
     def kill(self) -> None:
         self.process.kill()
