@@ -152,8 +152,8 @@ def test_files_on_the_disk_are_watched():
 
 def test_no_process_outlives_its_caller():
     code = (
-        "import os, threading, time\nfrom headrace.sandbox.sandbox import Sandbox\nfrom tests.sandbox.test_hostile import LIMITS\n"
-        "own = Sandbox(LIMITS._replace(seconds=1000.0))\n"
+        "import os, threading, time\nfrom headrace.sandbox.sandbox import Sandbox, SandboxLimits\n"
+        f"own = Sandbox({LIMITS._replace(seconds=1000.0)})\n"
         "threading.Thread(target=own.run, args=('import os, time\\nos.setsid()\\ntime.sleep(1000)',), daemon=True).start()\n"
         "print('ready', flush=True)\ntime.sleep(1000)"
     )

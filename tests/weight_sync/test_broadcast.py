@@ -81,7 +81,12 @@ def serve() -> None:
 class Process:
     def __init__(self, transport: Broadcast) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._say(msgspec.to_builtins(transport))
 
