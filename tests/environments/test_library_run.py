@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import textarena
-from tiny_run import held_reward, kill_when, of, release, tiny_config, trained_steps
+from tiny_run import has_step, held_reward, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.durable.journal import read_steps
@@ -89,7 +89,7 @@ def test_games_branch_and_go_on_after_a_kill(tiny_llama: Path, tmp_path: Path) -
     )
     config["task"] = {"kind": "seeds"}
     directory = tmp_path / "runs" / "tiny"
-    kill_when(config, lambda: trained_steps(directory) >= 1)
+    kill_when(config, lambda: has_step(directory))
     release(tmp_path, 1)
     assert headrace.train(resume=directory).reason == "finished"
     steps = list(read_steps(directory))

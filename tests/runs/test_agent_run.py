@@ -81,7 +81,8 @@ def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -
 
 def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """The second turn is a stream, whose pieces arrive while it is sampled."""
-    result = headrace.train(config_of(tmp_path, tiny_llama, "stream", eval={"prompts": 2, "samples": 1}))
+    tables = {"eval": {"prompts": 2, "samples": 1}, "rollout": {"max_tokens": 40}}
+    result = headrace.train(config_of(tmp_path, tiny_llama, "stream", **tables))
     assert result.reason == "finished"
     directory = tmp_path / "runs" / "tiny"
     steps = list(read_steps(directory))

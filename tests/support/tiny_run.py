@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from beside import Beside, until
 from safetensors.torch import load_file
 
+from headrace.durable.journal import count_steps
 from headrace.observe.records import read_metrics
 
 Config = dict[str, Any]
@@ -177,19 +179,27 @@ headrace.train(json.loads(sys.argv[1]))
 """
 
 
-def kill_when(config: Config, true: Callable[[], object]) -> None:
-    """Runs it in a process of its own, and kills that with SIGKILL when it is true. The run has no end before."""
+@contextmanager
+def killed_at_end(config: Config) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs it in a process of its own, which SIGKILL ends with the context."""
     child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
-
-    def happened() -> object:
-        assert child.poll() is None, "it ended before it was killed"
-        return true()
-
     try:
-        until(happened)
+        yield child
+        assert child.poll() is None, "it ended before it was killed"
     finally:
         child.kill()
         child.wait()
+
+
+def has_step(directory: Path) -> bool:
+    """Whether its journal has a step."""
+    return (directory / "journal.jsonl").is_file() and count_steps(directory) > 0
+
+
+def kill_when(config: Config, true: Callable[[], object]) -> None:
+    """Runs it in a process of its own, and kills that with SIGKILL when it is true. The run has no end before."""
+    with killed_at_end(config) as child:
+        until(lambda: child.poll() is not None or true())
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
