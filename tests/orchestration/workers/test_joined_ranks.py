@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_joining_run import PATIENCE, free_port, joining, offering
-from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
+from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
 from headrace.errors import ConfigError
@@ -69,7 +69,7 @@ def test_when_a_rank_dies_it_and_the_others_come_back(
         os.kill(killed[0], signal.SIGKILL)
 
     with offering(tmp_path, port, "--again") as (engine,), offering(tmp_path, port, *TRAINER, count=2) as ranks:
-        harm = when_step(run, 2, kill)
+        harm = at_steps(config, {2: kill})
         result = headrace.train(config)
         harm.join()
         assert [one.poll() for one in (engine, *ranks)] == [None] * 3
@@ -106,7 +106,7 @@ def test_a_stopped_rank_is_noticed_by_its_silence(tiny_llama: Path, tmp_path: Pa
         os.kill(stopped[0], signal.SIGSTOP)
 
     with offering(tmp_path, port, "--again"), offering(tmp_path, port, *TRAINER, count=3):
-        harm = when_step(run, 2, stop)
+        harm = at_steps(config, {2: stop})
         assert headrace.train(config).step == 5
         harm.join()
     assert "of rank 0 on" in (why := of(run, RunEnded)[0].reason) and "it was silent for" in why

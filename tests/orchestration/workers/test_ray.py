@@ -129,7 +129,7 @@ def test_placed_ranks_learn_what_local_ones_do_bit_for_bit_and_a_node_of_theirs_
     config = placed(tmp_path, tiny_llama, cluster, **tables, name="placed")
     config["orchestration"]["trainer"] = "elsewhere"
     run = tmp_path / "runs" / "placed"
-    thread = when_step(run, 2, lambda: remove(cluster, run))
+    thread = at_steps(config, {2: lambda: remove(cluster, run)})
     assert headrace.train(config).step == 5
     thread.join()
     seats = [one.who for one in of(run, WorkerJoined)]

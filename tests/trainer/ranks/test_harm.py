@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import SYNCHRONOUS, Config, held_reward, of, ranks_of, release, tiny_config, weights_of
+from tiny_run import SYNCHRONOUS, Config, held_reward, of, ranks_of, release, tiny_config, trained_steps, weights_of
 
 import headrace
 from headrace.observe.facts import RunEnded
 
 STEPS = 6
-MESHES: dict[str, dict[str, int]] = {"shard": {"shard": 2}, "pipeline": {"pipeline": 2}, "tensor": {"tensor": 2}}
+MESHES: dict[str, dict[str, int]] = {"shard": {"shard": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}
 
 
 def config_of(directory: Path, model: Path, mesh: str, **tables: Any) -> Config:
@@ -72,8 +72,8 @@ class Harm(threading.Thread):
     def _await_moment(self, least: int, most: int) -> None:
         """A part of a second after some step, or the middle of a checkpoint's writing."""
         step, writing = self._chance.randint(least, most), self._chance.random() < 0.3
-        while self._steps() < step and not self._over():
-            time.sleep(0.01)
+        while not (self._shows("RunStarted") and trained_steps(self._run) >= step) and not self._over():
+            time.sleep(0.01)  # a rank that dies before a run has begun ends it
         if writing and step >= 2:
             until = time.monotonic() + 5.0
             while not list(self._run.glob("checkpoints/.writing-*")) and time.monotonic() < until:
@@ -89,17 +89,16 @@ class Harm(threading.Thread):
                     os.kill(found[rank], sent)
                 except ProcessLookupError:  # gone meanwhile
                     continue
-                self.done.append(f"{signal.Signals(sent).name} to rank {rank} after step {self._steps()}")
+                self.done.append(f"{signal.Signals(sent).name} to rank {rank} after step {trained_steps(self._run)}")
                 return
             time.sleep(0.01)
 
-    def _steps(self) -> int:
-        metrics = self._run / "metrics.jsonl"
-        return metrics.read_text().count('"StepTrained"') if metrics.exists() else 0
-
     def _over(self) -> bool:
+        return self._shows('"reason":"finished"')
+
+    def _shows(self, text: str) -> bool:
         metrics = self._run / "metrics.jsonl"
-        return metrics.exists() and '"reason":"finished"' in metrics.read_text().replace(" ", "")
+        return metrics.exists() and text in metrics.read_text().replace(" ", "")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
