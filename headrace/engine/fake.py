@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.reports import EngineStats, LoadReport, capable
+from headrace.reports import EngineStats, LoadReport, SleepReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
 from headrace.types import Completion, Request, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
@@ -97,6 +97,8 @@ class FakeEngine(_Presence):
     outage_seconds: float = 1.0
     seed: int = 0
     context_length: int = 1_000_000
+    sleep_seconds: float = 0.0
+    """Seconds that it takes to fall asleep, and to wake."""
     opinion: Callable[[Sequence[int]], float] = lambda tokens: -1.0
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
     script: Callable[[Request], Sequence[int]] | None = None
@@ -114,8 +116,10 @@ class FakeEngine(_Presence):
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []
         self._sampled = self._active = 0
-        self._admits, self._paused = True, False
+        self._admits, self._paused, self._asleep = True, False, False
         self._mixed = False
+        self._dropped = 0
+        """The number of times that the KV cache was dropped."""
         super().__init__()
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
@@ -181,13 +185,15 @@ class FakeEngine(_Presence):
         length = self.length(rng) if script is None else len(script)
         wanted = min(max(1, length), request.sampling.max_tokens)
         fails, own = rng.random() < self.failure_rate, rng.getrandbits(64)
-        kv = self._live(request)
+        kv, dropped = self._live(request), self._dropped
         for place in range(len(request.prefix), wanted):
             number = _mixed_up(own + place)
             if (number >> 32) / 2**32 < self.outage_rate:
                 await self._pass(pending, self.outage_seconds)
                 kv = self._live(request)
             await self._pass(pending, self.seconds_per_token)
+            if dropped != self._dropped:
+                kv, dropped = self._live(request), self._dropped
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
             columns: dict[str, Any] = {"versions": (live,), "mixed": self._mixed, "details": _details(request, token)}
@@ -222,7 +228,7 @@ class FakeEngine(_Presence):
         finally:
             timer.cancel()
         await self._answering()
-        await self._until(pending, lambda: not self._paused)
+        await self._until(pending, lambda: not (self._paused or self._asleep))
         if pending.aborted:
             raise _Interrupted
 
@@ -244,6 +250,8 @@ class FakeEngine(_Presence):
         if parts < 1 or (parts > 1 and update.adapter):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
         self._asked[update.adapter.name if update.adapter else ""] = update
+        while self._asleep:
+            await self._changed.wait()
         await asyncio.sleep(self.load_seconds / parts)
         await self._answering()
         if update.fingerprint != f"fake-{update.version}":
@@ -271,6 +279,8 @@ class FakeEngine(_Presence):
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         await self._answering()
+        while self._asleep:
+            await self._changed.wait()
         version = self.adapters[adapter] if adapter else self.version
         spans = (VersionSpan(0, version, version, self._mixed),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
@@ -298,6 +308,22 @@ class FakeEngine(_Presence):
         await self._answering()
         self._admits, self._paused = True, False
         self._notify()
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        await self._answering()
+        if not self._asleep:
+            await asyncio.sleep(self.sleep_seconds)
+        self._asleep = True
+        self._dropped += not keep
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        await self._answering()
+        if self._asleep:
+            await asyncio.sleep(self.sleep_seconds)
+        self._asleep = False
+        self._notify()
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
 
     async def abort(self) -> None:
         await self._answering()

@@ -24,7 +24,7 @@ from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
-from headrace.faultsim.chance import Chance
+from headrace.faultsim.chance import Chance, OneAtATime
 from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
@@ -42,6 +42,7 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
@@ -76,6 +77,7 @@ class Life:
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
         self._engine_turns, self._trainer_turns = itertools.count(), itertools.count()
+        self.devices = OneAtATime(bool(case.shared))
         self.finished = False
 
     async def run(self) -> None:
@@ -176,10 +178,11 @@ class Life:
         chance, memory, truth = self.chance, self._memory, self._history.truth
 
         def engine_process() -> SimulatedEngineProcess:
-            return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns))
+            return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns), self.devices)
 
         def trainer_process() -> SimulatedTrainerProcess:
-            return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
+            turns = lambda: next(self._trainer_turns)  # noqa: E731
+            return SimulatedTrainerProcess(chance, memory, turns, self._case.skips, self.devices)
 
         launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
         checkpoint = self._storage.checkpoint
@@ -204,7 +207,7 @@ class Life:
         """Opens the engine of the case."""
         for part in parts:
             await part.launch()
-            await part.open(EngineStart("", {}, {}))
+            await part.open(EngineStart("", {}, {}, asleep=bool(self._case.shared)))
         if len(parts) == 1:
             return parts[0]
         names = {str(number): part for number, part in enumerate(parts)}
@@ -250,9 +253,16 @@ class Life:
             journal=cast(Journal, referee.journal),
             snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
+            turns=Turns(self._shared(trainer, engine)),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
+
+    def _shared(self, trainer: Trainer, engine: Engine) -> SharedDevices | None:
+        if not self._case.shared:
+            return None
+        assert isinstance(engine, ProcessEngine) and isinstance(trainer, ProcessTrainer)
+        return SharedDevices(engine, trainer, keep=self._case.shared == "host", telemetry=self._telemetry)
 
     def _scorer(self) -> SeededScorer:
         case = self._case
@@ -342,6 +352,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
             kinds = {fault.kind for fault in life.chance.befell}
             assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
+        assert not life.devices.wrong, f"devices: {life.devices.wrong[0]}"
         history.befell += life.chance.befell
         history.passes_lost |= disk.was_full or disk.lost_power
         history.lost_power |= disk.lost_power

@@ -29,11 +29,13 @@ from headrace.observe.facts import (
     RunEnded,
     RunStarted,
     ScorerAsked,
+    Slept,
     StepTrained,
     TicketDrawn,
     Waited,
     Warned,
     WeightsLive,
+    Woke,
     WorkerJoined,
     WorkerLost,
 )
@@ -105,6 +107,8 @@ MetricsFact = (
     | CheckpointSaved
     | WorkerLost
     | WorkerJoined
+    | Slept
+    | Woke
     | Waited
     | Warned
     | Planned

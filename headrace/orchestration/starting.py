@@ -156,7 +156,9 @@ def _process(
     engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), dict(manifests), transport))
+        asleep = config.orchestration.placement == "shared"
+        settings = _engine_settings(config, adapters)
+        await engine.open(EngineStart(str(model_dir), settings, dict(manifests), transport, asleep))
 
     return Starting(engine, engine.launch, finish)
 

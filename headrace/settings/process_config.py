@@ -110,6 +110,12 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    placement: Literal["apart", "shared"] = "apart"
+    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
+    same devices, and the one that waits gives its memory back (docs/cluster.md)."""
+    kv: Literal["host", "drop"] = "host"
+    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
+    and back; drop: it is freed, and computed again."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
     redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""

@@ -19,7 +19,7 @@ from headrace.orchestration.clients.keeper import Keeper
 from headrace.orchestration.workers.wire import unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Worker
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
@@ -36,6 +36,8 @@ class ProcessEngine:
         """The newest weights of each adapter; those of the base model have the empty name."""
         self._live: dict[str, LoadReport] = {}
         self._held: Literal["", "drain", "pause"] = ""
+        self._awake, self._owes_requests = asyncio.Event(), False
+        """Whether it has its devices; and whether a process that began asleep has not been given the requests yet."""
         self._scorings = itertools.count()
         self._earlier = EngineStats()
         """The totals of processes that died: what is reported never decreases."""
@@ -48,12 +50,15 @@ class ProcessEngine:
 
     async def open(self, start: EngineStart) -> None:
         self._start = start
+        if not start.asleep:
+            self._awake.set()
         await self._keeper.open()
 
     async def generate(self, request: Request) -> Completion:
         await self._keeper.until_up()
         pending = self._book.enter(request)
-        self._keeper.push("add", request)
+        if not self._owes_requests:
+            self._keeper.push("add", request)
         try:
             return await pending.done
         except asyncio.CancelledError:
@@ -64,6 +69,7 @@ class ProcessEngine:
 
     async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
         check_parts(update, parts)
+        await self._awake.wait()
         name = update.adapter.name if update.adapter else ""
         before = self._wanted.get(name)
         self._wanted[name] = update
@@ -97,6 +103,20 @@ class ProcessEngine:
     async def resume(self) -> None:
         self._held = ""
         await self._keeper.ask("resume", None, type(None))
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        self._awake.clear()
+        self._live.pop("", None)  # adapters stay loaded
+        return await self._keeper.ask("sleep", keep, SleepReport)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        self._awake.set()
+        report = await self._keeper.ask("wake", None, SleepReport)
+        for name in [] if replaced and len(self._wanted) == 1 else list(self._wanted):  # adapters need their base
+            await self._keeper.retrying(lambda worker, name=name: self._load_newest(worker, name))  # type: ignore[misc]
+        if self._owes_requests:
+            self._reissue()
+        return report
 
     async def abort(self) -> None:
         self._book.abort()
@@ -134,12 +154,14 @@ class ProcessEngine:
 
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
+        if self._start.asleep:
+            if not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
+                self._owes_requests = True
+                return
+            await worker.call("wake", None, SleepReport)
         for name in list(self._wanted):  # the base model's was loaded first, and a dict keeps that order
             await self._load_newest(worker, name)
-        for request in self._book.reissued():
-            self._keeper.push("add", request)
-        if self._held:
-            self._keeper.push(self._held, None)
+        self._reissue()
 
     def died(self, how: str, deaths: int) -> None:
         self._earlier, self._latest = self._totals(), EngineStats()
@@ -147,6 +169,13 @@ class ProcessEngine:
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
+
+    def _reissue(self) -> None:
+        self._owes_requests = False
+        for request in self._book.reissued():
+            self._keeper.push("add", request)
+        if self._held:
+            self._keeper.push(self._held, None)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

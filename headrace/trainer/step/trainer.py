@@ -19,11 +19,12 @@ from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.packing import Pack, StepPlan, pack_sequence
-from headrace.reports import TrainReport
+from headrace.reports import SleepReport, TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.fused_products import reserve
+from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
 from headrace.trainer.model.causal_lm import (
@@ -93,6 +94,8 @@ class TorchTrainer:
         if self._reference and self._reference.bytes:  # under LoRA it is the model itself
             self._placement.spread(self._reference.forward.model)
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
+        models = [self._model, *([self._reference.forward.model] if self._reference and self._reference.bytes else [])]
+        self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
         if self._fused:
             reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
@@ -164,7 +167,14 @@ class TorchTrainer:
         report = _report(sums, batch.step, learner.version, skipped)
         return msgspec.structs.replace(report, grad_norm=norm, lr=lr, seconds=time.perf_counter() - started)
 
+    def sleep(self) -> SleepReport:
+        return self._resting.begin()
+
+    def wake(self) -> SleepReport:
+        return self._resting.end()
+
     def _activate(self, adapter: str) -> Learner:
+        assert not self._resting.asleep, "the trainer is asleep"
         if self._adapters:
             self._adapters.activate(adapter)
         return self._learners[adapter]

@@ -49,6 +49,8 @@ class HuggingFaceRunner(PagedRunner):
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
             )
         self._places = _places(model.model)
+        self._nothing = [module._parameters[attribute] for _, module, attribute in self._places]
+        """The parameters without values, on the meta device."""
         self._blocks = _decoder_layers(model.model, model.geometry.layers)
         self._loaded = False
 
@@ -63,6 +65,11 @@ class HuggingFaceRunner(PagedRunner):
         for (_, module, attribute), parameter in zip(self._places, weights, strict=True):
             module._parameters[attribute] = parameter
         self._loaded = True
+
+    def free(self) -> None:
+        super().free()
+        self.use(self._nothing)
+        self._loaded = False
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
