@@ -50,7 +50,7 @@ from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
-from headrace.protocols import Engine, Job, Task, Trainer
+from headrace.protocols import Engine, Job, Task
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
@@ -175,16 +175,11 @@ class Life:
         return checkpoint, saved
 
     def _workers(self) -> tuple[ProcessTrainer, list[ProcessEngine]]:
-        chance, memory, truth = self.chance, self._memory, self._history.truth
-
-        def engine_process() -> SimulatedEngineProcess:
-            return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns), self.devices)
-
-        def trainer_process() -> SimulatedTrainerProcess:
-            turns = lambda: next(self._trainer_turns)  # noqa: E731
-            return SimulatedTrainerProcess(chance, memory, turns, self._case.skips, self.devices)
-
-        launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
+        chance, memory, devices = self.chance, self._memory, self.devices
+        turns, truth, skips = (self._engine_turns, self._trainer_turns), self._history.truth, self._case.skips
+        engine = lambda: SimulatedEngineProcess(chance, memory, truth, turns[0].__next__, devices)  # noqa: E731
+        trained = lambda: SimulatedTrainerProcess(chance, memory, turns[1].__next__, skips, devices)  # noqa: E731
+        launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
         start = TrainerStart(
             model_dir="",
@@ -215,7 +210,7 @@ class Life:
         await fleet.open()
         return fleet
 
-    def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
+    def _join(self, trainer: ProcessTrainer, engine: Engine) -> Pipeline:
         case, referee, storage = self._case, self._referee, self._storage
         forks = ForksConfig(alternatives=case.alternatives)
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, forks=forks, patience=1000)
@@ -253,16 +248,15 @@ class Life:
             journal=cast(Journal, referee.journal),
             snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
-            turns=Turns(self._shared(trainer, engine)),
+            turns=self._turns(trainer, engine),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
-    def _shared(self, trainer: Trainer, engine: Engine) -> SharedDevices | None:
-        if not self._case.shared:
-            return None
-        assert isinstance(engine, ProcessEngine) and isinstance(trainer, ProcessTrainer)
-        return SharedDevices(engine, trainer, keep=self._case.shared == "host", telemetry=self._telemetry)
+    def _turns(self, trainer: ProcessTrainer, engine: Engine) -> Turns:
+        one, shared = cast(ProcessEngine, engine), self._case.shared
+        made = shared and SharedDevices(one, trainer, keep=shared == "host", telemetry=self._telemetry)
+        return Turns(made or None)
 
     def _scorer(self) -> SeededScorer:
         case = self._case

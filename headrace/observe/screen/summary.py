@@ -154,6 +154,8 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, f"{name} pool", text)
     if left := absences(state.moves):
         _more(table, "Fleet", left)
+    if words := state.naps.words:
+        _more(table, "Devices", words)
     gap = measures.mean_swap(state)
     if gap is not None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
