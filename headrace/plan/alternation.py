@@ -49,7 +49,13 @@ class TurnTaking(NamedTuple):
         )
         generates, trains = (short_time(seconds) for seconds in self.busy)
         share = self.seconds_per_step / self.apart
-        pays = "pays" if share < 0.98 else "costs no time, and saves memory" if share < 1.02 else "pays only where memory is short"
+        pays = (
+            "pays"
+            if share < 0.98
+            else "costs no time, and saves memory"
+            if share < 1.02
+            else "pays only where memory is short"
+        )
         return (
             f'taking turns on the same devices (orchestration.placement = "shared"): {short_time(self.seconds_per_step)} a step, {cost}, {share:.2f} times the '
             f"{short_time(self.apart)} of both at once (generation {generates}, training {trains}): it {pays}"

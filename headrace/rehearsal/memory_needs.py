@@ -191,7 +191,9 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
 
 def _given_back(need: MemoryNeed, who: str) -> bool:
     """Whether it is memory of the machine that a worker gives back while it sleeps."""
-    kept = ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference") if who == "trainer" else ("Python",)
+    kept = (
+        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference") if who == "trainer" else ("Python",)
+    )
     return need.who == who and need.where == "cpu" and not need.what.startswith(kept)
 
 

@@ -112,7 +112,7 @@ class OrchestrationConfig:
     """File with the private key of `cert` (PEM)."""
     placement: Literal["apart", "shared"] = "apart"
     """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
-    same devices, and the one that waits gives its memory back (docs/cluster.md)."""
+    same devices, and the one that waits gives its memory back (docs/scale.md)."""
     kv: Literal["host", "drop"] = "host"
     """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
     and back; drop: it is freed, and computed again."""
@@ -175,8 +175,9 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus: for an engine of this process."""
-        return replace(self, bus="", bus_forgets=False, token_file="") if self.bus else self
+        """The same without a bus and without turns: for an engine of this process that is always awake."""
+        awake = replace(self, placement="apart", kv="host")
+        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property
     def elsewhere(self) -> bool:

@@ -56,7 +56,9 @@ def test_the_weights_are_those_of_a_run_that_keeps_them_apart(tiny_llama: Path, 
 
 
 def test_requests_under_way_go_on_after_the_trainers_turn(tiny_llama: Path, tmp_path: Path):
-    headrace.train(shared(tmp_path, tiny_llama, "host", eval={"prompts": 4, "samples": 1, "every": 2}, lora={"rank": 4}))
+    headrace.train(
+        shared(tmp_path, tiny_llama, "host", eval={"prompts": 4, "samples": 1, "every": 2}, lora={"rank": 4})
+    )
     (ended,) = of(run_dir(tmp_path), RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
 
@@ -82,7 +84,9 @@ PHASES: Sequence[tuple[str, str, str]] = [
 """After which fact a process is killed, and which: the controller, where it is empty."""
 
 
-@pytest.mark.parametrize(("kind", "who", "whom"), PHASES, ids=[f"{kind}-{who}-{whom or 'controller'}" for kind, who, whom in PHASES])
+@pytest.mark.parametrize(
+    ("kind", "who", "whom"), PHASES, ids=[f"{kind}-{who}-{whom or 'controller'}" for kind, who, whom in PHASES]
+)
 def test_killed_in_every_phase_it_loses_nothing(
     tiny_llama: Path, tmp_path: Path, apart: Path, kind: str, who: str, whom: str
 ):

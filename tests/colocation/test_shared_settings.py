@@ -14,20 +14,33 @@ from headrace.models.lora import LoraConfig
 from headrace.rehearsal.machine import GIB, Machine
 from headrace.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
 from headrace.rehearsal.shape import ModelShape, read_shape
+from headrace.settings.process_config import OrchestrationConfig
 from headrace.trainer.config import TrainConfig
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a cache without sleep": ({"orchestration": {"placement": "apart", "kv": "drop"}}, "about an engine that sleeps; set"),
-    "engines that join": ({"orchestration": {"kind": "join", "token_file": "x"}}, "brings engines of others; remove one"),
+    "a cache without sleep": (
+        {"orchestration": {"placement": "apart", "kv": "drop"}},
+        "about an engine that sleeps; set",
+    ),
+    "engines that join": (
+        {"orchestration": {"kind": "join", "token_file": "x"}},
+        "brings engines of others; remove one",
+    ),
     "Ray": ({"orchestration": {"kind": "ray"}}, 'orchestration.kind = "ray" brings engines of others'),
     "a bus": ({"orchestration": {"bus": "jsonl:there"}}, "orchestration.bus brings engines of others; remove one"),
     "a server": ({"engine": {"kind": "vllm"}}, 'use engine.kind = "native", or remove it'),
-    "a server that runs": ({"engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}}, "memory the run does not manage"),
+    "a server that runs": (
+        {"engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
+        "memory the run does not manage",
+    ),
     "another way": ({"weight_sync": {"kind": "tcp"}}, 'weight_sync.kind = "tcp" is another way; leave it out'),
     "CUDA's memory": ({"weight_sync": {"kind": "cuda_ipc"}}, "is another way; leave it out"),
     "a fleet": ({"engine": {"replicas": 2}}, "is for one engine; remove engine.replicas"),
     "ranks": ({"train": {"parallel": {"split": 2}}}, "and train.parallel makes 2; remove one of the two"),
-    "a teacher": ({"teachers": [{"name": "math", "path": "there"}]}, "does not put the engines to sleep that teachers have"),
+    "a teacher": (
+        {"teachers": [{"name": "math", "path": "there"}]},
+        "does not put the engines to sleep that teachers have",
+    ),
     "a reference": ({"algo": {"kl": {"place": "reward", "coef": 0.1}}}, "that algo.kl.place = reward has"),
     "cores of the engine": ({"engine": {"cores": [0]}}, "engine.cores divides what"),
     "cores of the trainer": ({"train": {"cores": [0]}}, "train.cores divides what"),
@@ -46,7 +59,13 @@ def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
 
 def test_a_plain_run_may_share(tmp_path: Path) -> None:
     for kv in ("host", "drop"):
-        assert check(read_config(tiny_config(tmp_path, tmp_path, orchestration={"placement": "shared", "kv": kv}))) == []
+        assert (
+            check(read_config(tiny_config(tmp_path, tmp_path, orchestration={"placement": "shared", "kv": kv}))) == []
+        )
+
+
+def test_what_works_on_a_run_without_training_it_has_an_engine_that_is_awake() -> None:
+    assert OrchestrationConfig(placement="shared", kv="drop").at_home == OrchestrationConfig()
 
 
 def plan(shared: bool, device: Any) -> MemoryPlan:
@@ -80,6 +99,8 @@ def test_memory_is_needed_by_one_at_a_time(tiny_llama: Path) -> None:
 
 def test_what_leaves_a_gpu_is_counted_on_the_host(tiny_llama: Path) -> None:
     shape = read_shape(tiny_llama)
-    on_host = {one.what: one.bytes for one in needs(shape, plan(True, "cuda")) if one.who == "trainer" and one.where == "cpu"}
+    on_host = {
+        one.what: one.bytes for one in needs(shape, plan(True, "cuda")) if one.who == "trainer" and one.where == "cpu"
+    }
     assert on_host["weights and AdamW while the engine has the GPU"] == 12 * shape.parameters
     assert not [one for one in needs(shape, plan(False, "cuda")) if "while the engine" in one.what]

@@ -165,8 +165,13 @@ def cases() -> list[Any]:
     found = []
     for kv in ("host", "drop"):
         for who in ("engine", "trainer"):
-            found += [pytest.param(kv, (Fault(f"{who}_dies", 0, at),), id=f"{kv}-{who}-dies-{at}") for at in range(0, 60, 4)]  # type: ignore[arg-type]
-        found += [pytest.param(kv, (Fault("kill", 0, at, 0.5), Fault("kill", 1, at // 2, 0.5)), id=f"{kv}-kill-{at}") for at in range(5, 95, 15)]
+            found += [
+                pytest.param(kv, (Fault(f"{who}_dies", 0, at),), id=f"{kv}-{who}-dies-{at}") for at in range(0, 60, 4)
+            ]  # type: ignore[arg-type]
+        found += [
+            pytest.param(kv, (Fault("kill", 0, at, 0.5), Fault("kill", 1, at // 2, 0.5)), id=f"{kv}-kill-{at}")
+            for at in range(5, 95, 15)
+        ]
     return found
 
 
@@ -185,7 +190,10 @@ def test_the_simulation_notices_two_at_once() -> None:
     one.use(trainer, "train")
     one.use(engine, "load weights")
     one.take(engine)
-    assert one.wrong == ["the engine is asleep, and is asked to load weights", "the engine takes devices that the trainer has"]
+    assert one.wrong == [
+        "the engine is asleep, and is asked to load weights",
+        "the engine takes devices that the trainer has",
+    ]
     one.leave(trainer)
     trainer.alive, before = False, len(one.wrong)
     one.take(engine)

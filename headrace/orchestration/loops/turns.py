@@ -1,6 +1,6 @@
 """Takes turns: pipelines at a trainer that they share, and engine and trainer at devices that they share.
 
-    engine generates ──take──▶ engine sleeps, trainer wakes ──▶ step, copy ──over──▶ trainer sleeps, engine wakes ──▶ new weights, and on
+engine generates ──take──▶ engine sleeps, trainer wakes ──▶ step, copy ──over──▶ trainer sleeps, engine wakes ──▶ new weights, and on
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class SharedDevices:
         if self._has == "trainer":
             return
         self._has, self._since = "", self._telemetry.clock()
-        with suppress(HeadraceError):  # an engine that is lost for good has no memory left, and its own sentinel reports it
+        with suppress(
+            HeadraceError
+        ):  # an engine that is lost for good has no memory left, and its own sentinel reports it
             self._slept("engine", await self._asked("engine", "sleep", self._engine.sleep(self._keep)))
         self._woke("trainer", await self._asked("trainer", "wake", self._trainer.wake()))
         self._has = "trainer"
@@ -60,7 +62,9 @@ class SharedDevices:
         self._has = ""
         self._slept("trainer", await self._asked("trainer", "sleep", self._trainer.sleep()))
         self._woke("engine", await self._asked("engine", "wake", self._engine.wake(replaced)))
-        self._telemetry.waits.spare(self._telemetry.clock() - self._since)  # a rollout does not hang while its engine sleeps
+        self._telemetry.waits.spare(
+            self._telemetry.clock() - self._since
+        )  # a rollout does not hang while its engine sleeps
         self._has = "engine"
 
     async def _asked(self, who: str, what: str, answer: Awaitable[SleepReport]) -> SleepReport:

@@ -158,6 +158,7 @@ class Loader:
         """Swaps in the engine's thread, between two passes. Returns the seconds that the engine paused, and that this thread waited.
 
         `then` is called directly after the swap, before any output of the new weights is sent."""
+
         def swap() -> float:
             before = time.perf_counter()
             self._core.swap(prepared)

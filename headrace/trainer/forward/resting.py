@@ -19,7 +19,10 @@ from headrace.trainer.forward.fused_products import release
 
 class Resting:
     def __init__(
-        self, models: Sequence[torch.nn.Module], optimizers: Callable[[], Sequence[torch.optim.Optimizer]], device: torch.device
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        device: torch.device,
     ) -> None:
         self._models, self._optimizers, self._device = models, optimizers, device
         self._moved: list[tuple[dict[str, Any], str]] = []

@@ -22,7 +22,9 @@ def asleep_at_first(tiny: Path, logs: Path) -> Any:
 async def answers(tiny: Path, logs: Path, *, nap: bool, kill: bool, keep: bool = True) -> list[Completion]:
     """Two requests, in the middle of which the engine may sleep, and die in its sleep. A third comes meanwhile."""
     async with asleep_at_first(tiny, logs) as (engine, publish):
-        asked = [asyncio.ensure_future(engine.generate(request(name, PROMPT, LONG, seed=i))) for i, name in enumerate("ab")]
+        asked = [
+            asyncio.ensure_future(engine.generate(request(name, PROMPT, LONG, seed=i))) for i, name in enumerate("ab")
+        ]
         await until(lambda: _more_than(engine, 20))
         if nap:
             await engine.sleep(keep)
@@ -45,7 +47,9 @@ async def _more_than(engine: Any, tokens: int) -> bool:
     return await sampled(engine) > tokens
 
 
-def test_requests_are_answered_as_if_it_had_not_slept_even_if_it_dies_in_its_sleep(tiny_llama: Path, tmp_path: Path) -> None:
+def test_requests_are_answered_as_if_it_had_not_slept_even_if_it_dies_in_its_sleep(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     whole = asyncio.run(answers(tiny_llama, tmp_path, nap=False, kill=False))
     for keep, kill in ((True, False), (False, False), (True, True)):
         found = asyncio.run(answers(tiny_llama, tmp_path, nap=True, kill=kill, keep=keep))
