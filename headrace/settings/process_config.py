@@ -112,7 +112,7 @@ class OrchestrationConfig:
     """File with the private key of `cert` (PEM)."""
     placement: Literal["apart", "shared"] = "apart"
     """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
-    same devices, and the one that waits gives its memory back (docs/scale.md)."""
+    same devices, and the one that waits gives its memory back (docs/turns.md)."""
     kv: Literal["host", "drop"] = "host"
     """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
     and back; drop: it is freed, and computed again."""
