@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another way": ({"weight_sync": {"kind": "tcp"}}, 'weight_sync.kind = "tcp" is another way; leave it out'),
     "CUDA's memory": ({"weight_sync": {"kind": "cuda_ipc"}}, "is another way; leave it out"),
     "a fleet": ({"engine": {"replicas": 2}}, "is for one engine; remove engine.replicas"),
-    "ranks": ({"train": {"parallel": {"split": 2}}}, "and train.parallel makes 2; remove one of the two"),
+    "ranks": ({"train": {"parallel": {"shard": 2}}}, "and train.parallel makes 2; remove one of the two"),
     "a teacher": (
         {"teachers": [{"name": "math", "path": "there"}]},
         "does not put the engines to sleep that teachers have",

@@ -8,20 +8,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from test_engine_process import LONG, PROMPT, opened, sampled, until, worker_of
+from test_engine_process import LONG, PROMPT, long_llama, opened, sampled, until, worker_of  # noqa: F401
 
 from headrace.orchestration.workers.build import open_launcher
 from headrace.simulate.makers import request
 from headrace.types import Completion
 
 
-def asleep_at_first(tiny: Path, logs: Path) -> Any:
-    return opened(tiny, open_launcher(logs), context_length=LONG + 100, kv_gib=0.1, exact=True, asleep=True)
+def asleep_at_first(model: Path, logs: Path) -> Any:
+    return opened(model, open_launcher(logs), context_length=LONG + 100, kv_gib=0.1, exact=True, asleep=True)
 
 
-async def answers(tiny: Path, logs: Path, *, nap: bool, kill: bool, keep: bool = True) -> list[Completion]:
+async def answers(model: Path, logs: Path, *, nap: bool, kill: bool, keep: bool = True) -> list[Completion]:
     """Two requests, in the middle of which the engine may sleep, and die in its sleep. A third comes meanwhile."""
-    async with asleep_at_first(tiny, logs) as (engine, publish):
+    async with asleep_at_first(model, logs) as (engine, publish):
         asked = [
             asyncio.ensure_future(engine.generate(request(name, PROMPT, LONG, seed=i))) for i, name in enumerate("ab")
         ]
@@ -48,9 +48,10 @@ async def _more_than(engine: Any, tokens: int) -> bool:
 
 
 def test_requests_are_answered_as_if_it_had_not_slept_even_if_it_dies_in_its_sleep(
-    tiny_llama: Path, tmp_path: Path
+    long_llama: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
-    whole = asyncio.run(answers(tiny_llama, tmp_path, nap=False, kill=False))
+    whole = asyncio.run(answers(long_llama, tmp_path, nap=False, kill=False))
     for keep, kill in ((True, False), (False, False), (True, True)):
-        found = asyncio.run(answers(tiny_llama, tmp_path, nap=True, kill=kill, keep=keep))
+        found = asyncio.run(answers(long_llama, tmp_path, nap=True, kill=kill, keep=keep))
         assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in whole]

@@ -124,7 +124,7 @@ class KernelRunner:
 
     def free(self) -> None:
         self._close()
-        self._live, self._cache = None, zeros(0, self.dtype)
+        self._live, self._cache = None, torch.zeros(0, dtype=self.dtype)
         self._logits, self._logits_at = torch.zeros(0, 0), 0
         self._views.clear()
 
