@@ -34,9 +34,8 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.engine_use import EngineUse, Window
+from headrace.observe.numbers.engine_use import EngineUse, Naps, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
-from headrace.observe.numbers.naps import Naps
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Shares
 from headrace.observe.numbers.tickets import Tickets
