@@ -6,7 +6,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class HuggingFaceRunner(PagedRunner):
         fresh = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
         return [fresh[name] for name, _, _ in self._places]
 
-    def use(self, weights: list[torch.nn.Parameter]) -> None:
+    def use(self, weights: Sequence[torch.nn.Parameter | None]) -> None:
         for (_, module, attribute), parameter in zip(self._places, weights, strict=True):
             module._parameters[attribute] = parameter
         self._loaded = True
