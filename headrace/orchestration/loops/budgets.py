@@ -52,6 +52,8 @@ _FAILED = {
     "environment_reward": "Mend the rewards that the environment returns",
     "agent_exit": "Mend the agent; its output is in logs/environment.log",
     "agent_failed": "Mend the agent, which said that it had failed",
+    "not_posted": "Let the environment post all of its groups; for one that keeps groups back on purpose set watch.failed_pause = 1 and "
+    "shorter environment.seconds (docs/atropos.md)",
     "teacher_refused": "Narrow the route of a [[teachers]] table, or remove such rows from the task",
 }
 _FIX = "Fix the reward function, or the rows that it cannot read"
