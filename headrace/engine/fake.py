@@ -31,6 +31,8 @@ class _Pending(Transcript):
 
     nap: asyncio.Future[None] | None = None
     aborted: bool = False
+    kv: int = -1
+    """The version that computed its KV cache; -1 where there is none."""
 
     def wake(self) -> None:
         if self.nap and not self.nap.done():
@@ -42,9 +44,15 @@ class _Interrupted(Exception):
 
 
 class _Presence:
-    """Whether a fake engine answers."""
+    """Whether a fake engine answers, and whether it is awake."""
+
+    _pending: dict[str, _Pending]
 
     def __init__(self) -> None:
+        self.sleep_seconds = 0.0
+        """Seconds that it takes to fall asleep, and to wake."""
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._stopped, self._away = False, ""
         self._answers, self._absent = asyncio.Event(), asyncio.Event()
         self._answers.set()
@@ -52,6 +60,25 @@ class _Presence:
     async def _answering(self) -> None:
         while not self._answers.is_set():
             await self._answers.wait()
+
+    async def _working(self) -> None:
+        """Returns when it answers and is awake."""
+        await self._answering()
+        await self._awake.wait()
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        await self._answering()
+        await asyncio.sleep(self.sleep_seconds)
+        self._awake.clear()
+        for pending in () if keep else self._pending.values():
+            pending.kv = -1
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        await self._answering()
+        await asyncio.sleep(self.sleep_seconds)
+        self._awake.set()
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
 
     @property
     def stopped(self) -> bool:
@@ -97,8 +124,6 @@ class FakeEngine(_Presence):
     outage_seconds: float = 1.0
     seed: int = 0
     context_length: int = 1_000_000
-    sleep_seconds: float = 0.0
-    """Seconds that it takes to fall asleep, and to wake."""
     opinion: Callable[[Sequence[int]], float] = lambda tokens: -1.0
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
     script: Callable[[Request], Sequence[int]] | None = None
@@ -116,10 +141,8 @@ class FakeEngine(_Presence):
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []
         self._sampled = self._active = 0
-        self._admits, self._paused, self._asleep = True, False, False
+        self._admits, self._paused = True, False
         self._mixed = False
-        self._dropped = 0
-        """The number of times that the KV cache was dropped."""
         super().__init__()
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
@@ -185,17 +208,16 @@ class FakeEngine(_Presence):
         length = self.length(rng) if script is None else len(script)
         wanted = min(max(1, length), request.sampling.max_tokens)
         fails, own = rng.random() < self.failure_rate, rng.getrandbits(64)
-        kv, dropped = self._live(request), self._dropped
+        pending.kv = self._live(request)
         for place in range(len(request.prefix), wanted):
             number = _mixed_up(own + place)
             if (number >> 32) / 2**32 < self.outage_rate:
                 await self._pass(pending, self.outage_seconds)
-                kv = self._live(request)
+                pending.kv = self._live(request)
             await self._pass(pending, self.seconds_per_token)
-            if dropped != self._dropped:
-                kv, dropped = self._live(request), self._dropped
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
+            kv = pending.kv = live if pending.kv < 0 else pending.kv
             columns: dict[str, Any] = {"versions": (live,), "mixed": self._mixed, "details": _details(request, token)}
             self._tell(StepOutput(self.version, (request.id,), (token,), (-1.0,), (kv,), **columns))
         if fails:
@@ -227,8 +249,8 @@ class FakeEngine(_Presence):
             await pending.nap
         finally:
             timer.cancel()
-        await self._answering()
-        await self._until(pending, lambda: not (self._paused or self._asleep))
+        await self._working()
+        await self._until(pending, lambda: not self._paused)
         if pending.aborted:
             raise _Interrupted
 
@@ -250,10 +272,8 @@ class FakeEngine(_Presence):
         if parts < 1 or (parts > 1 and update.adapter):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
         self._asked[update.adapter.name if update.adapter else ""] = update
-        while self._asleep:
-            await self._changed.wait()
         await asyncio.sleep(self.load_seconds / parts)
-        await self._answering()
+        await self._working()
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
         before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
@@ -278,9 +298,7 @@ class FakeEngine(_Presence):
         return self._sampled - before if self.version >= 0 else 0
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
-        await self._answering()
-        while self._asleep:
-            await self._changed.wait()
+        await self._working()
         version = self.adapters[adapter] if adapter else self.version
         spans = (VersionSpan(0, version, version, self._mixed),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
@@ -308,22 +326,6 @@ class FakeEngine(_Presence):
         await self._answering()
         self._admits, self._paused = True, False
         self._notify()
-
-    async def sleep(self, keep: bool) -> SleepReport:
-        await self._answering()
-        if not self._asleep:
-            await asyncio.sleep(self.sleep_seconds)
-        self._asleep = True
-        self._dropped += not keep
-        return SleepReport(self.sleep_seconds, memory=1 << 20)
-
-    async def wake(self, replaced: bool) -> SleepReport:
-        await self._answering()
-        if self._asleep:
-            await asyncio.sleep(self.sleep_seconds)
-        self._asleep = False
-        self._notify()
-        return SleepReport(self.sleep_seconds, memory=1 << 20)
 
     async def abort(self) -> None:
         await self._answering()

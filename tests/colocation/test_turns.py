@@ -35,11 +35,13 @@ def trained(tmp_path: Path, **settings: Any) -> FakeWorld:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kv", ["host", "drop"])
 def test_one_sleeps_while_the_other_works_in_every_mode(tmp_path: Path, mode: Any, kv: Any) -> None:
+    engine = FakeEngine(load_seconds=0.2)
+    engine.sleep_seconds = 0.1
     world = trained(
         tmp_path,
         kv=kv,
         partial=PartialConfig(mode=mode),
-        engine=FakeEngine(load_seconds=0.2, sleep_seconds=0.1),
+        engine=engine,
         trainer=FakeTrainer(sleep_seconds=0.3, publish_seconds=0.1),
         checkpoint_every=2,
         evaluate_every=2,
