@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, OneAtATime, Process
+from headrace.orchestration.workers.fake import Died
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.reports import EngineStats, LoadReport, SleepReport, capable
@@ -23,6 +24,9 @@ from headrace.types import Request, RolloutKey
 from headrace.weights import WeightUpdate
 
 MAX_RUNNING = 12
+
+TICKET_DEATHS = 3
+"""Deaths of engine processes after which a ticket is given up."""
 
 MAX_TOKENS = 6
 """Tokens of a completion at most."""
@@ -118,11 +122,17 @@ class SimulatedEngineProcess(Process):
     who = "engine"
 
     def __init__(
-        self, chance: Chance, memory: dict[int, str], truth: Truth, turns: Callable[[], int], devices: OneAtATime
+        self,
+        chance: Chance,
+        memory: dict[int, str],
+        truth: Truth,
+        turns: Callable[[], int],
+        devices: OneAtATime,
+        poisoned: Collection[int] = (),
     ) -> None:
-        """`devices`: those that it uses while it is awake."""
+        """`devices`: those that it uses while it is awake. `poisoned`: tickets whose requests end the process when it begins them."""
         super().__init__(chance)
-        self._devices = devices
+        self._devices, self._poisoned = devices, poisoned
         self._memory, self._truth, self._turns = memory, truth, turns
         self._version, self._weights = -1, ""
         self._pass = chance.random.choice([0.01, 0.1, 0.5])
@@ -251,6 +261,9 @@ class SimulatedEngineProcess(Process):
                 scores.append(PromptScores(name, self._version, scored, mixed=self._mixed))
                 ended.append(Finished(name, "length"))
                 continue
+            if (key := RolloutKey.read(name)) and key.ticket in self._poisoned:
+                self.die("was killed by SIGSEGV (simulated)")
+                raise Died
             wanted, fails = fate(request.sampling.seed, request.sampling.max_tokens)
             assert len(request.prefix) < wanted, f"{name} had ended, and is asked for again"
             self._running[name] = _Row(request, wanted, fails, len(request.prefix), self._version)

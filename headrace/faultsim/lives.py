@@ -26,7 +26,7 @@ from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance, OneAtATime
 from headrace.faultsim.checks import Referee, RunHistory
-from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
+from headrace.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
 from headrace.faultsim.scorer import SeededScorer, ServedScorer
@@ -38,6 +38,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import earlier_metrics
@@ -63,7 +64,6 @@ PATIENCE = 600.0
 ENDLESS = 40_000
 """Turns of the loop in one life at most. Without a bug a life takes a tenth of that."""
 
-
 SILENCE = 30.0
 """Virtual seconds after which a fleet goes on without a member that does not answer."""
 
@@ -76,7 +76,7 @@ class Life:
         faults = tuple(one for one in case.faults if one.life == number)
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
-        self._engine_turns, self._trainer_turns = itertools.count(), itertools.count()
+        self._turn_counts = itertools.count().__next__, itertools.count().__next__
         self.devices = OneAtATime(bool(case.shared))
         self.finished = False
 
@@ -176,9 +176,9 @@ class Life:
 
     def _workers(self) -> tuple[ProcessTrainer, list[ProcessEngine]]:
         chance, memory, devices = self.chance, self._memory, self.devices
-        turns, truth, skips = (self._engine_turns, self._trainer_turns), self._history.truth, self._case.skips
-        engine = lambda: SimulatedEngineProcess(chance, memory, truth, turns[0].__next__, devices)  # noqa: E731
-        trained = lambda: SimulatedTrainerProcess(chance, memory, turns[1].__next__, skips, devices)  # noqa: E731
+        first, second, truth, case = *self._turn_counts, self._history.truth, self._case
+        engine = lambda: SimulatedEngineProcess(chance, memory, truth, first, devices, case.poisoned)  # noqa: E731
+        trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
         launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
         start = TrainerStart(
@@ -192,11 +192,12 @@ class Life:
             restore={"": str(checkpoint)} if checkpoint else {},
         )
         trainer = ProcessTrainer(launcher, start)
-        max_deaths = chance.random.choice([0, 1, 3])
+        max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        parts = range(self._case.members)
-        return trainer, [ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._telemetry) for _ in parts]
+        parts, suspects = range(self._case.members), Suspects(TICKET_DEATHS)
+        job = Job("engine", "engine")
+        return trainer, [ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects) for _ in parts]
 
     async def _engine(self, parts: list[ProcessEngine]) -> Engine:
         """Opens the engine of the case."""
@@ -254,9 +255,8 @@ class Life:
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
     def _turns(self, trainer: ProcessTrainer, engine: Engine) -> Turns:
-        one, shared = cast(ProcessEngine, engine), self._case.shared
-        made = shared and SharedDevices(one, trainer, keep=shared == "host", telemetry=self._telemetry)
-        return Turns(made or None)
+        keep, one = self._case.shared == "host", cast(ProcessEngine, engine)
+        return Turns(SharedDevices(one, trainer, keep=keep, telemetry=self._telemetry) if self._case.shared else None)
 
     def _scorer(self) -> SeededScorer:
         case = self._case
@@ -344,6 +344,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
             history.killed += 1
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
+            kinds |= {"engine_dies"} if case.poisoned else set()
             assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
         assert not life.devices.wrong, f"devices: {life.devices.wrong[0]}"

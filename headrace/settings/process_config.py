@@ -116,6 +116,8 @@ class OrchestrationConfig:
     kv: Literal["host", "drop"] = "host"
     """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
     and back; drop: it is freed, and computed again."""
+    reconnect: float = Field(default=5.0, ge=0)
+    """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
     redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""
@@ -194,7 +196,7 @@ class OrchestrationConfig:
 
 
 _ABOUT = {
-    **dict.fromkeys(("token_file", "cert", "key"), ("join",)),
+    **dict.fromkeys(("token_file", "cert", "key", "reconnect"), ("join",)),
     **dict.fromkeys(("address", "gpus"), ("ray",)),
     "listen": ("join", "ray"),
 }

@@ -18,8 +18,8 @@ from torch import Tensor
 from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
 from headrace.errors import ConfigError
-from headrace.packing import Pack, StepPlan, pack_sequence
-from headrace.reports import SleepReport, TrainReport
+from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
+from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused_model import fuse, why_none
@@ -76,26 +76,24 @@ class TorchTrainer:
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(bool(adapters))
         self._assignments = adapters or {"": Assignment(config, algo)}
-        self._adapters = None
-        if adapters:
-            loras = {name: assignment.lora for name, assignment in adapters.items()}
-            self._adapters = Adapters(self._model, loras, self._dtype, model_dir, self._placement.whole)
+        loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole
+        self._adapters = Adapters(self._model, loras, self._dtype, model_dir, whole) if loras else None
         replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
         self._replay: Replay = replay or no_replay
-        self._reference = None
+        asked = any(one.algo.reference_in_loss for one in self._assignments.values())
         # made before a checkpoint is restored, so that it stays the model that the run began with
-        if any(one.algo.reference_in_loss for one in self._assignments.values()):
-            self._reference = reference_of(self._forward, self._dtype, keep_routing)
+        self._reference = reference_of(self._forward, self._dtype, keep_routing) if asked else None
         if config.gradient_checkpointing:
             enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
-        self._placement.spread(self._model)
-        if self._reference and self._reference.bytes:  # under LoRA it is the model itself
-            self._placement.spread(self._reference.forward.model)
+        one = self._reference
+        models = [self._model, one.forward.model] if one and one.bytes else [self._model]  # under LoRA they are one
+        for model in models:
+            self._placement.spread(model)
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
-        models = [self._model, *([self._reference.forward.model] if self._reference and self._reference.bytes else [])]
         self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
+        self.sleep, self.wake = self._resting.begin, self._resting.end
         if self._fused:
             reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
@@ -157,7 +155,8 @@ class TorchTrainer:
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         try:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
-            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs)
+            picked = PickedNumbers(batch)
+            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
         except UnequalLogprobs:
             learner.forget()
             raise
@@ -165,13 +164,8 @@ class TorchTrainer:
         norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
-        return msgspec.structs.replace(report, grad_norm=norm, lr=lr, seconds=time.perf_counter() - started)
-
-    def sleep(self) -> SleepReport:
-        return self._resting.begin()
-
-    def wake(self) -> SleepReport:
-        return self._resting.end()
+        more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
+        return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def _activate(self, adapter: str) -> Learner:
         assert not self._resting.asleep, "the trainer is asleep"
@@ -281,7 +275,14 @@ class TorchTrainer:
             share=self._forward.packed,
         )
 
-    def _gradients(self, plan: StepPlan, temperature: float, adapter: str = "", pairs: StepPairs | None = None) -> Sums:
+    def _gradients(
+        self,
+        plan: StepPlan,
+        temperature: float,
+        adapter: str = "",
+        pairs: StepPairs | None = None,
+        picked: PickedNumbers | None = None,
+    ) -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
@@ -294,6 +295,7 @@ class TorchTrainer:
             device=self._device,
             reference=reference,
             pairs=pairs,
+            picked=picked,
             replay=self._replay,
             bitwise=self._config.parity == "bitwise",
         )
