@@ -177,7 +177,7 @@ class Life:
     def _workers(self) -> tuple[ProcessTrainer, list[ProcessEngine]]:
         chance, memory, devices = self.chance, self._memory, self.devices
         first, second, truth, case = *self._turn_counts, self._history.truth, self._case
-        engine = lambda: SimulatedEngineProcess(chance, memory, truth, first, devices, case.poisoned)  # noqa: E731
+        engine = lambda: SimulatedEngineProcess(chance, memory, truth, first, devices=devices, poisoned=case.poisoned)  # noqa: E731
         trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
         launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
