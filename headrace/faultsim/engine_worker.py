@@ -127,6 +127,7 @@ class SimulatedEngineProcess(Process):
         memory: dict[int, str],
         truth: Truth,
         turns: Callable[[], int],
+        *,
         devices: OneAtATime,
         poisoned: Collection[int] = (),
     ) -> None:
