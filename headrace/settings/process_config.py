@@ -115,6 +115,12 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    placement: Literal["apart", "shared"] = "apart"
+    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
+    same devices, and the one that waits gives its memory back (docs/turns.md)."""
+    kv: Literal["host", "drop"] = "host"
+    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
+    and back; drop: it is freed, and computed again."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
@@ -176,10 +182,9 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus, for an engine of this process, and with a trainer of this process."""
-        if self.bus:
-            return replace(self, bus="", bus_forgets=False, token_file="")
-        return replace(self, trainer="local", rank_gpus=0)
+        """The same without a bus and without turns, with a trainer of this process: for an engine of this process that is always awake."""
+        awake = replace(self, placement="apart", kv="host", trainer="local", rank_gpus=0)
+        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property
     def elsewhere(self) -> bool:
