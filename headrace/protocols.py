@@ -141,10 +141,6 @@ class Job:
 class Worker(Protocol):
     """A process that works for the controller, wherever it runs. It answers calls, and does not answer pushes."""
 
-    @property
-    def door(self) -> str:
-        """HOST:PORT at which a trainer's worker elsewhere listens for the other ranks; empty for all others."""
-
     async def start(self) -> None:
         """Raises `WorkerDied` if it cannot be started."""
 
@@ -162,6 +158,10 @@ class Worker(Protocol):
 
     def kill(self) -> None:
         """Kills the worker at once. `end` still has to be called."""
+
+    @property
+    def door(self) -> str:
+        """HOST:PORT at which a trainer's worker elsewhere listens for the other ranks; empty for all others."""
 
 
 Heard = Callable[[str, "msgspec.Raw"], None]
