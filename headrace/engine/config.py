@@ -77,7 +77,8 @@ class EngineConfig:
     """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
     new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
-    """Number of engine processes that may die before the run stops."""
+    """Number of processes of an engine that may die in a row before the run stops, or its fleet gives it up. Those before an hour of work do
+    not count."""
     path: Literal["auto", "kernels", "fused", "hf"] = "auto"
     """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the
     first of these that supports the model on this machine, unless another was measured to be faster."""

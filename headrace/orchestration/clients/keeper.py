@@ -1,4 +1,4 @@
-"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times, and then gives the engine up."""
+"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times in a row, and then gives the engine up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from headrace.errors import HeadraceError, WorkerDied
 from headrace.protocols import Heard, Job, Launcher, Worker
 
 T = TypeVar("T")
+
+FORGIVEN = 3600.0
+"""Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
 
 
 class WorkerOwner(Protocol):
@@ -38,6 +41,8 @@ class Keeper:
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._how = ""
         """How the last process ended."""
+        self._since = 0.0
+        """The time at which the last process was ready."""
 
     async def launch(self) -> None:
         """Starts the process. It imports its libraries while the caller does other work."""
@@ -123,7 +128,8 @@ class Keeper:
             while True:
                 how = self._how = await self._worker.watch()
                 self._set_up(False)
-                self._deaths += 1
+                worked = asyncio.get_running_loop().time() - self._since
+                self._deaths = 1 if worked > FORGIVEN else self._deaths + 1
                 await self._worker.end()
                 self._ward.died(how, self._deaths)
                 if self._deaths > self._max_deaths:
@@ -143,6 +149,8 @@ class Keeper:
             self._set_up(True)
 
     def _set_up(self, up: bool) -> None:
+        if up:
+            self._since = asyncio.get_running_loop().time()
         for event, holds in ((self._up, up), (self._down, not up)):
             event.set() if holds else event.clear()
 
