@@ -46,6 +46,8 @@ class _Presence:
 
     def __init__(self) -> None:
         self._stopped, self._away = False, ""
+        self.kills = 0
+        """How often it was killed."""
         self._answers, self._absent = asyncio.Event(), asyncio.Event()
         self._answers.set()
 
@@ -327,7 +329,9 @@ class FakeEngine(_Presence):
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
 
     def kill(self) -> None:
-        pass
+        """Ends the process. Its replacement answers."""
+        self.kills += 1
+        self.stopped = False
 
     async def close(self) -> None:
         pass

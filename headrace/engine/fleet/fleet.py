@@ -26,6 +26,9 @@ from headrace.steps import Transcript
 from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
 
+SAMPLES = 20
+"""Members whose statistics are recorded in one second: those of a thousand, every second, would fill a gigabyte in two hours."""
+
 LAST_WORDS = 1.0
 """Seconds in which a member that is removed may report its last statistics."""
 
@@ -257,9 +260,12 @@ class Fleet:
         self.capabilities = in_common([member.engine.capabilities for member in self.members])
 
     async def _report(self) -> None:
-        """Records the statistics, as a single engine does."""
-        telemetry = self._telemetry
+        """Records the statistics, as a single engine does; those of single members less often, the more there are."""
+        telemetry, due = self._telemetry, 0.0
         while True:
             await asyncio.sleep(self._rotation.patience.every)
-            telemetry.record(EngineSample(telemetry.clock(), self._totals.taken(self.members)))
-            telemetry.record(FleetSample(telemetry.clock(), samples(self.members)))
+            now = telemetry.clock()
+            telemetry.record(EngineSample(now, self._totals.taken(self.members)))
+            if now >= due:
+                due = now + len(self.members) / SAMPLES
+                telemetry.record(FleetSample(now, samples(self.members)))

@@ -66,7 +66,9 @@ class RankGroup:
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         if not isinstance(payload, TrainerStart):
-            payload = pack_payload(payload)  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
+            payload = pack_payload(
+                payload
+            )  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
         calls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
             for rank, worker in enumerate(self._workers)
