@@ -61,6 +61,7 @@ class BusLives:
                 if not (reason := self._reason()):
                     return
                 self.ends.append(f"{loop.time() / 3600:.2f} h: {reason}")
+                assert len(self.ends) <= len(mishaps), f"C6: the run does not go on: {self.ends[-1]}"
                 await asyncio.sleep(size.restart)
                 self._processes = self._park.processes = ClusterProcesses(size, self._machines)
                 self.down += size.restart
@@ -107,6 +108,8 @@ class BusLives:
         except HeadraceError:
             await engine.close()
             raise
+        else:
+            await engine.close()
         finally:
             await trainer.close()
 

@@ -86,6 +86,7 @@ def _over_a_fleet(day: _Setting, mishaps: Sequence[Mishap]) -> _Lived:
         if not reason:
             return _Lived(life.books, ends, down)
         ends.append(f"{ended / 3600:.2f} h: {reason}")
+        assert len(ends) <= len(mishaps), f"C6: the run does not go on, though nothing goes wrong any more: {ends[-1]}"
         since, at = ended, ended + day.size.restart
         down += day.size.restart
 

@@ -94,7 +94,7 @@ class ClusterRankProcess(FakeProcess):
         if where := start.restore.get(""):
             version, self._mesh.weights = (Path(where) / WEIGHTS).read_text().split()
             self._mesh.version = int(version)
-        return TrainerReady({})
+        return TrainerReady({}, self._mesh.version)
 
     def _publish(self) -> WeightUpdate:
         mesh = self._mesh
