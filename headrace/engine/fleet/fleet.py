@@ -128,7 +128,7 @@ class Fleet:
             has_it = any(task.result() for task in done)
         if waiting:  # in one wait, not in one for each member: these would cost the square of their number
             _, late = await asyncio.wait(waiting, timeout=self._rotation.patience.silence)
-            for task in late:
+            for task in [task for task in loading if task in late]:  # a set has another order in each process
                 self._rotation.expel(loading[task], self._late(update))
             if late:
                 await asyncio.wait(late)

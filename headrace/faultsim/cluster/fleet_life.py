@@ -45,7 +45,7 @@ class FleetLife:
         telemetry = telemetry_of(size, self._checks)
         trainer = processes.trainer(self._directory)
         parts = {str(i): self._engine(f"engine {i}", telemetry) for i in range(size.engines)}
-        fleet = Fleet(parts, FleetPatience(NOBODY, size.silence, every=size.silence), telemetry)
+        fleet = Fleet(parts, FleetPatience(NOBODY, size.silence, every=5 * size.silence), telemetry)
         try:
             await asyncio.gather(trainer.open(), *map(_up, parts.values()))
             await fleet.open()

@@ -104,7 +104,7 @@ class ClusterEngineProcess(FakeProcess):
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._size.silence / BEATS)
+            await asyncio.sleep(self._size.beats / BEATS)
             self.push(BEAT, None)
 
     def _obey(self, frame: Frame) -> None:

@@ -40,7 +40,7 @@ class ClusterWorker(FakeWorker):
     def __init__(self, job: Job, heard: Heard, launcher: ClusterLauncher) -> None:
         size = launcher.size
         self._boot = size.engine_boot if job.kind == "engine" else size.trainer_boot
-        silence = size.silence if job.kind == "engine" else None
+        silence = size.beats if job.kind == "engine" else None
         link = launcher.machines.link(job.who)
         super().__init__(job.who, lambda: launcher.begin(job.who), heard, link, silence)
         self._launcher = launcher

@@ -1,10 +1,10 @@
 """The size and the speeds of a simulated cluster.
 
-The defaults are a dense model of 70B parameters on 1,024 H100: 208 engines of four GPUs, and 192 trainer ranks. Their speeds are those of the
-planner's roofline (`plan/rates/hardware.py`), written out as numbers:
+The defaults are a dense model of 70B parameters on 1,024 H100 that thinks for long: 232 engines of four GPUs, and 96 trainer ranks. Their speeds are
+those of the planner's roofline (`plan/rates/hardware.py`), written out as numbers:
 
-    a pass of n sequences   14.6 ms for the weights + 3 ms fixed + n · 0.56 ms for a cache of 16,000 tokens each
-    a trained token         6 · 70.6e9 operations at 40 % of 192 H100, less 5 % for every doubling beyond eight
+    a pass of n sequences   14.6 ms for the weights + 3 ms fixed + n · 1.11 ms for a cache of 32,000 tokens each
+    a trained token         6 · 70.6e9 operations at 40 % of 96 H100, less 5 % for every doubling beyond eight
     new weights             141 GB at 40 GB/s
 """
 
@@ -19,22 +19,22 @@ from headrace.types import Struct
 
 
 class ClusterSize(Struct, frozen=True, kw_only=True):
-    engines: int = 208
+    engines: int = 232
     gpus_per_engine: int = 4
-    ranks: int = 192
+    ranks: int = 96
     """Ranks of the trainer, one GPU each."""
     node_gpus: int = 8
     rack_nodes: int = 8
     """Nodes behind one switch."""
     spare_nodes: int = 2
-    rows: int = 13
+    rows: int = 7
     """Sequences that an engine decodes at once: its memory beside the weights holds 449,000 tokens."""
     pass_fixed: float = 0.0176
-    pass_row: float = 0.00056
+    pass_row: float = 0.00111
     prefill: float = 78e-6
     """Seconds per token of a prefix that is computed again."""
     step_fixed: float = 0.7
-    step_token: float = 7.05e-6
+    step_token: float = 13.4e-6
     publish: float = 0.2
     fetch: float = 3.5
     """Seconds from published weights to the swap."""
@@ -49,22 +49,24 @@ class ClusterSize(Struct, frozen=True, kw_only=True):
     """Seconds until a spare node has taken the place of one that failed."""
     repair: float = 4 * 3600.0
     """Seconds until a failed node is a spare one."""
-    completions: Distribution = Distribution("lognormal", mean=32_000, sigma=0.6, correlation=0.5)
-    max_tokens: int = 65_536
+    completions: Distribution = Distribution("lognormal", mean=64_000, sigma=0.6, correlation=0.5)
+    max_tokens: int = 131_072
     prompt: float = 500.0
     groups_per_step: int = 32
-    group_size: int = 16
-    max_lag: int = 5
+    group_size: int = 8
+    max_lag: int = 7
     window: int = 33
-    checkpoint_every: int = 10
+    checkpoint_every: int = 4
     contrast: float = 0.85
     """Share of groups whose rewards differ; the others are dropped."""
-    grain: int = 4096
+    grain: int = 8192
     """Real tokens that one simulated token stands for."""
     silence: float = 60.0
-    """Seconds after which a worker that says nothing counts as lost. Real runs allow 5; a day of beats every second would take an hour."""
-    stop_after: float = 3 * 3600.0
-    """`watch.stop_after`: a group waits for the engine for up to an hour."""
+    """Seconds after which a member of the fleet that does not answer leaves it, and between two questions to it."""
+    beats: float = 600.0
+    """Seconds without a beat after which a worker counts as lost. Real runs allow 5, with a beat every second: a day of these would take hours."""
+    stop_after: float = 4 * 3600.0
+    """`watch.stop_after`: a group waits for the engine for up to two hours."""
 
     @property
     def gpus(self) -> int:
