@@ -82,6 +82,11 @@ class _Presence:
         await self._absent.wait()
         return self._away
 
+    def kill(self) -> None:
+        """Ends the process. Its replacement answers."""
+        self.kills += 1
+        self.stopped = False
+
 
 @dataclass
 class FakeEngine(_Presence):
@@ -327,11 +332,6 @@ class FakeEngine(_Presence):
         """Fails as an engine whose process was killed and is not restarted."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
-
-    def kill(self) -> None:
-        """Ends the process. Its replacement answers."""
-        self.kills += 1
-        self.stopped = False
 
     async def close(self) -> None:
         pass

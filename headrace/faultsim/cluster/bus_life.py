@@ -124,7 +124,7 @@ class BusLives:
                 self._park.vanish(seat)
 
     def _kill(self) -> None:
-        """As SIGKILL: its hosts hear nothing of it."""
+        """Ends it as SIGKILL does: its hosts hear nothing of it."""
         if self._engine:
             self._engine.kill()
         if self._running:

@@ -70,7 +70,7 @@ class _Setting(NamedTuple):
 
 
 class _Lived(NamedTuple):
-    """What became of the processes of the controller."""
+    """The end of a day: the books, and what became of the processes of the controller."""
 
     books: Accounting
     ends: list[str]

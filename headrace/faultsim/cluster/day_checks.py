@@ -87,7 +87,7 @@ class DayChecks:
         self._live = -1
 
     def serve(self, t: float, engines: int) -> None:
-        """From `t` on, so many engines are in the rotation."""
+        """Notes that so many engines are in the rotation from `t` on."""
         self.served_seconds += self._serving * (t - self._since)
         self._serving, self._since = engines, t
 

@@ -1,4 +1,4 @@
-"""What both kinds of a simulated cluster have in common: processes by seat, the trainer, the world, and what mishaps do to them."""
+"""The common parts of both kinds of a simulated cluster: processes by seat, the trainer, the world, and what mishaps do to them."""
 
 from __future__ import annotations
 

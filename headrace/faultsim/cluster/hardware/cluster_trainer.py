@@ -28,7 +28,7 @@ from headrace.weights import WeightUpdate
 
 @dataclass
 class MeshState:
-    """What the ranks of one trainer have in common."""
+    """The state that the ranks of one trainer share."""
 
     version: int = 0
     weights: str = "begin"
