@@ -3,9 +3,10 @@
     python benchmarks/board.py                              # 10⁵ steps, 10⁷ rollouts
     python benchmarks/board.py --steps 10000
 
-The run is synthetic: the facts of one step are written again and again with other numbers. Its journal has only the groups of the last
+The run is synthetic: the facts of one step are written again and again with other numbers, with the index that a run writes. Its journal has only the groups of the last
 `--journal` steps, because that of all steps would need a hundred gigabytes; a place in it is found the same way. Times are CPU seconds of
-the process, without the browser: once for a run that was never opened, which is read from its first byte, and once for one that was.
+the process, without the browser: for a run that was never opened, for one without an index (of an earlier release), and for one that was
+opened before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,9 +24,12 @@ from headrace.batches import Group, Row
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.observe.board.browsing import RolloutQuery
-from headrace.observe.board.group_table import Wanted
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.observe.index.group_table import Wanted
+from headrace.observe.index.index_file import INDEX
+from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS, StepRow
 from headrace.reports import EngineStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
@@ -67,14 +72,21 @@ def write_run(run_dir: Path, steps: int, journaled: int, rng: random.Random) -> 
         max_lag=1,
         where={},
     )
+    index, state, spent = NumbersIndex(run_dir), RunState(), 0.0
     with (run_dir / METRICS).open("wb") as file:
-        file.write(encode(started) + b"\n")
-        for step in range(steps):
-            for fact in facts(step, rng):
-                file.write(encode(fact) + b"\n")
-            if step >= steps - journaled:
-                for ticket in range(step * GROUPS, (step + 1) * GROUPS):
-                    journal.write(ReadyRecord(4.0 * step, group(ticket, step, rng)))
+        for fact in chain([started], chain.from_iterable(facts(step, rng) for step in range(steps))):
+            file.write(encode(fact) + b"\n")
+            state.fold(fact)
+            if isinstance(fact, StepRow):
+                file.flush()
+            before = time.process_time()
+            index.record(fact, state)
+            spent += time.process_time() - before
+    index.close()
+    print(f"{spent / steps * 1e6:8.0f} µs  a step, for the index that the run writes")
+    for step in range(steps - journaled, steps):
+        for ticket in range(step * GROUPS, (step + 1) * GROUPS):
+            journal.write(ReadyRecord(4.0 * step, group(ticket, step, rng)))
     journal.close()
 
 
@@ -130,9 +142,10 @@ def main() -> None:
         runs = Path(place) / "runs"
         runs.mkdir()
         write_run(runs / "long", given.steps, given.journal, random.Random(0))
-        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl")]
+        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl", INDEX)]
         print(
-            f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal"
+            f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal, "
+            f"{sizes[2]:,.0f} MiB of index"
         )
 
         def board() -> RunsBoard:
@@ -141,12 +154,18 @@ def main() -> None:
         def curves(shown: RunsBoard, window: int = 1) -> object:
             return shown.curves(["long"], CURVES, "step", window=window, within=(-1e9, 1e9), points=1000)
 
+        first = board()
+        timed("the list, never opened", first.lines)
+        timed("14 curves, never opened (from the index that the run wrote)", lambda: curves(first))
+        timed("a page of the newest rollouts, never opened", lambda: first.rollouts("long", RolloutQuery()))
         fresh = board()
-        timed("the list, never opened", fresh.lines)
-        timed("reading it from its first byte", lambda: fresh.run("long").catch_up(1e9))
+        timed("reading all facts, from the first byte", lambda: fresh.run("long").catch_up(1e9))
+        (runs / "long" / INDEX).unlink()
+        alone = board()
+        timed("14 curves of a run without an index (they grow)", lambda: curves(alone))
+        timed("reading it from its first byte, once", lambda: alone.run("long").catch_up(1e9))
         again = board()
-        timed("the list", again.lines)
-        timed("opened again: 14 curves (the numbers of the last visit)", lambda: curves(again))
+        timed("opened again: 14 curves (from the cache)", lambda: curves(again))
         timed("14 curves, smoothed", lambda: curves(fresh, 100))
         timed(
             "reading the rest of the journal",

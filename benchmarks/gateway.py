@@ -12,13 +12,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from headrace.environments.conversation import Conversation
-from headrace.environments.gateway.chat_tree import ChatTree
+from headrace.environments.agents.served_rollouts import talks_of
 from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.text_tree import TextTree
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.playing import Limits
@@ -58,8 +55,7 @@ async def measure(model: str, rollouts: int, turns: int) -> None:
 
         async def play(self, agent: Any) -> Mapping[str, float]:
             assert client.stdin and client.stdout
-            tree = ChatTree(partial(Conversation, agent, encoder, system="", tools="template"))
-            rollout = await gateway.open(tree, TextTree(agent, encoder, ()))
+            rollout = await gateway.open(talks_of(agent, encoder, stops=()))
             client.stdin.write(f"{gateway.url(rollout)}\n".encode())
             await client.stdout.readline()
             await gateway.shut(rollout)

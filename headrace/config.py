@@ -339,7 +339,8 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
         own = {field: table for field, table in dataclasses.asdict(adapter).items() if table and field != "name"}
         replaced: Tree = {section: own.pop(section) for section in ("task", "reward") if section in own}
         base = {**dataclasses.asdict(config), **replaced}
-        place = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
+        place: Tree = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
+        place["observe"] = dataclasses.asdict(config.observe.shared_by(len(config.adapters)))
         try:
             runs.append(build(RunConfig, {**merge(base, own), **place}, meaning))
         except ConfigError as error:

@@ -49,6 +49,9 @@ class Agent(Protocol):
         """Gives a turn a reward, which is added to those that `play` returns. `of`: its completion, which `turn` has returned; None: that
         of the turn that was sampled last."""
 
+    def leave_out(self, role: str) -> None:
+        """Leaves the turns of a role out of the loss, also those that it has had: it is a part of the world of the others."""
+
     @property
     def kept(self) -> Sequence[bytes]:
         """The notes of this rollout, in order, those of earlier processes of the run included."""

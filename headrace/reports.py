@@ -45,6 +45,22 @@ class Noise(Struct, frozen=True):
     """Root of the mean square over these sequences of each one's mean difference, nats."""
 
 
+class TokenNumbers(Struct, frozen=True):
+    """The trainer's numbers of the tokens of one training row, as they were before the update. Both are [T] float32 over `Row.tokens`, NaN
+    for tokens that are not in the loss.
+
+    >>> numbers = TokenNumbers(12, 0, array("f", [-0.1, -0.75, -0.2]).tobytes(), entropies=array("f", [0.5, 1.25, 0.5]).tobytes())
+    """
+
+    ticket: int
+    row: int
+    """Its place in `Group.rows`."""
+    logprobs: bytes
+    """Taken at the sampling temperature and under the row's sampling mask, as the loss takes them."""
+    entropies: bytes
+    """Nats, of the full distribution at the sampling temperature."""
+
+
 class TrainReport(Struct, frozen=True):
     """The result of one `Trainer.step`. Means are over the tokens in the loss, with the denominator of the whole step (C9).
 
@@ -98,6 +114,9 @@ class TrainReport(Struct, frozen=True):
     """Share of them whose margin was positive before the update: the policy prefers what was preferred."""
     pair_margin: float = 0.0
     """Mean of their margins, in nats (SimPO: per token)."""
+    token_numbers: tuple[TokenNumbers, ...] | None = None
+    """Numbers of single tokens, for some rows of the step (`packing/picked.py`). Only the journal keeps them; None in journals from before
+    2026-11-23."""
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:

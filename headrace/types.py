@@ -277,6 +277,8 @@ class Turn(Struct, frozen=True):
     """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
     agent: str = ""
     """The role that the policy plays in it, if the episode has several; empty for the only one, or the first."""
+    trained: bool = True
+    """Whether its completion is trained. That of an agent which is a part of the world of the others is context."""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
     """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""

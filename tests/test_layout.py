@@ -71,7 +71,7 @@ ROOMS = {
     "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed"),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "board"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "index", "board"),
     "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "bus", "groups", "loops", "fleets", "workers", "clients", "runs"),
     "orchestration.workers": ("launch", "joining", "placed"),

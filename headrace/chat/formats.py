@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.chat.gemma_calls import read_call
+
 T = TypeVar("T")
 
 
@@ -17,7 +19,7 @@ T = TypeVar("T")
 class ToolCall:
     name: str
     arguments: str
-    """A JSON object, as the model wrote it."""
+    """A JSON object: as the model wrote it, if it writes JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class CallFormat:
     """The marker after it. Empty: the section ends with the text, or before the next opening."""
     bare: bool = False
     """Whether a text that begins with a brace is a section without a marker."""
+    quote: str = '"'
+    """The mark before and after a text, within which no marker counts. Between double quotes a backslash escapes."""
     markers: tuple[str, ...]
     """Texts of tokens that must stay in the decoded text, even where the tokenizer calls them special."""
     read: Callable[[str], tuple[ToolCall, ...]]
@@ -135,4 +139,19 @@ LLAMA = CallFormat(
 """`{"name": ..., "parameters": {...}}` as the whole completion, after `<|python_tag|>` or nothing: Llama 3.1 to 3.3
 (https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1, "JSON based tool calling")."""
 
-FORMATS = (HERMES, MISTRAL, LLAMA)
+
+def _gemma(name: str, opening: str, closing: str, quote: str) -> CallFormat:
+    def read(section: str) -> tuple[ToolCall, ...]:
+        tool, arguments = read_call(section, quote)
+        return (ToolCall(tool, json.dumps(arguments, ensure_ascii=False)),)
+
+    marks = (opening, closing, quote)
+    return CallFormat(name=name, opening=opening, closing=closing, quote=quote, markers=marks, read=read)
+
+
+FUNCTION_GEMMA = _gemma("function_gemma", "<start_function_call>", "<end_function_call>", "<escape>")
+"""`<start_function_call>call:NAME{key:<escape>text<escape>}<end_function_call>`, one call in each (`gemma_calls.py`)."""
+GEMMA = _gemma("gemma", "<|tool_call>", "<tool_call|>", '<|"|>')
+"""`<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>`, one call in each: Gemma 4. (Gemma 3 was trained with no format of its own.)"""
+
+FORMATS = (HERMES, MISTRAL, LLAMA, FUNCTION_GEMMA, GEMMA)

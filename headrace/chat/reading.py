@@ -48,7 +48,9 @@ class CallReader:
     def __init__(self, format: CallFormat) -> None:
         self._format = format
         self._end = format.closing or format.opening
-        self._stops = re.compile(rf'\\.|"|{re.escape(self._end)}', re.DOTALL)
+        escapes = r"\\.|" if format.quote == '"' else ""
+        self._stops = re.compile(rf"{escapes}{re.escape(format.quote)}|{re.escape(self._end)}", re.DOTALL)
+        self._longest = max(len(format.quote), len(self._end))
         self._rest = ""
         """Text that is not decided yet."""
         self._inside = False
@@ -102,12 +104,12 @@ class CallReader:
     def _section_end(self, last: bool) -> int:
         """The length of the section with its closing marker; -1: not known yet. A marker inside a JSON string is none."""
         start = len(self._format.opening) if self._rest.startswith(self._format.opening) else 0
-        safe = len(self._rest) if last else len(self._rest) - len(self._end) + 1  # a marker may be cut at the end
+        safe = len(self._rest) if last else len(self._rest) - self._longest + 1  # a marker may be cut at the end
         for found in self._stops.finditer(self._rest, max(self._scanned, start)):
             if found.start() >= safe:
                 break
             self._scanned = found.end()
-            if found[0] == '"':
+            if found[0] == self._format.quote:
                 self._quoted = not self._quoted
             elif found[0] == self._end:
                 if not self._quoted:

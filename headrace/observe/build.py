@@ -6,8 +6,11 @@ from importlib import import_module
 from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
+from headrace.observe.facts import Warned
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.recorder import Recorder, Sink
 from headrace.observe.resume import Resume
+from headrace.observe.sinks.queued import QueuedSink
 
 
 def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
@@ -18,10 +21,11 @@ def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = 
     """
     check_installed(config)
     step = resume.step if resume else None
-    recorder = Recorder(run_dir, (), resume, waits=True)
+    recorder = Recorder(run_dir, (), resume, waits=True, index=NumbersIndex(run_dir))
     try:
         for name in config.sinks:
-            recorder.add(import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step))
+            dashboard = import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step)
+            recorder.add(QueuedSink(name, dashboard, lambda words: recorder.record(Warned(recorder.state.now, words))))
         if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
             recorder.add(terminal)
     except BaseException:

@@ -7,14 +7,15 @@ import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
+from headrace.observe.costs import ENGINE, TRAINER
 from headrace.settings.extras import EXTRAS, install
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, plain in
@@ -23,11 +24,31 @@ class ObserveConfig:
     """Write scalars for TensorBoard to `runs/<name>/tensorboard`."""
     trackio: bool = False
     """Write scalars for a local trackio dashboard; nothing leaves the machine."""
+    wandb: bool = False
+    """Write scalars for Weights & Biases: to its server if this machine is logged in (`WANDB_API_KEY`, `wandb login`), else to
+    `runs/<name>/wandb`, which `wandb sync` uploads. `WANDB_MODE` and `WANDB_PROJECT` hold."""
+    mlflow: bool = False
+    """Write scalars for MLflow: to the server of `MLFLOW_TRACKING_URI`, or, if it is not set, to `runs/<name>/mlruns`."""
+    engine_price: float = Field(default=0.0, ge=0)
+    """Dollars that an engine costs an hour, each member of a fleet as much. With this price or the next one the run shows its cost in all, by step
+    and by trained token; 0 and 0 show none."""
+    trainer_price: float = Field(default=0.0, ge=0)
+    """Dollars that the trainer's devices cost an hour, all together. A machine that does everything has its price here."""
 
     @property
     def sinks(self) -> list[str]:
         """The sinks that are switched on: settings that are true or false, each with a file of its name in `observe/sinks/`."""
         return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is True]
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Dollars an hour by pool; empty if none is set."""
+        known = {ENGINE: self.engine_price, TRAINER: self.trainer_price}
+        return {pool: price for pool, price in known.items() if price}
+
+    def shared_by(self, runs: int) -> ObserveConfig:
+        """Returns the settings of one of several runs that share engine and trainer: each bears its part of the prices."""
+        return dataclasses.replace(self, engine_price=self.engine_price / runs, trainer_price=self.trainer_price / runs)
 
 
 def check_installed(config: ObserveConfig, find: Callable[[str], object] = importlib.util.find_spec) -> None:

@@ -45,6 +45,8 @@ class RunStarted(Fact, frozen=True):
     """Length at which completions are cut off; 0 in runs that did not record it."""
     chosen: dict[str, str] = {}
     """The settings that headrace chose, and why (`ChosenConfig.why`)."""
+    prices: dict[str, float] = {}
+    """Dollars an hour, `engine` of each engine and `trainer` of all its devices; empty if no price was set."""
 
 
 class TicketDrawn(Fact, frozen=True):

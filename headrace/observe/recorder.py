@@ -25,6 +25,13 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class RememberingSink(Sink, Protocol):
+    """A sink that counts over all processes of a run."""
+
+    def recall(self, fact: MetricsFact, state: RunState) -> None:
+        """Takes a fact of an earlier process. `state` already includes it."""
+
+
 class Recorder:
     """Writes facts to `metrics.jsonl`, folds them into `state` and passes them to every sink. Implements `protocols.Observer`."""
 
@@ -34,8 +41,9 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         resume: Resume | None = None,
         waits: bool = False,
+        index: RememberingSink | None = None,
     ) -> None:
-        """`waits`: changes nothing on the disk until `begin`, which then writes the facts recorded meanwhile.
+        """`index`: a sink that takes the facts of earlier processes of the run too. `waits`: changes nothing on the disk until `begin`, which then writes the facts recorded meanwhile.
 
         Raises `ConfigError` if the directory already holds a run and `resume` is None."""
         self.run_dir, self._resume = run_dir, resume
@@ -47,9 +55,11 @@ class Recorder:
         for fact, kept in zip(lines, self._kept, strict=True):
             if fact and kept:
                 self.state.fold(fact)
+                if index:
+                    index.recall(fact, self.state)
         self.unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
         """Numbers, counted from 1, of unreadable metrics lines of a resumed run; `begin` removes these lines."""
-        self._sinks = list(sinks)
+        self._sinks = [*([index] if index else []), *sinks]
         self._held: list[bytes] = []
         self._metrics: AppendFile | None = None
         if not waits:

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from headrace.batches import Group
 from headrace.durable.atomic_files import read_lines
@@ -121,7 +122,7 @@ def summarise(fact: StepTrained) -> StepRow:
     completions = [turn.completion for one in scored for turn in one.episode.turns]
     return StepRow(
         t=fact.t,
-        report=fact.report,
+        report=replace(fact.report, token_numbers=()),
         lags=fact.lags,
         reward_mean=fact.reward_mean,
         reward_std=fact.reward_std,

@@ -104,6 +104,7 @@ class BuiltRun:
             machine=machine_mark(config.train.cores, config.train.threads),
             max_tokens=config.rollout.max_tokens,
             chosen=config.chosen.why,
+            prices=config.observe.prices,
         )
 
     async def go_live(self) -> None:

@@ -1,10 +1,11 @@
 """A batch becomes packed microbatches without padding: every token that rows share is forwarded once.
 
 Read `pack.py` (the columns of a microbatch), `tree.py` (rows that begin alike), `columns.py` (trees into columns), `plan.py` (microbatches
-within a token budget), `ranks.py` (microbatches of several devices).
+within a token budget), `ranks.py` (microbatches of several devices), `picked.py` (numbers of loss tokens, back at their places in the rows).
 """
 
 from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
+from headrace.packing.picked import PickedNumbers
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence
 from headrace.packing.ranks import fill_up, split_ranks
 
@@ -12,6 +13,7 @@ __all__ = [
     "ROOT",
     "Kept",
     "Pack",
+    "PickedNumbers",
     "Segment",
     "StepPlan",
     "fill_up",

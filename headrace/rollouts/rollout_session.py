@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.batches import Failure
-from headrace.errors import RolloutFailed, RolloutOver
+from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits, TokenListener
 from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
@@ -114,6 +114,8 @@ class RolloutSession:
         self._turns: dict[int, Turn] = {}
         """The turns that were sampled, by their number in the order of asking. A turn has a larger number than its parent."""
         self._rewards: dict[int, dict[str, float]] = {}
+        self._left_out: set[str] = set()
+        """Roles whose turns are not trained."""
         self._cut = ""
 
     async def play(self, make: Callable[[Prompt, int], Environment], prompt: Prompt, seed: int) -> Played | Failure:
@@ -183,6 +185,9 @@ class RolloutSession:
             given = self._rewards[max(self._turns) if of is None else self._number(of)]
             given[name] = given.get(name, 0.0) + float(value)
 
+    def leave_out(self, role: str) -> None:
+        self._left_out.add(role)
+
     @property
     def kept(self) -> tuple[bytes, ...]:
         return tuple(note.content for note in self._page.notes)
@@ -237,6 +242,8 @@ class RolloutSession:
             done = await self._ask(asked)
         except ValueError as error:
             raise self._over("request_refused", str(error)) from error
+        except PoisonedRequest as error:
+            raise self._over("engine_died", str(error)) from error
         except Exception as error:
             self._broken = error
             raise
@@ -285,6 +292,8 @@ class RolloutSession:
             return self._failure
         if not self._turns:
             return Failure("environment_turns", "ended without asking for a turn")
+        if all(turn.agent in self._left_out for turn in self._turns.values()):
+            return Failure("environment_turns", "none of the agents that had a turn is trained")
         if not isinstance(rewards, Mapping):
             return Failure("environment_reward", f"returned {type(rewards).__name__}, not rewards by name")
         if wrong := [name for name, value in rewards.items() if not _is_number(value)]:
@@ -299,7 +308,8 @@ class RolloutSession:
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""
         place = {number: index for index, number in enumerate(sorted(self._turns))}
-        return tuple(moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
+        turns = (moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
+        return tuple(msgspec.structs.replace(one, trained=one.agent not in self._left_out) for one in turns)
 
 
 def _is_number(value: object) -> bool:

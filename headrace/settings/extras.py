@@ -30,6 +30,8 @@ EXTRAS = {
     "datasets": Extra("datasets", "datasets>=4,<6", "prompts from a saved datasets directory"),
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),
     "trackio": Extra("trackio", "trackio>=0.20,<1", "curves in trackio"),
+    "wandb": Extra("wandb", "wandb>=0.31,<1", "curves in Weights & Biases"),
+    "mlflow": Extra("mlflow", "mlflow-skinny>=3.10,<4", "curves in MLflow"),
     "serve": Extra(
         "uvicorn",
         "uvicorn>=0.34,<1",

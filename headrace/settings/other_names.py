@@ -151,8 +151,8 @@ MEANINGS: dict[str, Meaning] = {
     "save_total_limit": Meaning("TRL", "checkpoint.keep"),
     "eval_steps": Meaning("TRL and OpenRLHF", "eval.every"),
     "test_freq": Meaning("verl", "eval.every"),
-    "report_to": Meaning("TRL", "observe.tensorboard or observe.trackio"),
-    "use_wandb": Meaning("OpenRLHF", "observe.tensorboard or observe.trackio"),
+    "report_to": Meaning("TRL", "observe.tensorboard or observe.trackio or observe.wandb or observe.mlflow"),
+    "use_wandb": Meaning("OpenRLHF", "observe.wandb"),
 }
 
 

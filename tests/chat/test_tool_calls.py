@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.chat.formats import FORMATS, HERMES, LLAMA, MISTRAL, CallFormat, ToolCall
+from headrace.chat.formats import FORMATS, FUNCTION_GEMMA, GEMMA, HERMES, LLAMA, MISTRAL, CallFormat, ToolCall
 from headrace.chat.messages import Message, Tool, described, for_template, uses_tools
 from headrace.chat.reading import CallReader, Malformed, read_calls
 from headrace.errors import ConfigError
@@ -21,6 +21,9 @@ from headrace.models.chat import ChatEncoder
 
 RAIN = ToolCall("weather", '{"place": "Paris"}')
 SUM = ToolCall("add", '{"a": 1, "b": [2, {"c": null}]}')
+NOW = ToolCall("now", "{}")
+QUOTE = ToolCall("say", r'{"text": "\""}')
+SAY = ToolCall("say", r'{"text": "a \"half, {b}: [\\\" <tool_call|>", "on": true}')
 HARD = ToolCall("run", r'{"code": "print(\"</tool_call> } ] [TOOL_CALLS] <|python_tag|>\\\")"}')
 
 CASES: list[tuple[CallFormat, str, str, list[ToolCall]]] = [
@@ -60,6 +63,18 @@ CASES: list[tuple[CallFormat, str, str, list[ToolCall]]] = [
     ),
     (LLAMA, f'First <|python_tag|>{{"name": "add", "arguments": {SUM.arguments}}}', "First", [SUM]),
     (LLAMA, 'It is {"name": "weather", "parameters": {}} then.', 'It is {"name": "weather", "parameters": {}} then.', []),
+    (GEMMA, 'Hm. <|tool_call>call:weather{place:<|"|>Paris<|"|>}<tool_call|>', "Hm.", [RAIN]),
+    (GEMMA, "<|tool_call>call:add{a:1,b:[2,{c:null}]}<tool_call|><|tool_call>call:now{}<tool_call|>", "", [SUM, NOW]),
+    (GEMMA, '<|tool_call>call:say{text:<|"|>a "half, {b}: [\\" <tool_call|><|"|>,on:true}<tool_call|> so', "so", [SAY]),
+    (GEMMA, '<|tool_call>call:say{text:<|"|>"<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>', "", [QUOTE, NOW]),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:weather{place:<escape>Paris<escape>}<end_function_call>"
+        "<start_function_call>call:move{ by : -1.5e1, <escape>a b<escape>:[] }<end_function_call>",
+        "",
+        [RAIN, ToolCall("move", '{"by": -15.0, "a b": []}')],
+    ),
+    (FUNCTION_GEMMA, "<start_function_call>call:weather{place:<escape>Paris<escape>}", "", [RAIN]),
 ]  # fmt: skip
 
 MALFORMED: list[tuple[CallFormat, str, int]] = [
@@ -79,6 +94,15 @@ MALFORMED: list[tuple[CallFormat, str, int]] = [
     (LLAMA, "<|python_tag|>weather.call(place='Paris')", 1),
     (LLAMA, "<|python_tag|> ", 1),
     (LLAMA, "{" * 5000, 0),
+    (GEMMA, '<|tool_call>{"name": "weather", "arguments": {}}<tool_call|>', 1),
+    (GEMMA, "<|tool_call>call:weather{place:Paris}<tool_call|>", 1),
+    (GEMMA, '<|tool_call>call:weather{place:<|"|>Paris}<tool_call|>', 1),
+    (GEMMA, "<|tool_call>call:weather{a:1 b:2}<tool_call|>", 1),
+    (GEMMA, "<|tool_call>call:weather{a:1,}<tool_call|>", 1),
+    (GEMMA, "<|tool_call>call:weather{a:01}<tool_call|>", 1),
+    (GEMMA, "<|tool_call>call:weather{}}<tool_call|>", 1),
+    (GEMMA, "<|tool_call>call:f{a:" + "[" * 100_000 + "}<tool_call|>", 1),
+    (FUNCTION_GEMMA, "<start_function_call>call:{}<end_function_call> x", 1),
 ]  # fmt: skip
 
 
@@ -117,6 +141,8 @@ PARTS = [
     '"}}',
     "f",
 ]
+PARTS += ["<|tool_call>", "<tool_call|>", '<|"|>', "call:f{", "a:", "1", "}", "<escape>", "<start_function_call>"]
+PARTS += ["<end_function_call>"]
 PARTS += ['{"name": "f", "parameters": {}}', "[", "]", '{"', '"', "\\", " ", "\n", "; ", "é", "<", "words", '{"x": 1}']
 
 
@@ -159,6 +185,8 @@ def test_calls_of_real_forms_are_read_character_by_character(
 
 
 EXPECTED = {"hermes": HERMES, "mistral-list": MISTRAL, "mistral-named": MISTRAL, "llama3": LLAMA}
+EXPECTED |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA}
+SHOWN = {"gemma": '{place:<|"|>Paris<|"|>}', "function-gemma": "{place:<escape>Paris<escape>}"}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -168,7 +196,7 @@ def test_the_template_chooses_the_format_and_renders_tools_calls_and_answers(fam
     text, tokens = encoder.encode_messages(for_template(TALK), described(TOOLS))
     assert list(tokens) == tokens_of(text)
     assert '"weather"' in text and "The weather of a place" in text, "the tool is shown"
-    assert '{"place": "Paris"}' in text, "arguments are an object, not the text of one"
+    assert SHOWN.get(family, '{"place": "Paris"}') in text, "arguments are an object, not the text of one"
     assert "rain" in text and text.index("Paris") < text.index("rain")
     plain, _ = encoder.encode_messages(for_template(TALK[:1]))
     assert "tool" not in plain.lower()

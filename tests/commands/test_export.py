@@ -110,6 +110,12 @@ def test_an_adapter_names_its_base_and_no_directory(
         ([], "--to DIR says where to save"),
         (["--push", "sums"], "write the model's name as ORG/NAME"),
         (["--to", "x", "--private"], "--private belongs to --push"),
+        (["--to", "x", "--format", "gguf"], "--format gguf writes a file: --to FILE.gguf"),
+        (["--to", "x.gguf", "--format", "gguf", "--push", "org/x"], "--to FILE.gguf, without --push"),
+        (
+            ["--to", "x.gguf", "--format", "gguf"],
+            "split text as GPT-2, SmolLM, Llama 3 or Qwen2 do, and this model's is another",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
@@ -123,6 +129,28 @@ def test_arguments_that_do_not_fit_are_refused(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["export", str(run), *words]) == 2
     assert told in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_run_is_exported_as_a_file_for_llama_cpp(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gguf import GGUFReader
+    from test_gguf import model_at
+
+    config = tiny_config(
+        tmp_path,
+        model_at(tmp_path_factory.mktemp("bpe"), "llama"),
+        train={"steps": 1},
+        eval={"prompts": 2},
+        watch={"identity_every": 0},
+    )
+    run = headrace.train(config).directory
+    file = tmp_path / "files" / "one.gguf"
+    assert cli.main(["export", str(run), "--format", "gguf", "--to", str(file)]) == 0
+    assert f"{file}: step-000001, for llama.cpp (bfloat16)" in capsys.readouterr().out
+    assert len(GGUFReader(file).tensors) == 21 and [one.name for one in file.parent.iterdir()] == ["one.gguf"]
+    assert cli.main(["export", str(run), "--format", "gguf", "--to", str(file)]) == 2
+    assert "exists; name another file" in capsys.readouterr().err
 
 
 def pixels(png: bytes) -> np.ndarray:

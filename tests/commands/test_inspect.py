@@ -61,7 +61,13 @@ def test_a_look_has_every_rollout_with_its_own_columns(run: Path) -> None:
         done, row = group.scored[one.rollout].episode.last, group.rows[one.rollout]
         assert one.step == 3 and one.tokens == done.tokens and one.logprobs == done.logprobs
         assert one.lags == tuple(2 - version for version in done.versions())
-        assert one.advantages == row.advantages and set(one.left_out) == {""} and math.isnan(one.gap)
+        assert one.advantages == row.advantages and set(one.left_out) == {""}
+        count = len(one.tokens)
+        if group is step.groups[0]:  # whose numbers the trainer recorded (`FactStream`)
+            assert one.entropies == pytest.approx([i / 10 for i in range(count)]) and not one.unrecorded
+            assert one.gap == pytest.approx(sum(range(count)) / 100 / count, abs=1e-5)
+        else:
+            assert math.isnan(one.gap) and one.entropies == () and "this one is not among them" in one.unrecorded
 
 
 def test_why_a_token_is_not_in_the_loss(run: Path) -> None:
@@ -89,6 +95,7 @@ def test_why_a_token_is_not_in_the_loss(run: Path) -> None:
     assert reasons() == {"overdue": count}
     missing = msgspec.structs.replace(group, rows=(msgspec.structs.replace(group.rows[0], tokens=(1,) * count),))
     assert row_of(missing, 0) is None and view_rollout(step, missing, 0).reasons == {"not trained": count}
+    assert view_rollout(step, missing, 0).unrecorded == "this rollout was not trained"
 
 
 def test_trimming_is_read_from_the_settings() -> None:
@@ -107,9 +114,9 @@ def test_spans_and_tooltips_name_versions_kv_and_mixed_weights(run: Path) -> Non
     found = view_rollout(step, msgspec.structs.replace(group, scored=(one,)), 0, trainer=(-0.5, -1.25, -1.0))
     assert span_list(found) == "0-0 version 1, 1-2 version 2 over KV of 1 (mixed)"
     assert found.mixed == (False, True, True) and found.lags == (1, 0, 0)
-    assert "trainer -1.2500 (difference -0.2500)" in token_details(found, 1) and "mixed weights" in token_details(
+    assert "trainer -1.2500 (difference -0.2500, ratio 0.7788)" in token_details(
         found, 1
-    )
+    ) and "mixed weights" in token_details(found, 1)
     assert found.gap == pytest.approx(1.25 / 3)
 
 

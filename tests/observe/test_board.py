@@ -13,19 +13,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fact_stream import write_run
+from fact_stream import FactStream, standing, write_run
 from starlette.testclient import TestClient
 
 from headrace import cli
 from headrace.commands.serving.board_command import beside
-from headrace.observe.board import saved_numbers
+from headrace.durable.journal import ReadyRecord, read_only
 from headrace.observe.board.board_routes import FILES, _changes, make_board_app
 from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.group_table import GroupTable, Wanted
+from headrace.observe.board.journal_index import JournalIndex
 from headrace.observe.board.run_list import RunList
 from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.board.step_columns import StepColumns, merged, trailing_mean
-from headrace.observe.facts import GroupEnded
+from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.observe.index.group_table import GroupTable, Wanted
+from headrace.observe.index.index_file import INDEX, IndexReader
+from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.index.numbers import Numbers
+from headrace.observe.index.step_columns import StepColumns, merged, trailing_mean
+from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS
 from headrace.web.server import bind
 
@@ -143,27 +148,101 @@ def test_a_run_that_was_cut_by_a_resume_is_read_anew(runs: Path, tmp_path: Path)
     assert run.state.step == 10 and run.numbers.columns.last("reward/drawn") == run.state.rows[-1].reward_drawn
 
 
-def test_saved_numbers_are_those_that_were_read_and_are_not_used_for_another_file(runs: Path, tmp_path: Path):
-    path = tmp_path / "run"
-    shutil.copytree(runs / "first", path)
-    run = FollowedRun(path)
+def equal_numbers(one: Numbers, other: Numbers) -> bool:
+    """Whether both have the same numbers, and there are some."""
+    pairs = zip(sorted(one.columns.items()), sorted(other.columns.items()), strict=True)
+    same = [
+        a == b and all(np.array_equal(x, y) for x, y in zip(left, right, strict=True))
+        for (a, left), (b, right) in pairs
+    ]
+    rows = one.groups.rows.view.tobytes() == other.groups.rows.view.tobytes()  # a NaN is not equal to itself
+    return len(same) > 20 and all(same) and rows and one.groups.reasons == other.groups.reasons
+
+
+def read_whole(run_dir: Path) -> Numbers:
+    run = FollowedRun(run_dir)
     run.catch_up(60)
-    run.numbers.size = run.version
-    saved_numbers.save(tmp_path / "cache", path, run.numbers)
-    again = FollowedRun(path, tmp_path / "cache")
-    assert again.read_share == 0.0 and again.numbers.columns.names == run.numbers.columns.names
-    assert (
-        again.numbers.columns.series("reward/drawn")[1].tolist()
-        == run.numbers.columns.series("reward/drawn")[1].tolist()
+    assert run.read_share == 1.0 and run.numbers.size == (run_dir / METRICS).stat().st_size
+    return run.numbers
+
+
+def test_a_run_writes_an_index_from_which_its_numbers_are_known_before_its_facts_are_read(tmp_path: Path):
+    recorder = Recorder(tmp_path, index=NumbersIndex(tmp_path, every=3000))
+    for fact in FactStream(steps=30).facts():
+        recorder.record(fact)
+    reader = IndexReader(tmp_path / INDEX, tmp_path)
+    reader.catch_up()
+    assert reader.numbers.columns.series("reward/drawn")[0][-1] > 20, "blocks are written while the run goes on"
+    recorder.close()
+    opened = FollowedRun(tmp_path)
+    assert opened.read_share == 0.0 and opened.numbers.size == (tmp_path / METRICS).stat().st_size
+    reader.catch_up()
+    assert equal_numbers(opened.numbers, read_whole(tmp_path)) and equal_numbers(reader.numbers, opened.numbers)
+
+
+def test_an_index_counts_only_as_far_as_the_metrics_are_those_that_it_saw(tmp_path: Path):
+    recorder = Recorder(tmp_path, index=NumbersIndex(tmp_path, every=3000))
+    for fact in FactStream(steps=30).facts():
+        recorder.record(fact)
+    recorder.close()
+    index, metrics = (tmp_path / INDEX).read_bytes(), (tmp_path / METRICS).read_bytes()
+    for share in (0.0, 0.3, 0.7, 0.99):  # torn by a kill; damaged
+        cut = int(share * len(index))
+        for data in (index[:cut], index[:cut] + b"####" + index[cut + 4 :]):
+            (tmp_path / INDEX).write_bytes(data)
+            found = FollowedRun(tmp_path).numbers
+            assert found.size < len(metrics) and (found.size > 0) == (share > 0.2)
+            for name, (steps, _) in found.columns.items():
+                assert np.array_equal(steps, read_whole(tmp_path).columns.series(name)[0][: len(steps)])
+    (tmp_path / INDEX).write_bytes(index)
+    lines = metrics.splitlines(keepends=True)
+    (tmp_path / METRICS).write_bytes(b"".join(lines[: len(lines) // 2]))  # a loss of power took the end
+    found = FollowedRun(tmp_path).numbers
+    assert 0 < found.size <= (tmp_path / METRICS).stat().st_size
+    (tmp_path / METRICS).write_bytes(metrics.replace(b'"step":7', b'"step":8'))  # another run
+    assert FollowedRun(tmp_path).numbers.columns.last("reward/drawn") != read_whole(tmp_path).columns.last(
+        "reward/drawn"
     )
-    assert again.numbers.groups.reasons == run.numbers.groups.reasons
-    again.catch_up(60)
-    assert again.read_share == 1.0 and again.numbers.columns.last("reward/drawn") == again.state.rows[-1].reward_drawn
-    data = (path / METRICS).read_bytes()
-    (path / METRICS).write_bytes(data[:-9] + b"#" + data[-8:])
-    assert saved_numbers.read_saved(tmp_path / "cache", path) is None
-    (next((tmp_path / "cache").iterdir())).write_bytes(b"torn")
-    assert saved_numbers.read_saved(tmp_path / "cache", path) is None
+
+
+def test_a_resumed_run_begins_its_index_anew(tmp_path: Path):
+    facts = list(FactStream(steps=12).facts())
+    half = next(place for place, fact in enumerate(facts) if isinstance(fact, StepTrained) and fact.report.step == 7)
+    first = Recorder(tmp_path, index=NumbersIndex(tmp_path, every=2000))
+    for fact in facts[: half + 30]:  # killed: nothing is closed, and what the journal lacks will be cut
+        first.record(fact)
+    resumed = Recorder(tmp_path, resume=standing(facts[:half], 7), index=NumbersIndex(tmp_path, every=2000))
+    for fact in facts[half:]:
+        resumed.record(fact)
+    resumed.close()
+    assert equal_numbers(FollowedRun(tmp_path).numbers, read_whole(tmp_path))
+
+
+def test_a_run_without_an_index_gets_one_in_the_cache(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, cache = tmp_path / "run", tmp_path / "cache"
+    shutil.copytree(runs / "first", path)
+    (path / INDEX).unlink()
+    assert FollowedRun(path, cache).numbers.size == 0
+    monkeypatch.setattr("headrace.observe.board.followed_run.WORTH_SAVING", 1000)
+    FollowedRun(path, cache).catch_up(60)
+    again = FollowedRun(path, cache)
+    assert again.read_share == 0.0 and equal_numbers(again.numbers, read_whole(path))
+    (next(cache.iterdir())).write_bytes(b"torn")
+    assert FollowedRun(path, cache).numbers.size == 0
+
+
+def test_the_newest_groups_of_a_long_journal_are_found_before_it_has_been_read(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.observe.board.journal_index.TAIL", 20_000)
+    monkeypatch.setattr("headrace.observe.board.journal_index._LINES", 1)
+    ready = [one.group.ticket for one in read_only(runs / "first", ReadyRecord)]
+    index = JournalIndex(runs / "first")
+    assert index.catch_up(-1.0), "it stops after a line"
+    assert index.group(ready[-1]) and not index.group(ready[len(ready) // 2])
+    while index.catch_up(1.0):
+        pass
+    assert all(index.group(ticket) for ticket in ready)
 
 
 def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
@@ -296,6 +375,26 @@ def test_pages_of_rollouts_have_every_rollout_once(client: TestClient):
     table = FollowedRun(Path(str(client.app.state.board.directory)) / "first")  # type: ignore[attr-defined]
     table.catch_up(60)
     assert len({ticket for _, ticket in seen}) == len(table.numbers.groups.find(Wanted(rewards=(0.5, np.inf))))
+
+
+def test_tokens_have_the_numbers_that_the_trainer_recorded(runs: Path):
+    board = RunsBoard(
+        runs, held=lambda path: False, make_pieces=lambda path: lambda tokens: [f"<{one}>" for one in tokens]
+    )
+    client = TestClient(make_board_app(board), base_url="http://127.0.0.1")
+    first, second = (str(rollouts(client, ticket=ticket)["html"]) for ticket in _tickets_of_step(runs / "first", 7)[:2])
+    assert re.findall(r'data-e="([\d.]+)"', first)[:3] == ["0.0000", "0.1000", "0.2000"]
+    sampled, trained = re.findall(r'data-p="(\S+)" data-a="\S+" data-t="(\S+)"', first)[2]
+    assert float(sampled) - float(trained) == pytest.approx(0.02, abs=2e-4)
+    assert ' data-t="' not in second and 'value="entropy" disabled' in second
+    assert "this one is not among them" in second and "not recorded" not in first
+
+
+def _tickets_of_step(run_dir: Path, step: int) -> list[int]:
+    """The tickets that a step, counted from 1, trained; the trainer's numbers are those of the first."""
+    rows = [json.loads(line) for line in (run_dir / METRICS).open() if '"fact":"StepTrained"' in line[:30]]
+    found: list[int] = rows[step - 1]["tickets"]
+    return found
 
 
 def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, runs: Path, tmp_path: Path):

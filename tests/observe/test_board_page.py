@@ -144,15 +144,18 @@ def test_tokens_take_the_colour_that_is_chosen(browser: Headless, place: str):
     opened(browser, place, "run=first&runs=first&tab=setup")
     colours = browser.evaluate(
         "(() => { const part = document.createElement('div');"
-        "part.innerHTML = '<select class=colour-by><option>lag<option>surprise<option>advantage</select><div class=\"text tokens\">'"
-        "+ '<i class=lag0 data-p=-4.0 data-a=-1>a</i><i class=lag0 data-p=0.0 data-a=0.5>b</i><i class=between>c</i></div>';"
+        "part.innerHTML = '<select class=colour-by><option>lag<option>surprise<option>advantage<option>entropy</select><div class=\"text tokens\">'"
+        "+ '<i class=lag0 data-p=-4.0 data-a=-1 data-e=1.5>a</i><i class=lag0 data-p=0.0 data-a=0.5>b</i><i class=between>c</i></div>"
+        "<small class=unrecorded hidden>not recorded</small>';"
         "document.body.append(part); setUp(part); const choice = part.querySelector('select'), found = [];"
-        "for (const how of ['surprise', 'advantage', 'lag']) { choice.value = how; choice.onchange();"
-        "found.push([...part.querySelectorAll('i')].map((one) => one.style.background)); } return found; })()"
+        "for (const how of ['surprise', 'advantage', 'entropy', 'lag']) { choice.value = how; choice.onchange();"
+        "found.push([...part.querySelectorAll('i')].map((one) => one.style.background + one.className));"
+        "found.at(-1).push(part.querySelector('small').hidden); } return found; })()"
     )
     assert "var(--c2) 100%" in colours[0][0] and "var(--c2) 0%" in colours[0][1]
     assert "var(--bad) 100%" in colours[1][0] and "var(--good) 50%" in colours[1][1]
-    assert colours[2] == ["", "", ""] and [one[2] for one in colours] == ["", "", ""]
+    assert "var(--c4) 50%" in colours[2][0] and colours[2][1:] == ["lag0 unknown", "between unknown", False]
+    assert colours[3] == ["lag0", "lag0", "between", True] and [one[3] for one in colours[:2]] == [True, True]
 
 
 def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):

@@ -18,12 +18,12 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from tiny_run import of, tiny_config
+from tiny_run import has_step, killed_at_end, of, tiny_config
 
 import headrace
 from headrace.durable.journal import read_steps
 from headrace.environments.kinds import ADDRESS_FILE
-from headrace.observe.facts import GroupEnded
+from headrace.observe.facts import GroupEnded, RunEnded
 from headrace.types import Scored
 
 PYTHON = os.environ.get("HEADRACE_ATROPOS_PYTHON") or str(Path(__file__).parents[2] / ".venv-atropos/bin/python")
@@ -48,11 +48,14 @@ def config_of(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
     )
 
 
-def address_of(directory: Path) -> str:
+def address_of(directory: Path, not_this: str = "") -> str:
+    """The address of the run, once it has one. `not_this`: that of the process that was killed."""
     file, deadline = directory / "logs" / ADDRESS_FILE, time.monotonic() + LONGEST
-    while not file.exists() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if file.exists() and (found := file.read_text().strip()) != not_this:
+            return found
         time.sleep(0.05)
-    return file.read_text().strip()
+    raise AssertionError("the run has published no address of its own")
 
 
 def ask(address: str, path: str, body: Any) -> Any:
@@ -62,18 +65,26 @@ def ask(address: str, path: str, body: Any) -> Any:
         return json.loads(answer.read())
 
 
-def play(directory: Path) -> None:
+def sampled_group(address: str, number: int) -> dict[str, Any]:
+    """Samples a group, and scores it. `number`: the second token of its prompt."""
+    prompt = [3, number, 2, 4]
+    said = ask(address, "generate", {"prompt": {"prompt_token_ids": prompt}, "n": GROUP, "logprobs": 0})
+    sampled = [[int(next(iter(one[0]))) for one in sequence] for sequence in said["logprobs"]]
+    masks = [[-100] * len(prompt) + one for one in sampled]
+    return {
+        "tokens": [prompt + one for one in sampled],
+        "masks": masks,
+        "scores": [len(set(one)) / 8 for one in sampled],
+    }
+
+
+def play(directory: Path, not_at: str = "") -> None:
     """An environment: one group after the other, until the run is over."""
-    address, number = address_of(directory), 0
+    address, number = address_of(directory, not_at), 0
     try:
         while True:
-            prompt, number = [3, 6 + number % 10, 2, 4], number + 1
-            said = ask(address, "generate", {"prompt": {"prompt_token_ids": prompt}, "n": GROUP, "logprobs": 0})
-            sampled = [[int(next(iter(one[0]))) for one in sequence] for sequence in said["logprobs"]]
-            tokens = [prompt + one for one in sampled]
-            masks = [[-100] * len(prompt) + one for one in sampled]
-            scores = [len(set(one)) / 8 for one in sampled]
-            ask(address, "scored_data", {"tokens": tokens, "masks": masks, "scores": scores})
+            ask(address, "scored_data", sampled_group(address, 6 + number % 10))
+            number += 1
     except (URLError, ConnectionError):
         pass
 
@@ -94,6 +105,33 @@ def test_an_environment_that_draws_its_own_problems_plays_a_run(tiny_llama: Path
         assert one.rewards == {"score": len(set(turn.completion.tokens)) / 8}
     assert {version for one in scored for version in one.episode.turns[0].completion.versions()} > {0}
     assert not any(fact.failures for fact in of(directory, GroupEnded))
+
+
+def test_a_group_in_hand_when_the_run_is_killed_is_lost_and_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    """The environment has sampled it and not posted it. The resumed run has another address, its ticket is played again, and what was posted
+    before is trained once."""
+    directory = tmp_path / "runs" / "tiny"
+    config = config_of(tmp_path, tiny_llama, train={"steps": 6})
+    posted: list[list[int]] = []
+    with killed_at_end(config):
+        address = address_of(directory)
+        while not has_step(directory):
+            group = sampled_group(address, 6)
+            ask(address, "scored_data", group)
+            posted += group["tokens"]
+        in_hand = sampled_group(address, 7)["tokens"]
+    threading.Thread(target=play, args=(directory, address), daemon=True).start()
+    assert headrace.train(resume=directory).reason == "finished"
+    steps = list(read_steps(directory))
+    tickets = [group.ticket for step in steps for group in step.groups]
+    assert len(steps) == 6 and len(tickets) == len(set(tickets)), "no ticket is trained twice"
+    trained = [[*turn.context, *turn.completion.tokens] for one in scored_of(directory) for turn in one.episode.turns]
+    assert any(one in posted for one in trained)
+    ended = of(directory, GroupEnded)
+    assert not any(fact.failures for fact in ended)
+    assert sum(fact.lost_tokens for fact in ended) >= sum(len(one) - 4 for one in in_hand)
+    (last,) = of(directory, RunEnded)[-1:]
+    assert last.accounting.balance() == 0
 
 
 ENV = """
@@ -141,13 +179,13 @@ Letters.cli()
 
 
 @contextmanager
-def environment_of(place: Path, directory: Path, model: Path) -> Iterator[None]:
-    """Starts the environment as its users do, once the run has an address."""
+def environment_of(place: Path, directory: Path, model: Path, not_at: str = "") -> Iterator[None]:
+    """Starts the environment as its users do, once the run has an address (other than that)."""
     (place / "letters.py").write_text(ENV)
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
-        address = address_of(directory)
+        address = address_of(directory, not_at)
         words = [PYTHON, "letters.py", "serve", "--env.rollout_server_url", address, "--env.tokenizer_name", str(model)]
         words += ["--openai.base_url", f"{address}/v1", "--openai.model_name", str(model)]
         words += ["--env.steps_per_eval", "0", "--env.ensure_scores_are_not_same", "false"]
@@ -182,3 +220,20 @@ def test_an_environment_of_atroposlib_plays_a_run(tiny_llama: Path, tmp_path: Pa
     assert not any(fact.failures for fact in ended)
     assert sum(fact.outcome == "ready" for fact in ended) >= len(list(read_steps(directory))) == 3
     assert "the environment letters_0 has registered" in (directory / "logs" / "environment.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"no atroposlib in {PYTHON}: make atropos-setup")
+def test_an_environment_of_atroposlib_is_started_again_with_its_run(tiny_llama: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "tiny"
+    config, deadline = config_of(tmp_path, tiny_llama, train={"steps": 6}), time.monotonic() + LONGEST
+    with environment_of(tmp_path, directory, tiny_llama), killed_at_end(config) as run:  # which is killed first
+        address = address_of(directory)
+        while not has_step(directory):
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "env.log").read_text()
+            time.sleep(0.01)
+    with environment_of(tmp_path, directory, tiny_llama, address):
+        assert headrace.train(resume=directory).reason == "finished", (tmp_path / "env.log").read_text()
+    tickets = [group.ticket for step in read_steps(directory) for group in step.groups]
+    assert len(tickets) == len(set(tickets)) and len(list(read_steps(directory))) == 6
+    assert not any(fact.failures for fact in of(directory, GroupEnded))

@@ -33,6 +33,8 @@ CALLS = {
     "mistral-list": f'Let me see.[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]',
     "mistral-named": f"Let me see.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
     "llama3": f'Let me see.<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}',
+    "gemma": 'Let me see.<|tool_call>call:weather{place:<|"|>Paris<|"|>}<tool_call|>',
+    "function-gemma": "Let me see.<start_function_call>call:weather{place:<escape>Paris<escape>}<end_function_call>",
 }
 BROKEN = 'I call <tool_call>{"name": "weather", "arguments": {"place": "Par}</tool_call>'
 

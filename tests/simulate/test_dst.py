@@ -176,6 +176,18 @@ def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
     assert 0 < begun[0] < begun[1] < begun[2], "alternatives begin at any turn, and go on to the end"
 
 
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_ticket_that_ends_every_engine_is_given_up_and_is_the_only_one(members: int) -> None:
+    """Its journal says so, so that no later life tries it again."""
+    ended, innocent = Counter[str](), Counter[int]()
+    cases = [msgspec.structs.replace(case, members=members, poisoned=(2,)) for case in map(case_of, range(24))]
+    for case in cases:
+        history = trial(case)
+        ended.update(one.reason for one in history.outcomes if one.ticket == 2)
+        innocent.update(one.ticket for one in history.outcomes if one.reason == "engine_died" and one.ticket != 2)
+    assert ended["engine_died"] > len(cases) / 2 and sum(innocent.values()) < len(cases) / 8
+
+
 def test_equal_cases_run_equally() -> None:
     case = next(case for case in map(case_of, range(100)) if len(case.faults) > 3)
     one, other = trial(case), trial(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.recorder import Recorder
 from headrace.observe.resume import Resume
-from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
+from headrace.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -47,7 +49,9 @@ class FactStream:
         seed: int = 0,
         evaluate: bool = True,
         troubles: bool = True,
+        prices: dict[str, float] | None = None,
     ) -> None:
+        self.prices = prices or {}
         self.steps, self.groups, self.size, self.tokens = steps, groups, size, tokens
         self.evaluate, self.troubles = evaluate, troubles
         self.rng = random.Random(seed)
@@ -93,6 +97,7 @@ class FactStream:
             max_lag=1,
             where=where,
             resumed_at=resumed_at,
+            prices=self.prices,
         )
 
     def skill(self, step: int) -> float:
@@ -222,6 +227,7 @@ class FactStream:
             microbatches=2,
             seconds=seconds,
             lags=tuple(self.by_lag(lag, count) for lag, count in sorted(lags.items())),
+            token_numbers=tuple(_numbers(batch[0].ticket, place, row) for place, row in enumerate(batch[0].rows)),
         )
         return StepTrained(self.t, report, batch, dict(lags), mean, std, mean, wait)
 
@@ -288,11 +294,18 @@ def _row(prompt: Prompt, scored: Scored, advantage: float) -> Row:
     )
 
 
+def _numbers(ticket: int, place: int, row: Row) -> TokenNumbers:
+    """The trainer's log-prob of token i is lower than the sampler's by i / 100; its entropy is i / 10."""
+    logprobs = array("f", (value - i / 100 for i, value in enumerate(row.logprobs)))
+    entropies = array("f", (i / 10 for i in range(len(row.tokens))))
+    return TokenNumbers(ticket, place, logprobs.tobytes(), entropies.tobytes())
+
+
 def write_run(directory: Path, seed: int = 0, end: bool = True, config: str = "") -> Path:
     """A run of 30 steps with its journal. `end`: whether it recorded its end."""
     directory.mkdir(parents=True)
     facts = list(FactStream(steps=30, groups=4, tokens=5, seed=seed).facts())
-    recorder = Recorder(directory)
+    recorder = Recorder(directory, index=NumbersIndex(directory))
     for fact in facts if end else facts[:-1]:
         recorder.record(fact)
     recorder.close()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,30 @@ headrace.train(json.loads(sys.argv[1]))
 """
 
 
-def kill_after_a_step(config: Config, directory: Path) -> None:
-    """Runs it in a process of its own, and kills that with SIGKILL as soon as its journal has a step."""
+@contextmanager
+def killed_at_end(config: Config) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs it in a process of its own, which SIGKILL ends with the context."""
     child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
-    deadline, journal = time.monotonic() + 400, directory / "journal.jsonl"
     try:
-        while not (journal.is_file() and count_steps(directory)):
-            assert child.poll() is None and time.monotonic() < deadline, "it ended before it was killed"
-            time.sleep(0.01)
+        yield child
+        assert child.poll() is None, "it ended before it was killed"
     finally:
         child.kill()
         child.wait()
+
+
+def has_step(directory: Path) -> bool:
+    """Whether its journal has a step."""
+    return (directory / "journal.jsonl").is_file() and count_steps(directory) > 0
+
+
+def kill_after_a_step(config: Config, directory: Path) -> None:
+    """Runs it in a process of its own, and kills that with SIGKILL as soon as its journal has a step."""
+    deadline = time.monotonic() + 400
+    with killed_at_end(config) as child:
+        while not has_step(directory):
+            assert child.poll() is None and time.monotonic() < deadline, "it ended before it was killed"
+            time.sleep(0.01)
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:

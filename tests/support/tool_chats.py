@@ -63,6 +63,28 @@ LLAMA = (
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
+_VALUE = (
+    "{% macro value(it) %}{% if it is string %}MARK{{ it }}MARK{% elif it is boolean %}{{ it | lower }}{% elif it is mapping %}"
+    "{{ '{' }}{% for key, one in it | dictsort %}{{ key }}:{{ value(one) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+    "{% elif it is iterable %}[{% for one in it %}{{ value(one) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ it }}{% endif %}"
+    "{% endmacro %}"
+)
+_GEMMA = (
+    _VALUE
+    + "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    + "{% for message in messages %}"
+    + _TURN
+    + "{% for call in message.tool_calls or [] %}OPENINGcall:{{ call.function.name }}{{ value(call.function.arguments) }}CLOSING{% endfor %}"
+    + "<|im_end|>\n{% endfor %}"
+    + _OPENED
+)
+GEMMA = _GEMMA.replace("MARK", '<|"|>').replace("OPENING", "<|tool_call>").replace("CLOSING", "<tool_call|>")
+FUNCTION_GEMMA = (
+    _GEMMA.replace("MARK", "<escape>")
+    .replace("OPENING", "<start_function_call>")
+    .replace("CLOSING", "<end_function_call>")
+)
+
 XML = (
     _CHATML_TOOLS
     + "{% for message in messages %}"
@@ -76,9 +98,11 @@ PLAIN = "{% for message in messages %}" + _TURN + "<|im_end|>\n{% endfor %}" + _
 """Knows no tools."""
 
 TEMPLATES = {"hermes": HERMES, "mistral-list": MISTRAL_LIST, "mistral-named": MISTRAL_NAMED, "llama3": LLAMA}
+TEMPLATES |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA}
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|python_tag|>"]
 SPECIAL += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]", "[/INST]"]
+SPECIAL += ["<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>"]
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n\xe9"
 
 

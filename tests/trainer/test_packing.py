@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
-from headrace.batches import Row
-from headrace.packing import ROOT, Kept, Pack, Segment, StepPlan, pack_rows, pack_sequence, split_ranks
-from headrace.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.batches import Batch, Group, Row
+from headrace.packing import ROOT, Kept, Pack, PickedNumbers, Segment, StepPlan, pack_rows, pack_sequence, split_ranks
+from headrace.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 
 NAN, INF = math.nan, math.inf
 
@@ -454,3 +454,27 @@ def test_ranks_have_equally_much_to_do(ranks):
     assert sum(sizes) <= 1.1 * sum(
         len(pack.tokens) for pack in pack_rows(rows, token_mean, constant=0, budget=10_000, step=5).packs
     )
+
+
+# -- numbers of single tokens ---------------------------------------------------------------------------------------------
+
+
+def test_numbers_return_to_the_places_of_their_tokens_up_to_a_budget():
+    rows = [row((1,), (5, 6, 7), "101"), row((1,), (8,)), row((2,), (9, 9)), row((2,), (4, 4, 4))]
+    groups = tuple(Group(30 + i, Prompt("p", "", (1,)), (), tuple(rows[2 * i : 2 * i + 2])) for i in range(2))
+
+    def picked(step: int, most: int) -> list[tuple[int, int, list[float], list[float]]]:
+        numbers = PickedNumbers(Batch(step, groups), most)
+        for pack in plan_of(rows, budget=4).packs:
+            numbers.add(pack, -pack.target.float(), pack.target.float() / 4)
+        return [
+            (one.ticket, one.row, *(np.frombuffer(data, np.float32).tolist() for data in (one.logprobs, one.entropies)))
+            for one in numbers.report()
+        ]
+
+    assert picked(1, most=5) == [(31, 0, [-9.0] * 2, [2.25] * 2), (31, 1, [-4.0] * 3, [1.0] * 3)]
+    ((*_, logprobs, entropies), second, _, _) = picked(2, most=99)
+    np.testing.assert_equal(logprobs, [-5.0, NAN, -7.0])
+    np.testing.assert_equal(entropies, [1.25, NAN, 1.75])
+    assert second == (30, 1, [-8.0], [2.0])
+    assert [one[:2] for one in picked(0, most=1)] == [(30, 0)], "one row, whatever its length"

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -298,6 +299,30 @@ def test_report_is_complete_and_right(model_dir):
     )
     assert report.dropped_tokens == nan_tokens > 0
     assert report.microbatches > 1 and report.grad_norm > 0 and report.seconds > 0
+
+
+def test_numbers_of_single_tokens_are_those_of_plain_full_logits(model_dir):
+    groups = batch(1, temperature=0.7).groups
+    given_batch = Batch(0, tuple(msgspec.structs.replace(one, ticket=40 + i) for i, one in enumerate(groups)), 0.7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("llama"), dtype=torch.float32).eval()
+    found = trainer(model_dir("llama"), microbatch_tokens=20).step(given_batch).token_numbers
+    assert found is not None
+    assert [(one.ticket, one.row) for one in found] == [
+        (40 + i, n) for i, g in enumerate(groups) for n in range(len(g.rows))
+    ]
+    for one in found:
+        row = groups[one.ticket - 40].rows[one.row]
+        logp = model(torch.tensor([row.prompt + row.tokens])).logits[0].detach().div(0.7).log_softmax(-1)
+        logp = logp[len(row.prompt) - 1 : -1]
+        lost = torch.tensor(
+            [not kept or not math.isfinite(old) for kept, old in zip(row.mask, row.logprobs, strict=True)]
+        )
+        chosen = logp[torch.arange(len(row.tokens)), torch.tensor(row.tokens)].masked_fill(lost, math.nan)
+        entropy = -(logp.exp() * logp).sum(-1).masked_fill(lost, math.nan)
+        for data, expected in ((one.logprobs, chosen), (one.entropies, entropy)):
+            torch.testing.assert_close(
+                torch.frombuffer(bytearray(data), dtype=torch.float32), expected, equal_nan=True, atol=1e-4, rtol=1e-4
+            )
 
 
 def score_rows(one: TorchTrainer, given_batch: Batch) -> list[tuple[float, float]]:

@@ -89,7 +89,8 @@ def row_of(
         tokens += piece.tokens
         advantages += [float(advantage if isinstance(advantage, (int, float)) else advantage[piece.turn])] * count
         logprobs += done.logprobs if piece.sampled else [0.0] * count
-        trains = piece.turn < masked and piece.turn not in trained and _trains(done, overlong)
+        kept = turns[piece.turn].trained and piece.turn not in trained
+        trains = kept and piece.turn < masked and _trains(done, overlong)
         mask += [piece.sampled and trains] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
         kv_versions += kv if piece.sampled else versions[len(kv_versions) :]

@@ -17,7 +17,7 @@ from headrace.observe.health.live_status import judge, read_live
 from headrace.observe.records import METRICS
 from headrace.observe.report.apart import settings_apart
 from headrace.observe.report.data import load
-from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, comparison_page, final_numbers
+from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, compared_numbers, comparison_page
 from headrace.observe.texts import number, sparkline
 from headrace.orchestration.store.run_directory import held
 
@@ -84,10 +84,8 @@ def _settings(runs: Mapping[str, Path], console: Console) -> None:
 
 
 def _numbers(data: Mapping[str, ComparedRun], console: Console) -> None:
-    columns = [final_numbers(one) for one in data.values()]
     drawn = _table("", list(data), "right")
-    for name in columns[0]:
-        values = [one[name] for one in columns]
+    for name, values in compared_numbers(list(data.values())).items():
         drawn.add_row(name, *map(escape, values), style="" if len(set(values)) > 1 else "dim")
     console.print()
     console.print(drawn)

@@ -119,6 +119,11 @@ def _trainer_side(
 ) -> tuple[dict[Place, Sequence[float]], str]:
     """The trainer's log-probs by rollout, and a sentence that says where the shown log-probs come from."""
     source = "|Δ| by lag was reported by the trainer at that step; the log-probs of tokens are the sampler's"
+    if not rescore and step.report.token_numbers:
+        return (
+            {},
+            "the trainer's log-probs are those that it recorded at that step, for some of its rollouts (--rescore computes the trainer's of all)",
+        )
     if not rescore:
         return {}, f"{source} (--rescore computes the trainer's)"
     sampling = settings_of(run_dir).get("rollout")

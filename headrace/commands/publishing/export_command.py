@@ -1,4 +1,5 @@
-"""`headrace export RUN [--to DIR] [--push ORG/NAME]`: saves a run's model as a directory that other libraries load, and uploads it."""
+"""`headrace export RUN [--to DIR] [--format gguf] [--push ORG/NAME]`: saves a run's model as a directory that other libraries load or as a file
+for llama.cpp, and uploads it."""
 
 from __future__ import annotations
 
@@ -20,6 +21,12 @@ def add_export(commands: Commands) -> None:
     one.add_argument(
         "--to", metavar="DIR", help="where to save it; must not exist or be empty; may be left out with --push"
     )
+    one.add_argument(
+        "--format",
+        choices=("transformers", "gguf"),
+        default="transformers",
+        help="gguf: one file for llama.cpp, --to FILE.gguf (llama, qwen2 and qwen3 models); default: %(default)s",
+    )
     one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     add_step(one)
     one.add_argument(
@@ -38,6 +45,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ConfigError("--to DIR says where to save the model, or --push ORG/NAME where to upload it")
     if one.private and not one.push:
         raise ConfigError("--private belongs to --push ORG/NAME")
+    if one.format == "gguf":
+        return _export_gguf(one, run_dir)
     if one.push:
         from headrace.commands.publishing.hub import check_name
 
@@ -51,6 +60,23 @@ def _export(arguments: argparse.Namespace) -> int:
             print(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
         if one.push:
             _push(run_dir, to, checkpoint, name=one.push, private=one.private)
+    return 0
+
+
+def _export_gguf(one: argparse.Namespace, run_dir: Path) -> int:
+    from headrace.commands.publishing.gguf_file import write_gguf
+
+    if one.push or not one.to.endswith(".gguf"):
+        raise ConfigError("--format gguf writes a file: --to FILE.gguf, without --push")
+    to = Path(one.to)
+    if to.exists():
+        raise ConfigError(f"--to {to} exists; name another file, or remove it")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".headrace-", dir=to.parent) as scratch:
+        folder = Path(scratch) / "model"
+        checkpoint = headrace.export(run_dir, folder, one.dtype, merge=one.merge, step=one.step)
+        write_gguf(folder, to, name=run_dir.resolve().name, dtype=one.dtype)
+    print(f"{to}: {checkpoint.name}, for llama.cpp ({one.dtype})")
     return 0
 
 

@@ -11,8 +11,8 @@ import msgspec
 
 from headrace.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
 from headrace.environments.agents.memory_watch import MemoryWatch
-from headrace.environments.agents.printed_reward import printed_reward
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
+from headrace.environments.agents.printed_reward import GivenRewards, printed_reward
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, give, given_of
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
@@ -72,9 +72,9 @@ class AgentEnvironment:
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
         async with self._agents.places, self._agents.rollouts.open(agent) as rollout:
-            return await self._played(rollout)
+            return give(agent, rollout, await self._played(rollout))
 
-    async def _played(self, rollout: GatewayRollout) -> Mapping[str, float]:
+    async def _played(self, rollout: GatewayRollout) -> GivenRewards:
         agents = self._agents
         url = agents.rollouts.gateway.url(rollout)
         try:
@@ -120,7 +120,7 @@ class AgentEnvironment:
     def _limit(self) -> str:
         return f"; environment.memory_gib = {self._agents.config.memory_gib:g} is the limit of one agent with all that it starts"
 
-    def _rewards(self, process: AgentProcess, rollout: GatewayRollout, code: int) -> Mapping[str, float]:
+    def _rewards(self, process: AgentProcess, rollout: GatewayRollout, code: int) -> GivenRewards:
         refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
         if code and process.traceback.rpartition("\n")[2].startswith("MemoryError"):
             raise RolloutFailed("environment_memory", f"found no more memory{self._limit}", process.traceback)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,15 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.environments.agents.address_file import AddressFile
 from headrace.environments.agents.agent_process import agent_addresses
-from headrace.environments.agents.printed_reward import NAME
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of, publish_address
+from headrace.environments.agents.printed_reward import NAME, GivenRewards
+from headrace.environments.agents.served_rollouts import (
+    GatewayEncoder,
+    ServedRollouts,
+    give,
+    given_of,
+)
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
@@ -51,7 +57,8 @@ class RolloutEnd(Body, kw_only=True):
     """The end of a rollout: with a reward, with rewards by name, or with the reason why there is none."""
 
     reward: float | None = None
-    rewards: dict[str, float] | None = None
+    rewards: dict[str, float | dict[str, float]] | None = None
+    """Rewards by name; an object has those of the role that it is named after."""
     failed: str | None = None
 
 
@@ -62,9 +69,7 @@ class Offer:
     rollout: GatewayRollout
     given: Mapping[str, Any]
     taken: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Future[Mapping[str, float]] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    ended: asyncio.Future[GivenRewards] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     withdrawn: bool = False
     """Whether it is over, so that nobody may take it."""
 
@@ -95,7 +100,7 @@ class Desk:
 
     def __init__(self, rollouts: ServedRollouts, alone: bool, address: Path) -> None:
         """`alone`: whether nothing else gives rewards. `address`: the file that gets the address."""
-        self.rollouts, self._alone, self._address = rollouts, alone, address
+        self.rollouts, self._alone, self._address = rollouts, alone, AddressFile(address)
         self._secret = secrets.token_urlsafe(SECRET_BYTES)
         self._offers: asyncio.Queue[Offer] = asyncio.Queue()
         rollouts.gateway.doors[self._secret] = self._next
@@ -106,13 +111,12 @@ class Desk:
     def offer(self, rollout: GatewayRollout, prompt: Prompt, seed: int) -> Offer:
         offer = Offer(rollout=rollout, given={"id": prompt.id, **given_of(prompt, seed)})
         rollout.routes["end"] = partial(self._end, offer)
-        if not self._address.exists():
-            publish_address(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
+        self._address.publish(f"{self.rollouts.gateway.address}/{self._secret}")
         self._offers.put_nowait(offer)
         return offer
 
     async def close(self) -> None:
-        self._address.unlink(missing_ok=True)
+        self._address.remove()
         await self.rollouts.gateway.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -161,7 +165,7 @@ class Desk:
             offer.ended.set_result(rewards)
         return json_response({"ended": True})
 
-    def _rewards(self, end: RolloutEnd) -> Mapping[str, float]:
+    def _rewards(self, end: RolloutEnd) -> GivenRewards:
         """Raises Refused for an end with two meanings, or without the reward that is needed."""
         given = [name for name in ("reward", "rewards", "failed") if getattr(end, name) is not None]
         if len(given) > 1:
@@ -170,12 +174,22 @@ class Desk:
             return {}
         if given and not self._alone:
             raise Refused(400, f"{given[0]} is given, and reward.function of the run gives the reward; send {{}}")
-        rewards = end.rewards or ({} if end.reward is None else {NAME: end.reward})
-        if self._alone and not rewards:
+        rewards: GivenRewards = end.rewards or ({} if end.reward is None else {NAME: end.reward})
+        flat = dict(_flat(rewards))
+        if self._alone and not flat:
             raise Refused(400, "no reward is given; send reward, rewards by name, or failed with the reason")
-        if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
+        if wrong := [name for name, value in flat.items() if not math.isfinite(value)]:
             raise Refused(400, f"the reward {wrong[0]} is not a finite number")
         return rewards
+
+
+def _flat(rewards: GivenRewards) -> Iterator[tuple[str, float]]:
+    """Yields all rewards, those of a role under its name."""
+    for name, given in rewards.items():
+        if isinstance(given, Mapping):
+            yield from ((f"{name}.{one}", value) for one, value in given.items())
+        else:
+            yield name, given
 
 
 class HandedOut:
@@ -189,11 +203,11 @@ class HandedOut:
             offer = self._desk.offer(rollout, self._prompt, self._seed)
             try:
                 await offer.taken.wait()
-                return await self._played(offer)
+                return give(agent, rollout, await self._played(offer))
             finally:
                 offer.withdrawn = True
 
-    async def _played(self, offer: Offer) -> Mapping[str, float]:
+    async def _played(self, offer: Offer) -> GivenRewards:
         seconds, rollout = self._desk.rollouts.config.seconds, offer.rollout
         try:
             rewards = await rollout.until(offer.ended, seconds, os.getpid())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.environments.config import EnvironmentConfig
+from headrace.environments.agents.printed_reward import GivenRewards
+from headrace.environments.config import EnvironmentConfig, ToolPlace
 from headrace.environments.conversation import Conversation, TurnEncoder
 from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
 from headrace.environments.gateway.text_tree import TextEncoder, TextTree
+from headrace.environments.gateway.turn_request import ROLE
+from headrace.errors import RolloutFailed
 from headrace.playing import Agent
 from headrace.types import Prompt
 
@@ -36,13 +38,39 @@ class ServedRollouts:
     @asynccontextmanager
     async def open(self, agent: Agent) -> AsyncIterator[GatewayRollout]:
         """A rollout that can be asked for turns within the context."""
-        encoder, stops = self._encoder, self.gateway.stop
-        begin = partial(Conversation, agent, encoder, system=self._system, tools=self.config.tools, stops=stops)
-        rollout = await self.gateway.open(ChatTree(begin), TextTree(agent, encoder, stops))
+        talks = talks_of(agent, self._encoder, system=self._system, tools=self.config.tools, stops=self.gateway.stop)
+        rollout = await self.gateway.open(talks)
         try:
             yield rollout
         finally:
             await self.gateway.shut(rollout)
+
+
+def talks_of(
+    agent: Agent, encoder: GatewayEncoder, *, stops: Sequence[str], system: str = "", tools: ToolPlace = "template"
+) -> Talks:
+    """Returns what makes the conversations of each agent of a rollout. The settings are those of `Conversation`."""
+
+    def talks(role: str) -> tuple[ChatTree, TextTree]:
+        begin = partial(Conversation, agent, encoder, system=system, tools=tools, role=role, stops=stops)
+        return ChatTree(begin), TextTree(agent, encoder, stops, role)
+
+    return talks
+
+
+def give(agent: Agent, rollout: GatewayRollout, rewards: GivenRewards) -> dict[str, float]:
+    """Gives each role its rewards, as those of its last turn, and returns those of the rollout. Raises RolloutFailed for a role without
+    a turn."""
+    for role, given in rewards.items():
+        if not isinstance(given, Mapping):
+            continue
+        speaker = rollout.speaker_named(role)
+        if speaker is None or speaker.last is None:
+            said = f"gave the role {role} a reward, and it had no turn: its turns are those of the model {ROLE}{role}"
+            raise RolloutFailed("environment_reward", said)
+        for name, value in given.items():
+            agent.reward(f"{role}.{name}", value, speaker.last)
+    return {name: value for name, value in rewards.items() if not isinstance(value, Mapping)}
 
 
 def given_of(prompt: Prompt, seed: int) -> dict[str, Any]:
@@ -50,15 +78,3 @@ def given_of(prompt: Prompt, seed: int) -> dict[str, Any]:
     columns = dict(prompt.columns)
     asked: Any = columns.pop(prompt.chat) if prompt.chat else prompt.text
     return {"prompt": asked, "columns": columns, "seed": seed}
-
-
-def publish_address(path: Path, text: str) -> None:
-    """Writes the address at which agents elsewhere reach the run, as a whole file that nobody else can read."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(handle, text.encode())
-    finally:
-        os.close(handle)
-    part.rename(path)

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, publish_address
+from headrace.environments.agents.address_file import AddressFile
+from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts
 from headrace.environments.atropos.inference_routes import InferenceRoutes
 from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
 from headrace.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
@@ -64,7 +65,7 @@ class Atropos:
         """`alone`: whether the environments' scores are the only rewards."""
         self.rollouts, self.alone, self._log = rollouts, alone, log
         self.open = OpenRollouts(facts.group_size)
-        self._address, self._secret = log.parent / ADDRESS_FILE, secrets.token_urlsafe(SECRET_BYTES)
+        self._address, self._secret = AddressFile(log.parent / ADDRESS_FILE), secrets.token_urlsafe(SECRET_BYTES)
         trajectories = TrajectoryRoutes(facts, self.open, encoder.written, encoder.decode, self._said)
         inference = InferenceRoutes(self.open, rollouts.gateway)
         self._routes: Mapping[tuple[str, str], Answer] = {
@@ -90,11 +91,10 @@ class Atropos:
 
     def publish(self) -> None:
         """Writes the address, once the server has one."""
-        if not self._address.exists():
-            publish_address(self._address, f"{self.rollouts.gateway.address}/{self._secret}\n")
+        self._address.publish(f"{self.rollouts.gateway.address}/{self._secret}")
 
     async def close(self) -> None:
-        self._address.unlink(missing_ok=True)
+        self._address.remove()
         await self.open.close()
         await self.rollouts.gateway.close()
 
@@ -138,6 +138,4 @@ class AtroposEnvironment:
             said = f"no environment has posted its group within {seconds:g} s after its last turn (environment.seconds)"
             refused = f"; it was refused: {served.error}" if served.error else ""
             hint = "; groups with equal scores are posted with --env.ensure_scores_are_not_same false only"
-            raise RolloutFailed(
-                "environment_timeout", f"{said}; turns that it had: {served.answered}{refused}{hint}"
-            ) from None
+            raise RolloutFailed("not_posted", f"{said}; turns that it had: {served.answered}{refused}{hint}") from None

@@ -19,7 +19,7 @@ from headrace.environments.gateway.chat_answers import ChatAnswer
 from headrace.environments.gateway.chat_routes import models_body, schema
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.completions_routes import TextAnswer, prompt_of
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
 from headrace.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
@@ -33,7 +33,7 @@ from headrace.web.errors import Refused
 from headrace.web.sending import GONE, json_response, read_body, while_there
 from headrace.web.unserved import offered_tools
 
-Ask = Callable[[GatewayRollout], Coroutine[Any, Any, TreeReply]]
+Ask = Callable[[Speaker], Coroutine[Any, Any, TreeReply]]
 """Samples a turn of a rollout."""
 
 
@@ -54,9 +54,7 @@ class InferenceRoutes:
             raise Refused(400, "logprobs = 0 is served, and no prompt_logprobs, and no stream", "unsupported_parameter")
         prompt, most = tuple(body.prompt.prompt_token_ids), most_tokens("max_tokens", body.max_tokens)
         known = self._of_tokens(prompt)
-        answers = await self._sampled(
-            request, known, digest_of(prompt), count, lambda served: served.texts.ask(prompt, most)
-        )
+        answers = await self._sampled(request, known, digest_of(prompt), count, lambda one: one.texts.ask(prompt, most))
         if answers is None:
             return GONE
         done = [one.completion for one in answers]
@@ -80,10 +78,10 @@ class InferenceRoutes:
         _refuse_stream(body.stream)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         most, shown = most_tokens("max_tokens", asked), [schema(one) for one in offered_tools(body)]
-        known = [one for one in self._rollouts.playing() if one.served.chats.continues(body.messages)]
+        known = [one for one in self._rollouts.playing() if one.served.speaker().chats.continues(body.messages)]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         answers = await self._sampled(
-            request, known, first, count, lambda served: served.chats.ask(body.messages, shown, most)
+            request, known, first, count, lambda one: one.chats.ask(body.messages, shown, most)
         )
         made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=self._rules.written)
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
@@ -93,9 +91,9 @@ class InferenceRoutes:
         count = self._count(body)
         _refuse_stream(body.stream)
         prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens)
-        known = [one for one in self._rollouts.playing() if one.served.texts.continues(prompt)]
+        known = [one for one in self._rollouts.playing() if one.served.speaker().texts.continues(prompt)]
         first = blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
-        answers = await self._sampled(request, known, first, count, lambda served: served.texts.ask(prompt, most))
+        answers = await self._sampled(request, known, first, count, lambda one: one.texts.ask(prompt, most))
         made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=self._rules.written)
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
 
@@ -161,7 +159,8 @@ class InferenceRoutes:
 
 
 async def _turn(served: GatewayRollout, ask: Ask) -> TreeReply:
-    return await TurnRequest(served, lambda stream: ask(served)).sampled()
+    speaker = served.speaker()
+    return await TurnRequest(speaker, lambda stream: ask(speaker)).sampled()
 
 
 def _refuse_stream(stream: bool) -> None:

@@ -78,7 +78,13 @@ def tools_of(body: Messages) -> list[Tool]:
 
 
 def messages_of(body: Messages) -> list[Message]:
-    """Raises Refused for a block that is neither text nor a tool's."""
+    """Raises Refused for a block that is neither text nor a tool's, and for the begin of a reply as the last message: what is sampled would
+    not continue it."""
+    if body.messages[-1].role == "assistant":
+        raise Refused(
+            400,
+            "the last message is one of the assistant, and replies are not continued here; end with one of the user",
+        )
     messages = [Message(role="system", content=_text(body.system))] if body.system else []
     for one in body.messages:
         blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content

@@ -15,7 +15,7 @@ from headrace.environments.gateway.anthropic_bodies import (
 )
 from headrace.environments.gateway.chat_routes import schema
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling
+from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling, speaker_of
 from headrace.web.sending import GONE, Events, json_response, read_body
 
 
@@ -25,8 +25,9 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     check_sampling(
         rules, body.stop_sequences or (), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     )
+    speaker = speaker_of(request, rollout, rules, body.model)
     talk, tools = messages_of(body), [schema(one) for one in tools_of(body)]
-    turn = TurnRequest(rollout, lambda stream: rollout.chats.ask(talk, tools, body.max_tokens, stream))
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream))
     if body.stream:
         return Events(events_of(turn, body.model), named=True)
     answer = await turn.whole(request)

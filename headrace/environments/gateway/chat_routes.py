@@ -18,6 +18,7 @@ from headrace.environments.gateway.turn_request import (
     check_drawing,
     most_tokens,
     note_strict,
+    speaker_of,
 )
 from headrace.web.bodies import Chat
 from headrace.web.sending import GONE, Events, json_response, read_body
@@ -37,13 +38,14 @@ def models_body() -> dict[str, Any]:
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Chat, rules.limits)
     check_drawing(body, rules)
+    speaker = speaker_of(request, rollout, rules, body.model)
     most = most_tokens(
         "max_tokens", body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     tools = offered_tools(body)
     note_strict(rules, tools)
     shown = [schema(one) for one in tools]
-    turn = TurnRequest(rollout, lambda stream: rollout.chats.ask(body.messages, shown, most, stream))
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream))
     made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))

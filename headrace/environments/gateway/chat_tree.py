@@ -100,7 +100,9 @@ def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
         (one["id"], one["function"]["name"], _plain(one["function"]["arguments"]))
         for one in message.get("tool_calls", ())
     ]
-    said = (message["role"], message.get("content") or "", calls, message.get("tool_call_id"))
+    # Frameworks name their replies. The name in the answer of a tool is that of its call.
+    name = message.get("name") if message["role"] not in ("assistant", "tool") else None
+    said = (message["role"], message.get("content") or "", calls, message.get("tool_call_id"), name)
     return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
 

@@ -27,6 +27,7 @@ from headrace.environments.gateway.turn_request import (
     check_drawing,
     is_cut,
     most_tokens,
+    speaker_of,
 )
 from headrace.web.bodies import Completions, Generate
 from headrace.web.errors import Refused
@@ -39,11 +40,12 @@ DEFAULT = 16
 async def completions(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Completions, rules.limits)
     check_drawing(body, rules)
+    speaker = speaker_of(request, rollout, rules, body.model)
     if body.logprobs:
         said = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
         raise Refused(400, said, "unsupported_parameter")
     prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
-    turn = TurnRequest(rollout, lambda stream: rollout.texts.ask(prompt, most, stream))
+    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream))
     made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=rules.written)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
@@ -54,8 +56,9 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
 async def generate(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Generate, rules.limits)
     _check_generate(body, rules)
+    speaker = speaker_of(request, rollout, rules, body.model)
     prompt, most = tuple(body.token_ids), most_tokens("max_tokens", body.sampling_params.max_tokens)
-    turn = TurnRequest(rollout, lambda stream: rollout.texts.ask(prompt, most, stream))
+    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream))
     answer = await turn.whole(request)
     if answer is None:
         return GONE

@@ -17,9 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
-from headrace.environments.gateway.chat_tree import ChatTree
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.text_tree import TextTree
+from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
 from headrace.environments.gateway.turn_request import GatewayRules, Written
 from headrace.errors import HeadraceError
 from headrace.web.errors import Refused, answer_error
@@ -55,10 +53,11 @@ class Gateway:
         sock: socket.socket | None = None,
         *,
         ends: Callable[[], frozenset[int]] = frozenset,
+        session_header: str = "",
     ) -> None:
         """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
-        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion."""
-        self.ends = ends
+        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion. `session_header`: the header that tells agents of one role apart."""
+        self.ends, self.session_header = ends, session_header
         self.written, self.stop, self.limits = written, tuple(stop), limits
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}
@@ -70,12 +69,12 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
         self._remarks: dict[str, str] = {}
 
-    async def open(self, chats: ChatTree, texts: TextTree) -> GatewayRollout:
+    async def open(self, talks: Talks) -> GatewayRollout:
         """Returns a rollout that can be asked for turns until `shut`. Starts the server with the first one."""
         async with self._starting:
             if self._serving is None:
                 await self._start()
-        rollout = GatewayRollout(chats, texts)
+        rollout = GatewayRollout(talks)
         self._rollouts[rollout.secret] = rollout
         return rollout
 

@@ -1,4 +1,4 @@
-"""One rollout as the gateway sees it: the secret that names it, its conversations, and its requests in progress."""
+"""One rollout as the gateway sees it: the secret that names it, its agents with their conversations, and its requests in progress."""
 
 from __future__ import annotations
 
@@ -11,22 +11,45 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.messages import Message
-from headrace.environments.gateway.chat_tree import ChatTree
+from headrace.environments.gateway.chat_tree import ChatTree, TreeReply
 from headrace.environments.gateway.text_tree import TextTree
 from headrace.errors import RolloutOver
 from headrace.observe.health.patience import within
+from headrace.types import Completion
 from headrace.web.errors import Refused
 
 T = TypeVar("T")
 
 SECRET_BYTES = 24
 """192 random bits, which nobody guesses."""
+MOST_SPEAKERS = 256
+"""Agents of one rollout."""
+
+Talks = Callable[[str], tuple[ChatTree, TextTree]]
+"""Makes the conversations and the texts of an agent, by its name."""
+
+
+class Speaker:
+    """One agent of a rollout: the policy in a role, with conversations of its own."""
+
+    def __init__(self, name: str, rollout: GatewayRollout, talks: Talks) -> None:
+        self.name, self.rollout = name, rollout
+        self.chats, self.texts = talks(name)
+        self.last: Completion | None = None
+        """The completion of its last turn."""
+
+    def answered(self, answer: TreeReply) -> None:
+        """Takes note of a turn."""
+        self.rollout.answered += 1
+        self.last = answer.completion or self.last
 
 
 class GatewayRollout:
-    def __init__(self, chats: ChatTree, texts: TextTree) -> None:
+    def __init__(self, talks: Talks) -> None:
         self.secret = secrets.token_urlsafe(SECRET_BYTES)
-        self.chats, self.texts = chats, texts
+        self._talks = talks
+        self._speakers: dict[tuple[str, str], Speaker] = {}
+        """Its agents by the role and the session that their requests name."""
         self.routes: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {}
         """Its own routes beside those of all rollouts, which take POST, by path."""
         self.responses: dict[str, list[Message]] = {}
@@ -48,6 +71,25 @@ class GatewayRollout:
     def asking(self) -> int:
         """Requests in progress."""
         return len(self._working)
+
+    def speaker(self, role: str = "", session: str = "") -> Speaker:
+        """Returns the agent that a request names. An agent that comes after another one of its role has a number in its name: `solver`,
+        `solver 2`. `role`: empty for the only one. `session`: tells those of one role apart. Raises Refused if there are too many."""
+        if found := self._speakers.get((role, session)):
+            return found
+        if len(self._speakers) >= MOST_SPEAKERS:
+            raise Refused(400, f"the rollout has {MOST_SPEAKERS} agents already; ask in one of their roles")
+        number = 1 + sum(one == role for one, _ in self._speakers)
+        name = f"{role or 'agent'} {number}" if number > 1 else role
+        self._speakers[role, session] = speaker = Speaker(name, self, self._talks)
+        return speaker
+
+    def speaker_named(self, name: str) -> Speaker | None:
+        return next((one for one in self._speakers.values() if one.name == name), None)
+
+    def speaker_in(self, session: str) -> Speaker | None:
+        """Returns the agent whose requests named this session."""
+        return next((one for (_, named), one in self._speakers.items() if named == session), None)
 
     def refused(self, refusal: Refused) -> Refused:
         """Notes why a request was refused."""

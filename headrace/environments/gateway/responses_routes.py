@@ -38,6 +38,7 @@ from headrace.environments.gateway.turn_request import (
     is_cut,
     most_tokens,
     note_strict,
+    speaker_of,
 )
 from headrace.web.errors import Refused
 from headrace.web.sending import GONE, Events, json_response, read_body
@@ -46,6 +47,7 @@ from headrace.web.sending import GONE, Events, json_response, read_body
 async def responses(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
     body = await read_body(request, Responses, rules.limits)
     refuse_unserved_responses(body)
+    speaker = speaker_of(request, rollout, rules, body.model)
     check_sampling(rules, (), {"temperature": body.temperature, "top_p": body.top_p})
     most = most_tokens("max_output_tokens", body.max_output_tokens)
     tools = offered_functions(body)
@@ -55,7 +57,7 @@ async def responses(request: HttpRequest, rollout: GatewayRollout, rules: Gatewa
     if not history:
         raise Refused(400, "input has no messages; send one at least")
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
-    turn = TurnRequest(rollout, lambda stream: rollout.chats.ask([*system, *history], shown, most, stream))
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask([*system, *history], shown, most, stream))
     made = ResponseWriter(body, rollout, rules, history)
     if body.stream:
         return Events(made.events(turn), named=True)

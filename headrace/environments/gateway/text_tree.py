@@ -58,9 +58,9 @@ class _Next(NamedTuple):
 
 
 class TextTree:
-    def __init__(self, agent: Agent, encoder: TextEncoder, stops: Sequence[str]) -> None:
-        """`stops`: the strings that end a completion. Its text is without them."""
-        self._agent, self._encoder, self._stops = agent, encoder, tuple(stops)
+    def __init__(self, agent: Agent, encoder: TextEncoder, stops: Sequence[str], role: str = "") -> None:
+        """`stops`: the strings that end a completion. Its text is without them. `role`: the agent whose completions they are."""
+        self._agent, self._encoder, self._stops, self._role = agent, encoder, tuple(stops), role
         self._paths: list[_Path] = []
         self._limit_replies = 0
 
@@ -83,6 +83,7 @@ class TextTree:
             fresh=fresh,
             after=after,
             most=most,
+            role=self._role,
             messages=[{"role": "user", "content": self._encoder.written(place.context)}],
             read=self._as_message,
             heard=stream.heard if stream else None,

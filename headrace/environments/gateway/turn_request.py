@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 
 from headrace.chat.messages import Tool
 from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
 from headrace.environments.turn_stream import TurnPiece, TurnStream
 from headrace.errors import ConfigError, RolloutOver
 from headrace.web.bodies import Drawing
@@ -28,6 +28,9 @@ Ask = Callable[[TurnStream | None], Coroutine[Any, Any, TreeReply]]
 
 MODEL = "policy"
 """The name of the model in answers to requests that name none. Requests may use any name: there is one model."""
+ROLE = f"{MODEL}/"
+"""The begin of names that say in which role the model is asked."""
+LONGEST_ROLE = 64
 
 _OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "send as many requests, at once if you like"),
@@ -55,9 +58,20 @@ class GatewayRules(Protocol):
     """Returns the tokens that end a completion."""
     sampling: Mapping[str, object]
     """The run's values of the fields that requests cannot choose, by their names."""
+    session_header: str
+    """The header that tells agents of one role apart; empty if none does."""
 
     def remark(self, name: str, sentence: str) -> None:
         """Notes that a field of a request has no effect. The first sentence for each name is kept."""
+
+
+def speaker_of(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules, model: str | None) -> Speaker:
+    """Returns the agent that asks. Raises Refused for a role without a name."""
+    role = model.removeprefix(ROLE) if model and model.startswith(ROLE) else ""
+    if (model == ROLE) or not role.isprintable() or len(role) > LONGEST_ROLE:
+        said = f"the model {model!r:.80} names no role; write {ROLE} and a name of at most {LONGEST_ROLE} characters"
+        raise Refused(400, said)
+    return rollout.speaker(role, request.headers.get(rules.session_header, "") if rules.session_header else "")
 
 
 def check_drawing(body: Drawing, rules: GatewayRules) -> None:
@@ -114,8 +128,8 @@ def is_cut(answer: TreeReply) -> bool:
 
 
 class TurnRequest:
-    def __init__(self, rollout: GatewayRollout, ask: Ask) -> None:
-        self._rollout, self._ask, self._stream = rollout, ask, TurnStream()
+    def __init__(self, speaker: Speaker, ask: Ask) -> None:
+        self._speaker, self._ask, self._stream = speaker, ask, TurnStream()
         self._answer: TreeReply | None = None
 
     async def whole(self, request: HttpRequest) -> TreeReply | None:
@@ -150,7 +164,7 @@ class TurnRequest:
 
     async def sampled(self, stream: TurnStream | None = None) -> TreeReply:
         """Returns the turn. Raises Refused."""
-        rollout = self._rollout
+        rollout = self._speaker.rollout
         try:
             answer = await rollout.do(self._ask(stream))
         except ConfigError as error:
@@ -165,5 +179,5 @@ class TurnRequest:
             rollout.over.set()
             said = "the rollout is over: the engine has failed"
             raise rollout.refused(Refused(503, said, "rollout_over")) from None
-        rollout.answered += 1
+        self._speaker.answered(answer)
         return answer

@@ -11,12 +11,15 @@ from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedR
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.verifiers.taskset_process import TasksetEnded, TasksetPool, TasksetProcess
+from headrace.environments.verifiers.taskset_process import AgentRun, TasksetEnded, TasksetPool, TasksetProcess
 from headrace.environments.verifiers.verifiers_package import require_verifiers
 from headrace.errors import RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
 from headrace.web.limits import ServerLimits
+
+SESSION_HEADER = "X-Session-ID"
+"""verifiers' clients send it with each request: an id for each time that an agent of the environment is run."""
 
 
 def open_taskset(
@@ -44,7 +47,9 @@ def open_taskset(
         "memory": int(config.memory_gib * (1 << 30)),
         "tokenizer": str(encoder.directory),
     }
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens)
+    gateway = Gateway(
+        encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, session_header=SESSION_HEADER
+    )
     players = TasksetPool(found.python, settings, config.workers, log)
     tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
     return EnvironmentKind(
@@ -78,7 +83,7 @@ class TasksetEnvironment:
             process = await self._tasksets.players.least_busy()
             id, ended = process.play(self._asked(rollout))
             try:
-                return self._rewards(await self._until(ended, rollout, process), rollout)
+                return self._rewards(await self._until(ended, rollout, process), rollout, agent)
             finally:
                 process.part(id)
 
@@ -101,12 +106,30 @@ class TasksetEnvironment:
             said = f"took more than {seconds:g} s between its turns (environment.seconds)"
             raise RolloutFailed("environment_timeout", said) from None
 
-    def _rewards(self, end: TasksetEnded | None, rollout: GatewayRollout) -> Mapping[str, float]:
+    def _rewards(self, end: TasksetEnded | None, rollout: GatewayRollout, agent: Agent) -> Mapping[str, float]:
         if end is None:
             return {}  # it has failed, and the session knows why
         if end.failed:
             refused = f"; the gateway refused it: {rollout.error}" if rollout.error else ""
             raise RolloutFailed(end.reason, f"{end.failed}{refused}", end.traceback)
-        if self._tasksets.alone and not end.rewards:
+        if self._tasksets.alone and not any(run.rewards for run in end.runs):
             raise RolloutFailed("environment_reward", "the taskset gave no reward, and there is no reward function")
-        return end.rewards
+        return _given(end.runs, rollout, agent)
+
+
+def _given(runs: Sequence[AgentRun], rollout: GatewayRollout, agent: Agent) -> Mapping[str, float]:
+    """Gives each agent its rewards, as those of its last turn, and leaves agents that are not trained out of the loss. Returns the rewards of
+    the rollout: those of its only agent. An agent that was cut off before its first turn has none."""
+    for run in runs:
+        speaker = rollout.speaker_in(run.session)
+        if not run.trained:
+            if speaker:
+                agent.leave_out(speaker.name)
+            continue
+        if speaker is None:
+            raise RolloutFailed("environment_turns", "an agent of its environment ended without asking for a turn")
+        if len(runs) == 1 and not speaker.name:
+            return run.rewards
+        for name, value in run.rewards.items() if speaker.last else ():
+            agent.reward(f"{speaker.name}.{name}" if speaker.name else name, value, speaker.last)
+    return {}

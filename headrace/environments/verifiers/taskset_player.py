@@ -12,7 +12,11 @@ number of one that is not wanted any more:
 The first line of the output says that the environment is open, or why it is not; later ones say how rollouts ended:
 
     {"say": "opened", "tasks": 90, "held_out": 10}          {"say": "refused", "why": "no taskset of this name"}
-    {"say": "ended", "id": 8, "rewards": {"exact": 1.0}}    {"say": "ended", "id": 8, "failed": "TaskError: ..."}
+    {"say": "ended", "id": 8, "failed": "TaskError: ..."}
+    {"say": "ended", "id": 8, "runs": [{"session": "5e0c", "rewards": {"exact": 1.0}, "trained": true}]}
+
+A run is what one agent of the environment did, from its first turn to its last. It asks for its turns with its session in the header
+X-Session-ID. Agents without a model of their own ask for the model `policy`, or `policy/NAME` if there are several.
 """
 
 from __future__ import annotations
@@ -70,8 +74,8 @@ class TasksetPlayer:
         raw = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
         config = vf.resolve_env_config(raw)
         _refuse_retries(config)
-        self._seat, self._alone = _trained_seat(vf, config)
-        self.env = vf.load_environment(_placed(vf, config, self._seat, settings["max_turns"]))
+        self._seats = _policy_seats(vf, config)
+        self.env = vf.load_environment(_placed(vf, config, self._seats, settings["max_turns"]))
         self._row = self.env.taskset.task_type()
         self._client("http://127.0.0.1/v1")  # raises if the renderer is none
         self.tasks: list[Any] = []
@@ -90,8 +94,9 @@ class TasksetPlayer:
         first = len(self.tasks) - self.held_out
         return self.tasks[first + number % self.held_out if held else number % first]
 
-    async def rewards(self, order: dict[str, Any]) -> dict[str, float]:
-        """Plays a rollout, and returns its rewards by name, with their weights. Raises Failed."""
+    async def runs(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Plays a rollout, and returns the runs of its agents that asked the policy, in the order in which they ended, with their rewards by
+        name times their weights. Raises Failed."""
         vf = self._vf
         episode = await self.env.run_episode(
             self.task(order), vf.ModelContext(model="policy", client=self._client(order["url"]))
@@ -101,15 +106,13 @@ class TasksetPlayer:
             last = errors[-1] if errors else None
             said = f"{last.type}: {last.message}" if last else "it was not completed, and nothing says why"
             raise Failed(said, (last.traceback or "") if last else "")
-        own = [trace for trace in episode.traces if self._alone or trace.agent.name == self._seat]
-        if len(own) != 1:
-            said = f"the environment has run the agent {self._seat} {len(own)} times in one episode, and a rollout has one reward"
-            raise Failed(f"{said}; use an environment that runs it once", reason="environment_reward")
-        rewards = {name: one.value for name, one in own[0].rewards.items() if one is not None}
-        if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
-            said = f"the reward {wrong[0]} is {rewards[wrong[0]]}, not a finite number"
-            raise Failed(said, reason="environment_reward")
-        return rewards
+        own = [trace for trace in episode.traces if trace.agent.name in self._seats]
+        return [
+            {"session": trace.id, "rewards": _rewards(trace), "trained": True}
+            if trace.agent.trainable
+            else {"session": trace.id, "rewards": {}, "trained": False}
+            for trace in own
+        ]
 
     def _client(self, url: str) -> Any:
         """The client that asks for the turns of a rollout. Without a renderer it relays messages; with one it turns them into tokens itself."""
@@ -117,6 +120,14 @@ class TasksetPlayer:
         if self._renderer is None:
             return self._vf.EvalClientConfig(**place)
         return self._vf.TrainClientConfig(**place, renderer=self._renderer, renderer_model_name=self._tokenizer)
+
+
+def _rewards(trace: Any) -> dict[str, float]:
+    rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
+    if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
+        said = f"the reward {wrong[0]} is {rewards[wrong[0]]}, not a finite number"
+        raise Failed(said, reason="environment_reward")
+    return rewards
 
 
 def _tasks(view: Any, name: str) -> list[Any]:
@@ -132,26 +143,28 @@ def _seats(vf: Any, config: Any) -> Iterator[tuple[str, Any]]:
     yield from ((name, seat) for name, seat in config if isinstance(seat, vf.AgentConfig))
 
 
-def _trained_seat(vf: Any, config: Any) -> tuple[str, bool]:
-    """Returns the name of the agent that is trained, and whether it is the only one. Others must have a model of their own."""
+def _policy_seats(vf: Any, config: Any) -> dict[str, str]:
+    """Returns the agents that ask the policy, because they have no model of their own, and the name of the model that each asks for."""
     seats = dict(_seats(vf, config))
     asks = [name for name, seat in seats.items() if seat.client is None]
-    if len(asks) != 1:
+    if not asks:
         said = (
-            f"the environment has the agents {', '.join(seats)}, of which {', '.join(asks) or 'none'} would be trained"
+            f"all agents of the environment ({', '.join(seats)}) have a model of their own, and none would be trained"
         )
-        raise NotOpened(f"{said}: give all but one a model of their own (environment.options.NAME.client and .model)")
-    return asks[0], len(seats) == 1
+        raise NotOpened(f"{said}: remove environment.options.NAME.client of those that are to be trained")
+    return {name: f"policy/{name}" if len(asks) > 1 else "policy" for name in asks}
 
 
-def _placed(vf: Any, config: Any, trained: str, max_turns: int) -> Any:
+def _placed(vf: Any, config: Any, asking: dict[str, str], max_turns: int) -> Any:
     """Returns the config with what nobody has set: agents run on this machine, in a loop that executes no code, and end at our limit of
     turns. (verifiers' own choice is a sandbox of a service, and a shell.)"""
     changed = {}
     for name, seat in _seats(vf, config):
         update: dict[str, Any] = {}
-        if name == trained and seat.max_turns is None:
-            update["max_turns"] = max_turns
+        if name in asking:
+            update["model"] = asking[name]
+            if seat.max_turns is None:
+                update["max_turns"] = max_turns
         if seat.harness is None and vf.default_harness_id(config.taskset.id) == "bash":
             update["harness"] = vf.harness_config_type("null")(id="null")
         if "runtime" not in seat.model_fields_set:
@@ -179,7 +192,7 @@ async def _until_end(player: TasksetPlayer, reports: Any) -> None:
     async def play(id: int, order: dict[str, Any]) -> None:
         end: dict[str, Any] = {"say": "ended", "id": id}
         try:
-            end["rewards"] = await player.rewards(order)
+            end["runs"] = await player.runs(order)
         except Failed as failed:
             end |= {"failed": failed.why[:2000], "reason": failed.reason, "traceback": failed.trace[-KEPT:]}
         except asyncio.CancelledError:

@@ -33,11 +33,21 @@ class TasksetRefused(msgspec.Struct, frozen=True, tag_field="say", tag="refused"
     why: str
 
 
+class AgentRun(msgspec.Struct, frozen=True):
+    """The part that one agent of the taskset's environment had in a rollout."""
+
+    session: str
+    """The value of its requests' session header."""
+    rewards: dict[str, float]
+    trained: bool
+
+
 class TasksetEnded(msgspec.Struct, frozen=True, tag_field="say", tag="ended"):
     """The end of a rollout."""
 
     id: int
-    rewards: dict[str, float] = {}
+    runs: tuple[AgentRun, ...] = ()
+    """Those that asked the policy."""
     failed: str = ""
     """The reason why it has no rewards; empty if it has."""
     reason: str = "environment_raised"

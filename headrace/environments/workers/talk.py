@@ -78,8 +78,8 @@ class AsyncAgent:
         """Returns another agent of this rollout, which is the same policy with a conversation, tools and rewards of its own: another player
         of a game, a critic. The same name gives the same agent. One of them is asked at a time.
 
-        Raises ValueError for a name that is empty, or for the role of a role."""
-        if self.name or not name:
+        Raises ValueError for a name that is empty or no text, or for the role of a role."""
+        if self.name or not name or not isinstance(name, str):
             raise ValueError(
                 f"role was given {name!r}; name a role, and ask the agent that the function was called with for it"
             )

@@ -18,9 +18,9 @@ from headrace.errors import HeadraceError
 from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.cookie import CookieGate
-from headrace.observe.board.group_table import Order, Wanted
 from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.board.step_columns import STEP
+from headrace.observe.index.group_table import Order, Wanted
+from headrace.observe.index.step_columns import STEP
 from headrace.observe.report.page import SCRIPT, STYLE
 from headrace.web.errors import Refused, answer_error
 from headrace.web.guard import Guard

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from headrace.batches import Group
 from headrace.durable.journal import JOURNAL, JournalStep
-from headrace.observe.board.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.board.journal_index import JournalIndex
+from headrace.observe.index.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.rollouts import rollout_table
@@ -86,17 +86,21 @@ class Browser:
                 continue
             lost.append(group)
             trained = int(groups.rows.view["step"][group.ticket])
-            views += self._of(group, (trained or step + 1) - 1, question)
+            views += self._of(group, (trained or step + 1) - 1, question, self._report(trained - 1))
         note = self._note(missing, more, bool(views), place < len(tickets))
         html = (rollout_table(views) if views else "") + (_failures(lost) if question.wanted.failed else "") + note
         return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
 
-    def _of(self, group: Group, step: int, question: RolloutQuery) -> Iterator[RolloutView]:
+    def _report(self, step: int) -> TrainReport:
+        """Returns the report of a step, counted from 0; an empty one if it is not in the journal (yet)."""
+        return self._index.report(step) or TrainReport(step, step + 1)
+
+    def _of(self, group: Group, step: int, question: RolloutQuery, report: TrainReport) -> Iterator[RolloutView]:
         """Yields the rollouts of a group that fulfil the conditions. `step`: counted from 0."""
         words = question.words.lower()
         in_prompt = words in group.prompt.text.lower()
         least, most = question.wanted.rewards
-        journaled = JournalStep(step, 0.0, step + 1, (group,), TrainReport(step, step + 1))
+        journaled = JournalStep(step, 0.0, step + 1, (group,), report)
         oldest = trimmed_below(self._settings, step)
         for rollout, one in enumerate(group.scored):
             done = one.episode.last

@@ -6,13 +6,10 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.observe.board.group_table import GroupTable
-from headrace.observe.board.saved_numbers import Numbers, read_saved, save
-from headrace.observe.board.step_columns import MINUTES, TOKENS, StepColumns
-from headrace.observe.facts import GroupEnded
 from headrace.observe.health.live_status import Follower
-from headrace.observe.records import METRICS, MetricsFact, StepRow
-from headrace.observe.sinks.scalars import scalars
+from headrace.observe.index.index_file import INDEX, IndexReader, save, saved_at
+from headrace.observe.index.numbers import Numbers
+from headrace.observe.records import METRICS, MetricsFact
 
 AT_ONCE = 2 << 20
 """Bytes that are read before others get their turn."""
@@ -21,28 +18,37 @@ WORTH_SAVING = 32 << 20
 
 
 class FollowedRun(Follower):
-    """Reads a run and what is added to it. Its numbers come from the last visit, where they were saved, until the file has been read up
-    to there again. Several threads may ask."""
+    """Reads a run and what is added to it. Its numbers come from an index until the metrics have been read up to there: the one that the run
+    writes, or the one that was saved at the last visit. Several threads may ask."""
 
     def __init__(self, run_dir: Path, saves: Path | None = None) -> None:
-        """`saves`: the directory of saved numbers."""
-        self._saves, self._lock = saves, threading.RLock()
-        self._saved: Numbers | None = read_saved(saves, run_dir) if saves else None
+        """`saves`: the directory of the indexes of runs that wrote none."""
+        self._saved_at, self._lock = saved_at(saves, run_dir) if saves else None, threading.RLock()
+        places = [run_dir / INDEX, *([self._saved_at] if self._saved_at else [])]
+        self._indexes = [IndexReader(path, run_dir) for path in places]
+        self._indexed = 0
         super().__init__(run_dir)
+        self._read_indexes()
 
     def _restart(self, inode: int) -> None:
-        if getattr(self, "_offset", 0):  # the file was cut or replaced: what was saved of it is no longer so
-            self._saved = None
+        if getattr(self, "_offset", 0):  # the file was cut or replaced
+            for index in self._indexes:
+                index.restart()
         super()._restart(inode)
-        self._own = Numbers(StepColumns(), GroupTable())
-        self._tokens = 0
+        self._own = Numbers()
+
+    def _read_indexes(self) -> None:
+        for index in self._indexes:
+            if self.unread:
+                index.catch_up()
+                self._indexed = max(self._indexed, index.numbers.size)
+            elif index.numbers.size:
+                index.restart()  # frees its memory
 
     @property
     def numbers(self) -> Numbers:
         """The newest numbers that are known."""
-        if self._saved and self._saved.size > self._offset:
-            return self._saved
-        return self._own
+        return max((self._own, *(index.numbers for index in self._indexes)), key=lambda one: one.size)
 
     @property
     def size(self) -> int:
@@ -73,24 +79,13 @@ class FollowedRun(Follower):
             more = True
             while more and time.monotonic() < end:
                 more = self.read(AT_ONCE)
-            if not more and self._saves and self._offset > WORTH_SAVING and self._offset > self._known_size:
                 self._own.size = self._offset
-                save(self._saves, self.run_dir, self._own)
+            if not more and self._saved_at and self._offset > max(WORTH_SAVING, 1.1 * self._indexed):
+                self._indexed = self._offset
+                save(self._saved_at, self.run_dir, self._own)
+            self._read_indexes()
         return more
-
-    @property
-    def _known_size(self) -> int:
-        """Bytes from which it is worth saving anew: a tenth more than is saved."""
-        return int(1.1 * max(self._own.size, self._saved.size if self._saved else 0))
 
     def _take(self, fact: MetricsFact) -> None:
         super()._take(fact)
-        step, values = scalars(fact, self.state)
-        if isinstance(fact, GroupEnded):
-            self._own.groups.end(fact)
-        elif isinstance(fact, StepRow):
-            self._tokens += fact.report.loss_tokens
-            values |= {MINUTES: fact.t / 60, TOKENS: float(self._tokens)}
-            self._own.groups.train(fact.tickets, fact.report.step + 1)
-        if values:
-            self._own.columns.add(step, values)
+        self._own.take(fact, self.state)

@@ -16,8 +16,8 @@ from headrace.observe.board.board_parts import part
 from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
 from headrace.observe.board.followed_run import FollowedRun
 from headrace.observe.board.run_list import RunLine, RunList
-from headrace.observe.board.step_columns import MINUTES, STEP, TOKENS
 from headrace.observe.diagnosis.advice import advices
+from headrace.observe.index.step_columns import MINUTES, STEP, TOKENS
 from headrace.observe.numbers.rollout_view import Pieces
 from headrace.observe.report.apart import differences
 from headrace.web.errors import Refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.observe.costs import ENGINE
 from headrace.observe.numbers.fates import discarded
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
@@ -27,6 +28,20 @@ def phase(state: RunState) -> str:
 def saved_step(state: RunState) -> int | None:
     """Returns the step of the newest checkpoint on the disk."""
     return next((one.step for one in reversed(state.checkpoints) if not one.error), None)
+
+
+def cost_numbers(state: RunState) -> dict[str, float]:
+    """Returns the cost of the run in dollars by name: in all, of each pool that has a price, a step, a million trained tokens; empty if no
+    price was set. Steps and tokens bear all of it, evaluations and loading included."""
+    costs = state.costs
+    if not costs.prices:
+        return {}
+    found = {"cost": costs.total} | {
+        f"cost of the {pool}{'s' * (pool == ENGINE)}": costs.spent[pool] for pool in costs.prices
+    }
+    tokens = sum(row.report.loss_tokens for row in state.rows)
+    found |= {"cost a step": costs.total / len(state.rows)} if state.rows else {}
+    return found | ({"cost of a million trained tokens": 1e6 * costs.total / tokens} if tokens else {})
 
 
 def step_seconds(state: RunState, recent: int = 20) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.batches import Group, Row
 from headrace.durable.journal import JournalStep
 from headrace.observe.numbers.turn_view import TurnView, story, view_turns
 from headrace.observe.records import answer_of
+from headrace.reports import TokenNumbers, TrainReport
 from headrace.types import Completion, Episode, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -57,7 +59,11 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...]
     """The reason why each token is not in the loss; an empty string if it is."""
     trainer: tuple[float, ...] = ()
-    """Log-probs of the trainer before the step, if they were computed."""
+    """Log-probs of the trainer before the step, as it recorded them or as they were computed again; NaN for tokens that are not in the loss."""
+    entropies: tuple[float, ...] = ()
+    """Entropies of the trainer's distributions before the step, in nats, as it recorded them; NaN as above."""
+    unrecorded: str = ""
+    """The reason why `entropies` are not known; empty if they are."""
     answer: str = ""
     """The right answer, if the row has one."""
     extracted: dict[str, str] = {}
@@ -106,6 +112,7 @@ def view_rollout(
     """Returns the view of one rollout. `oldest`: the oldest version that stays in the loss (`staleness.overdue = "trim"`)."""
     one = group.scored[rollout]
     done, row = one.episode.last, row_of(group, rollout)
+    numbers = _numbers_of(step.report, group, row)
     path = _path(one.episode) if row else (_Piece(done.tokens, done),)
     tokens = tuple(token for piece in path for token in piece.tokens)
     texts = pieces(tokens) if pieces else [f"{token} " for token in tokens]
@@ -129,13 +136,36 @@ def view_rollout(
         mixed=tuple(mixed for piece in path for mixed in _mixed(piece)),
         advantages=row.advantages if row else (),
         left_out=_left_out(path, row, oldest),
-        trainer=tuple(trainer),
+        trainer=tuple(trainer) or (_floats(numbers.logprobs) if numbers else ()),
+        entropies=_floats(numbers.entropies) if numbers else (),
+        unrecorded="" if numbers else _unrecorded(step.report, row),
         answer=answer_of(group.prompt),
         extracted=one.extracted,
         story=tuple(story(one)),
         graph=view_turns(step, group, rollout),
         cut=one.episode.cut,
     )
+
+
+def _numbers_of(report: TrainReport, group: Group, row: Row | None) -> TokenNumbers | None:
+    """Finds what the trainer recorded of a row."""
+    place = next((number for number, one in enumerate(group.rows) if one is row), None)
+    recorded = report.token_numbers or ()
+    return next((one for one in recorded if (one.ticket, one.row) == (group.ticket, place)), None)
+
+
+def _floats(data: bytes) -> tuple[float, ...]:
+    found = array("f")
+    found.frombytes(data)
+    return tuple(found)
+
+
+def _unrecorded(report: TrainReport, row: Row | None) -> str:
+    if row is None:
+        return "this rollout was not trained"
+    if report.token_numbers is None:
+        return "its step has not been trained yet, or by a release that recorded no numbers of single tokens"
+    return "a step records those of some of its rollouts, and this one is not among them"
 
 
 class _Piece(NamedTuple):
@@ -244,12 +274,22 @@ def settings_of(run_dir: Path) -> dict[str, object]:
 def token_details(one: RolloutView, place: int) -> str:
     """Returns everything that is known about one token, for a tooltip."""
     parts = [f"token {place}, id {one.tokens[place]}", f"log-prob {one.logprobs[place]:.4f}"]
-    if one.trainer:
-        parts.append(f"trainer {one.trainer[place]:.4f} (difference {one.trainer[place] - one.logprobs[place]:+.4f})")
+    if one.trainer and math.isfinite(one.trainer[place]):
+        difference = one.trainer[place] - one.logprobs[place]
+        parts.append(
+            f"trainer {one.trainer[place]:.4f} (difference {difference:+.4f}, ratio {ratio_words(difference)})"
+        )
+    if one.entropies and math.isfinite(one.entropies[place]):
+        parts.append(f"entropy {one.entropies[place]:.4f}")
     parts.append(f"lag {one.lags[place]}" + (", mixed weights" if one.mixed[place] else ""))
     parts += [f"advantage {one.advantages[place]:+.3f}"] if one.advantages else []
     parts += [f"not in the loss: {one.left_out[place]}"] if one.left_out[place] else []
     return "\n".join(parts)
+
+
+def ratio_words(difference: float) -> str:
+    """Formats exp(difference of log-probs); a difference that `exp` cannot take is shown as its power."""
+    return f"{math.exp(difference):.4f}" if abs(difference) < 20 else f"exp({difference:.0f})"
 
 
 def span_list(one: RolloutView) -> str:

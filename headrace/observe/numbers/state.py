@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from headrace.observe.costs import Costs
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
@@ -72,6 +73,7 @@ class RunState:
         self.fates = Fates()
         self.shares = Shares()
         self.choices = Choices()
+        self.costs = Costs()
         self.scorers: dict[str, ScorerUse] = {}
         """The parts of the reward by name."""
         self.failures: dict[str, FirstFailure] = {}
@@ -100,6 +102,7 @@ class RunState:
 
     def fold(self, fact: MetricsFact) -> None:
         self.now = max(self.now, fact.t)
+        self.costs.fold(fact)
         match fact:
             case RunStarted():
                 self._start(fact)
@@ -175,6 +178,7 @@ class RunState:
 
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)
+        self.costs.end_step()
         self.drawn_rewards.clear()
         self.lags.update(row.lags)
         for group in self.fates.train(row.tickets, self._group_size):

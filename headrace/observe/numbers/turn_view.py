@@ -121,7 +121,7 @@ def story(one: Scored) -> Iterator[str]:
     """Yields lines about the turns of a chat. Single completions have none."""
     turns = one.episode.turns
     for number, turn in enumerate(turns if len(turns) > 1 or one.turn_rewards else ()):
-        begins = f" of {turn.agent}" if turn.agent else ""
+        begins = (f" of {turn.agent}" if turn.agent else "") + ("" if turn.trained else ", which is not trained")
         if _is_rewritten(turns, number):
             begins += ", on a path of its own: the chat template rewrites earlier messages"
         for message in map(_heard, turn.messages if number else ()):

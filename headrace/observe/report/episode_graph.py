@@ -69,8 +69,7 @@ def _row(one: RolloutView, place: int, colours: dict[str, str]) -> str:
     head += [f'<span class="{colour} who">{escape(turn.agent)}</span>'] * bool(turn.agent)
     head.append(f"{turn.sampled} tokens{', cut off' if turn.stop == 'length' else ''}")
     head += ["<em>begins anew: earlier messages were rewritten</em>"] * turn.rewritten
-    if not math.isnan(turn.advantage):
-        head.append(f"advantage {turn.advantage:+.3f}")
+    head.append("not in the loss" if math.isnan(turn.advantage) else f"advantage {turn.advantage:+.3f}")
     chips = "".join(
         f'<span class="chip {"good" if value > 0 else "bad" if value < 0 else "plain"}">{escape(name)} {number(value)}</span>'
         for name, value in turn.rewards.items()

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.observe.costs import dollars
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
 from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons
@@ -164,6 +165,7 @@ def _tiles(state: RunState) -> list[tuple[str, str]]:
         ("rollouts failed", percent(total.failed_share)),
         ("groups without contrast", percent(total.no_contrast_share)),
         ("groups dropped otherwise", percent(total.dropped_share)),
+        *((name, dollars(value)) for name, value in measures.cost_numbers(state).items()),
     ]
 
 

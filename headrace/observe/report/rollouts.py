@@ -54,19 +54,25 @@ def _legend(views: Sequence[RolloutView]) -> str:
 
 def _colours(views: Sequence[RolloutView]) -> str:
     """Returns the choice of what colours the tokens. The page's script applies it; without one they are coloured by lag."""
-    compared = any(one.trainer for one in views)
-    missing = "" if compared else ' disabled title="the journal has the sampler\'s log-probs only"'
+    compared, measured = any(one.trainer for one in views), any(one.entropies for one in views)
+    missing = ' disabled title="the trainer recorded no numbers of these tokens"'
     options = "".join(
-        f'<option value="{name}"{missing if of_both else ""}>{text}</option>'
-        for name, text, of_both in (
-            ("lag", "lag", False),
-            ("surprise", "surprise (−log-prob of the sampler)", False),
-            ("advantage", "advantage", False),
-            ("ratio", "ratio trainer / sampler", True),
-            ("gap", "|Δ log-prob|", True),
+        f'<option value="{name}"{"" if known else missing}>{text}</option>'
+        for name, text, known in (
+            ("lag", "lag", True),
+            ("surprise", "surprise (−log-prob of the sampler)", True),
+            ("advantage", "advantage", True),
+            ("ratio", "ratio trainer / sampler", compared),
+            ("gap", "|Δ log-prob|", compared),
+            ("entropy", "entropy", measured),
         )
     )
-    return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>'
+    why = (
+        ""
+        if compared
+        else f'<span class="faint">ratio, |Δ| and entropy are not recorded: {escape(views[0].unrecorded)}</span>'
+    )
+    return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>{why}'
 
 
 def _row(one: RolloutView) -> tuple[str, ...]:
@@ -104,7 +110,16 @@ def _tokens(one: RolloutView) -> str:
     ]
     rest = len(one.pieces) - MAX_TOKENS
     more = f" … ({rest:,} tokens more)" if rest > 0 else ""
-    return f'<div class="text tokens">{"".join(cells)}{more}</div>' if cells else '<span class="faint">(empty)</span>'
+    if not cells:
+        return '<span class="faint">(empty)</span>'
+    return f'<div class="text tokens">{"".join(cells)}{more}</div>{_unrecorded(one)}'
+
+
+def _unrecorded(one: RolloutView) -> str:
+    """Returns the sentence that stands below greyed tokens while a colour is chosen that their numbers do not give."""
+    if not one.unrecorded:
+        return ""
+    return f'<small class="unrecorded" hidden>The trainer\'s numbers of these tokens were not recorded: {escape(one.unrecorded)}.</small>'
 
 
 def _numbers(one: RolloutView, place: int) -> str:
@@ -115,8 +130,9 @@ def _numbers(one: RolloutView, place: int) -> str:
         [("p", one.logprobs)]
         + [("a", one.advantages)] * bool(one.advantages)
         + [("t", one.trainer)] * bool(one.trainer)
+        + [("e", one.entropies)] * bool(one.entropies)
     )
-    return "".join(f' data-{name}="{values[place]:.3f}"' for name, values in known if math.isfinite(values[place]))
+    return "".join(f' data-{name}="{values[place]:.4f}"' for name, values in known if math.isfinite(values[place]))
 
 
 def _classes(one: RolloutView, place: int) -> str:

@@ -77,6 +77,7 @@ const COLOURINGS = {
   advantage: { of: (d) => Number(d.a), most: 1, colour: (value) => (value < 0 ? "var(--bad)" : "var(--good)") },
   ratio: { of: (d) => d.t - d.p, most: 0.5, colour: (value) => (value < 0 ? "var(--c1)" : "var(--c2)") },
   gap: { of: (d) => Math.abs(d.t - d.p), most: 0.5, colour: () => "var(--bad)" },
+  entropy: { of: (d) => Number(d.e), most: 3, colour: () => "var(--c4)" },
 };
 function colourTokens(root, how) {
   for (const keys of root.querySelectorAll(".lag-keys")) keys.hidden = how !== "lag";
@@ -85,7 +86,9 @@ function colourTokens(root, how) {
     const share = Math.round(100 * Math.min(1, Math.abs(value) / (how === "lag" ? 1 : COLOURINGS[how].most)));
     token.style.background = Number.isFinite(value) ? `color-mix(in srgb, ${COLOURINGS[how].colour(value)} ${share}%, transparent)` : "";
     token.style.borderBottomColor = how === "lag" ? "" : "transparent";
+    token.classList.toggle("unknown", how !== "lag" && !Number.isFinite(value));
   }
+  for (const words of root.querySelectorAll("small.unrecorded")) words.hidden = !["ratio", "gap", "entropy"].includes(how);
 }
 
 function setUp(part) {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from headrace.observe.costs import dollars
 from headrace.observe.numbers import measures
 from headrace.observe.records import StepRow
 from headrace.observe.report.apart import differences
@@ -73,7 +74,19 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
         "rollouts failed": percent(total.failed_share),
         "groups without contrast": percent(total.no_contrast_share),
         "groups dropped otherwise": percent(total.dropped_share),
+        **dict.fromkeys(COST_ROWS, "–"),
+        **{name: dollars(value) for name, value in measures.cost_numbers(state).items() if name in COST_ROWS},
     }
+
+
+COST_ROWS = ("cost", "cost a step", "cost of a million trained tokens")
+
+
+def compared_numbers(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """Returns the last numbers of all runs by name. Costs that no run has are left out."""
+    columns = [final_numbers(run) for run in runs]
+    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    return {name: values for name, values in rows.items() if name not in COST_ROWS or set(values) != {"–"}}
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -93,8 +106,7 @@ def comparison_page(runs: Mapping[str, ComparedRun]) -> str:
 
 
 def _numbers(runs: Mapping[str, ComparedRun]) -> str:
-    columns = [final_numbers(run) for run in runs.values()]
-    rows = [(escape(name), *(escape(one[name]) for one in columns)) for name in columns[0]]
+    rows = [(escape(name), *map(escape, values)) for name, values in compared_numbers(list(runs.values())).items()]
     return table(("", *(f"#{name}" for name in runs)), rows)
 
 

@@ -184,7 +184,12 @@ def _style(one: RolloutView, place: int) -> str:
 
 def _widest(one: RolloutView, count: int = 4) -> str:
     gaps = sorted(
-        ((one.trainer[i] - one.logprobs[i], i) for i in one.sampled if i < len(one.trainer)), key=lambda g: -abs(g[0])
+        (
+            (gap, i)
+            for i in one.sampled
+            if i < len(one.trainer) and math.isfinite(gap := one.trainer[i] - one.logprobs[i])
+        ),
+        key=lambda g: -abs(g[0]),
     )
     return ", ".join(
         f"{gap:+.3f} at {place} ({one.pieces[place].strip() or one.tokens[place]})" for gap, place in gaps[:count]

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.costs import dollars
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, shares
 from headrace.observe.diagnosis.verdicts import (
@@ -152,6 +153,10 @@ def _spent(table: Table, state: RunState) -> None:
         if rate is not None:
             text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
         _more(table, f"{name} pool", text)
+    if costs := measures.cost_numbers(state):
+        total = costs.pop("cost")
+        parts = [f"{name.removeprefix('cost ').removeprefix('of ')} {dollars(value)}" for name, value in costs.items()]
+        _more(table, "Cost", Text(dollars(total), "bold").append(f"   {', '.join(parts)}", "not bold"))
     if left := absences(state.moves):
         _more(table, "Fleet", left)
     gap = measures.mean_swap(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from headrace.observe.costs import Costs
 from headrace.observe.facts import Evaluated, IdentityChecked, WeightsLive
 from headrace.observe.numbers.choices import Choices
 from headrace.observe.numbers.engine_use import EngineUse
@@ -17,7 +18,7 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     match fact:
         case StepRow():
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
-            values |= _choice_scalars(state.choices)
+            values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
         case Evaluated():
             values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
             values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
@@ -89,6 +90,14 @@ def _choice_scalars(choices: Choices) -> dict[str, float]:
     """Returns the bias of a curriculum over the whole run."""
     found = {"prompts/distance": choices.distance, "prompts/effective": choices.effective}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _cost_scalars(costs: Costs, tokens: int) -> dict[str, float]:
+    """`tokens`: trained by the step."""
+    if not costs.prices:
+        return {}
+    found = {"cost/dollars": costs.total, "cost/dollars_per_step": costs.of_step}
+    return found | ({"cost/dollars_per_million_tokens": 1e6 * costs.of_step / tokens} if tokens else {})
 
 
 def _uncommon(row: StepRow) -> dict[str, int]:

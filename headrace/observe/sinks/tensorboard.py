@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Sink
-from headrace.observe.records import MetricsFact
-from headrace.observe.sinks.scalars import scalars
+from headrace.observe.facts import RunStarted
+from headrace.observe.sinks.queued import Dashboard
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Sink:
-    return TensorBoardSink(run_dir / "tensorboard", resume_at_step)
+def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
+    return TensorBoardFiles(run_dir / "tensorboard", resume_at_step)
 
 
-class TensorBoardSink:
+class TensorBoardFiles:
     """Writes with TensorBoard's own writer, which needs neither torch nor TensorFlow. Its file is created with the first value."""
 
     def __init__(self, directory: Path, resume_at_step: int | None = None) -> None:
         self._directory, self._resume_at_step = directory, resume_at_step
         self._writer: Any = None
 
-    def record(self, fact: MetricsFact, state: RunState) -> None:
+    def start(self, fact: RunStarted) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        step, values = scalars(fact, state)
-        if values:
-            self._writer = self._writer or self._open()
-            made = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=made))
+        self._writer = self._writer or self._open(at)
+        made = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=at, step=step, summary=made))
 
-    def _open(self) -> Any:
+    def _open(self, at: float) -> Any:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -42,7 +41,7 @@ class TensorBoardSink:
             self._resume_at_step is not None
         ):  # makes TensorBoard discard what the killed process wrote from this step on
             start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=time.time(), step=self._resume_at_step + 1, session_log=start))
+            writer.add_event(Event(wall_time=at, step=self._resume_at_step + 1, session_log=start))
         return writer
 
     def close(self) -> None:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunStarted
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Sink
-from headrace.observe.records import MetricsFact
-from headrace.observe.sinks.scalars import scalars
+from headrace.observe.sinks.hushing import hushed
+from headrace.observe.sinks.queued import Dashboard, described
 
 
-def open_sink(run_dir: Path, resume_at_step: int | None) -> Sink:
-    return TrackioSink()
+def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
+    return TrackioRun()
 
 
-class TrackioSink:
+class TrackioRun:
     """Writes to trackio's local database; `trackio show --project headrace` shows it."""
 
     def __init__(self, project: str = "headrace") -> None:
@@ -30,32 +27,28 @@ class TrackioSink:
         self._project = project
         self._run: Any = None
 
-    def record(self, fact: MetricsFact, state: RunState) -> None:
-        if isinstance(fact, RunStarted) and self._run is None:
-            self._run = self._open(fact)
-        step, values = scalars(fact, state)
-        if values and self._run is not None:
-            self._run.log(values, step=step)
-
-    def _open(self, fact: RunStarted) -> Any:
+    def start(self, fact: RunStarted) -> None:
         import trackio
 
-        settings = {"headline": fact.headline, "seed": fact.seed, "max_lag": fact.max_lag, "steps": fact.steps}
-        with contextlib.redirect_stdout(io.StringIO()):  # its greeting would break the live view
-            return trackio.init(
+        if self._run is not None:
+            return
+        with hushed():
+            self._run = trackio.init(
                 project=self._project,
                 name=fact.name,
-                config=settings,
+                config=described(fact),
                 resume="allow" if fact.resumed_at else "never",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
 
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
+        if self._run is not None:
+            self._run.log(dict(values), step=step)
+
     def close(self) -> None:
         if self._run is not None:
-            import trackio
-
-            with contextlib.redirect_stdout(io.StringIO()):
-                trackio.finish()
+            with hushed():
+                self._run.finish()
             self._run = None

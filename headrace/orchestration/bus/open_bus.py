@@ -53,7 +53,7 @@ async def runs_on(url: str, password: str = "") -> list[str]:
 async def _checked(bus: RedisBus, url: str, forgets: bool, say: Callable[[str], None]) -> str:
     found = await bus.persistence()
     if tuple(map(int, found.version.split(".")[:2])) < (6, 2):
-        raise ConfigError(f"orchestration.bus = {url} is Redis {found.version}; XAUTOCLAIM needs 6.2 or newer")
+        raise ConfigError(f"orchestration.bus = {url} is Redis {found.version}; XPENDING with IDLE needs 6.2 or newer")
     if found.evicts:
         raise ConfigError(
             f"orchestration.bus = {url} drops keys when its memory is full (maxmemory-policy); set it to noeviction, or use a server of its own"

@@ -5,8 +5,9 @@
     headrace:RUN:list                  a hash: who is there
     headrace:runs                      a set: the runs
 
-`XAUTOCLAIM` gives the letters of a silent claimant to others; `XCLAIM ... JUSTID` by the claimant says that it is not silent. An answer is
-posted and its ticket settled in one transaction.
+`XPENDING ... IDLE` finds the letters of silent claimants and `XCLAIM` gives them to others; `XCLAIM ... JUSTID` by the claimant says that it
+is not silent. (`XAUTOCLAIM` does the first two in one command, but looks at ten times as many letters as it may claim, the oldest first: those
+of a silent claimant stay hidden behind them.) An answer is posted and its ticket settled in one transaction.
 
 A server that does not answer is tried again for as long as it takes: the waits of run and hosts have names and deadlines. A server
 that comes back without its memory gets its groups anew; the run posts what is missing (`groups/desk.py`).
@@ -119,11 +120,16 @@ class RedisBus:
             return backlog[:most]
         if time.monotonic() - self._looked > self._lease / 4:
             self._looked = time.monotonic()
-            found = await client.xautoclaim(stream, GROUP, who, round(self._lease * 1000), "0-0", count=most)
-            if letters := _entries(found[1]):
+            if letters := await self._inherit(stream, who, most):
                 return letters
         block = round(min(wait, LONGEST_BLOCK) * 1000) or None
         return _letters(await client.xreadgroup(GROUP, who, {stream: ">"}, count=most, block=block))
+
+    async def _inherit(self, stream: str, who: str, most: int) -> list[Letter]:
+        client, silent = self._client, round(self._lease * 1000)
+        found = await client.xpending_range(stream, GROUP, "-", "+", most, idle=silent)
+        ids = [one["message_id"] for one in found]
+        return _entries(await client.xclaim(stream, GROUP, who, silent, ids)) if ids else []
 
     async def keep(self, queue: str, who: str, ids: Collection[str]) -> None:
         if ids:

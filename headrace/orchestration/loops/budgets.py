@@ -45,6 +45,7 @@ _FAILED = {
     "reward_timeout": "Make the reward faster, or raise reward.timeout",
     "reward_worker_died": "Check what the reward function does to its process (memory, native code); its output is in the logs",
     "request_refused": "Change what the engine refuses",
+    "engine_died": "Find out what in these prompts ends the engine (logs/engine.log has its last words), or remove such rows from the task",
     "environment_raised": "Mend the environment, or the rows that it cannot play",
     "environment_timeout": "Make the environment faster, or raise its limit",
     "environment_memory": "Let the environment hold less memory, or raise environment.memory_gib",
@@ -52,6 +53,8 @@ _FAILED = {
     "environment_reward": "Mend the rewards that the environment returns",
     "agent_exit": "Mend the agent; its output is in logs/environment.log",
     "agent_failed": "Mend the agent, which said that it had failed",
+    "not_posted": "Let the environment post all of its groups; for one that keeps groups back on purpose set watch.failed_pause = 1 and "
+    "shorter environment.seconds (docs/atropos.md)",
     "teacher_refused": "Narrow the route of a [[teachers]] table, or remove such rows from the task",
 }
 _FIX = "Fix the reward function, or the rows that it cannot read"

@@ -324,4 +324,9 @@ def unlike(step: JournalStep, report: TrainReport) -> str:
 def differs(report: TrainReport, before: TrainReport) -> str:
     """The first fields in which a repeated step differs from its record; empty if only the time differs."""
     names = differing(report, before)[:3]
-    return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)
+    return ", ".join(
+        f"{name} {getattr(report, name)} instead of {getattr(before, name)}"
+        if name != "token_numbers"
+        else f"other {name}"
+        for name in names
+    )

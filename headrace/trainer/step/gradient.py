@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.algo.loss.denominator import KeptCounts
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import Tokens, TopTokens
-from headrace.packing import Pack, StepPlan
+from headrace.packing import Pack, PickedNumbers, StepPlan
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
@@ -49,6 +49,8 @@ class Gradient:
     bitwise: bool = False
     """Log-probs of tokens at lag 0 must be the sampler's (`bitwise.py`)."""
     sums: Sums = field(default_factory=Sums)
+    picked: PickedNumbers | None = None
+    """Collects numbers of single tokens for the report."""
     kept: KeptCounts | None = field(init=False)
     """Counts, where rejected tokens leave the denominator; else None."""
 
@@ -70,6 +72,8 @@ class Gradient:
             body=lambda number: self._body(packs[number]),
         )
         self.sums.combine(self.placement, self.kept)
+        if self.picked:
+            self.picked.combine(self.placement.sum)
         if self.kept:
             self._make_up_for(self.kept.factor)
         return self.sums
@@ -150,6 +154,8 @@ class Gradient:
             yield (result.loss * pack.weight).sum()
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)
+        if self.picked:
+            self.picked.add(pack, scores.logprob, scores.entropy)
 
 
 def _tokens(pack: Pack, scores: TokenScores, reference: Tensor | None, keep: Tensor | None) -> Tokens:

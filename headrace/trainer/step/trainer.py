@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
 from headrace.errors import ConfigError
-from headrace.packing import Pack, StepPlan, pack_sequence
+from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
@@ -154,7 +154,8 @@ class TorchTrainer:
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         try:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
-            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs)
+            picked = PickedNumbers(batch)
+            sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
         except UnequalLogprobs:
             learner.forget()
             raise
@@ -162,7 +163,8 @@ class TorchTrainer:
         norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
-        return msgspec.structs.replace(report, grad_norm=norm, lr=lr, seconds=time.perf_counter() - started)
+        more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
+        return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def _activate(self, adapter: str) -> Learner:
         if self._adapters:
@@ -271,7 +273,14 @@ class TorchTrainer:
             share=self._forward.packed,
         )
 
-    def _gradients(self, plan: StepPlan, temperature: float, adapter: str = "", pairs: StepPairs | None = None) -> Sums:
+    def _gradients(
+        self,
+        plan: StepPlan,
+        temperature: float,
+        adapter: str = "",
+        pairs: StepPairs | None = None,
+        picked: PickedNumbers | None = None,
+    ) -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
@@ -284,6 +293,7 @@ class TorchTrainer:
             device=self._device,
             reference=reference,
             pairs=pairs,
+            picked=picked,
             replay=self._replay,
             bitwise=self._config.parity == "bitwise",
         )

@@ -214,7 +214,7 @@ def test_a_group_that_is_never_posted_fails(tmp_path: Path) -> None:
         await env.generate(PROMPT)
 
     (found,), _ = played(tmp_path, case, distinct, seconds=0.5)
-    assert rewards(found) == ["environment_timeout"] * GROUP
+    assert rewards(found) == ["not_posted"] * GROUP
     assert isinstance(found[0], Failure) and "ensure_scores_are_not_same" in found[0].detail
 
 

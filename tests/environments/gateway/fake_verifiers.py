@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 PACKAGE = """
-import asyncio, contextlib, dataclasses, importlib, json, types, urllib.request
+import asyncio, contextlib, dataclasses, importlib, itertools, json, types, urllib.request
+
+NUMBERS = itertools.count()
 
 class Config:
     def __init__(self, **given):
@@ -29,7 +31,7 @@ class RetryConfig(Config): FIELDS = {"max_retries": 0, "rules": []}
 class SubprocessConfig(Config): FIELDS = {}
 class HarnessConfig(Config): FIELDS = {"id": "bash"}
 class TasksetConfig(Config): FIELDS = {"id": "", "task": None, "endless": False}
-class AgentConfig(Config): FIELDS = {"harness": None, "runtime": None, "client": None, "max_turns": None, "retries": RetryConfig()}
+class AgentConfig(Config): FIELDS = {"harness": None, "runtime": None, "client": None, "model": None, "max_turns": None, "retries": RetryConfig()}
 class EvalClientConfig(Config): FIELDS = {"base_url": "", "api_key_var": ""}
 class TrainClientConfig(EvalClientConfig):
     FIELDS = {**EvalClientConfig.FIELDS, "renderer": None, "renderer_model_name": None}
@@ -43,7 +45,8 @@ class ModelContext:
     model: str
     client: object
 
-KINDS = {"taskset": TasksetConfig, "retries": RetryConfig, "agent": AgentConfig, "judge": AgentConfig, "harness": HarnessConfig}
+KINDS = {"taskset": TasksetConfig, "retries": RetryConfig, "harness": HarnessConfig, "client": EvalClientConfig}
+KINDS |= dict.fromkeys(["agent", "judge"], AgentConfig)
 
 class EnvConfig(Config):
     FIELDS = {"id": "", "taskset": None, "agent": AgentConfig(), "retries": RetryConfig()}
@@ -87,33 +90,44 @@ class Env:
     async def serving(self):
         yield
     async def run_episode(self, task, ctx):
-        said = []
-        async def post(path, body):
-            base = ctx.client.base_url.removesuffix("/v1" if path.startswith("/inference") else "")
-            url = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-            return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()))
-        async def ask(text):
-            if hasattr(ctx.client, "renderer"):
-                said.extend(map(ord, text))
-                body = {"token_ids": said, "sampling_params": {"logprobs": 1}}
-                (choice,) = (await post("/inference/v1/generate", body))["choices"]
-                said.extend(choice["token_ids"])
-                return ctx.client.renderer_model_name
-            said.extend([{"role": "user", "content": text}])
-            answer = await post("/chat/completions", {"model": ctx.model, "messages": said})
-            said.append(answer["choices"][0]["message"])
-            return said[-1]["content"]
-        trace = types.SimpleNamespace(agent=types.SimpleNamespace(name="agent"), rewards={}, errors=[])
-        def give(name, score, weight=1.0):
-            trace.rewards[name] = types.SimpleNamespace(value=score * weight)
-        traces = [trace]
+        traces = []
+        def run(name="agent"):
+            traces.append(Run(name, getattr(self.config, name), ctx))
+            return traces[-1]
         try:
-            await self.module.play(task.data, ask, give, self.config)
+            if hasattr(self.module, "episode"):
+                await self.module.episode(task.data, run)
+            else:
+                first = run()
+                await self.module.play(task.data, first.ask, first.give, self.config)
         except Exception as error:
-            trace.errors.append(types.SimpleNamespace(type="TaskError", message=str(error), traceback="Traceback\\nTaskError: " + str(error)))
-        if getattr(task.data, "twice", False):
-            traces = [trace, trace]
-        return types.SimpleNamespace(ok=not trace.errors, errors=[], traces=traces)
+            said = types.SimpleNamespace(type="TaskError", message=str(error), traceback="Traceback\\nTaskError: " + str(error))
+            traces[0].errors.append(said)
+        return types.SimpleNamespace(ok=not any(one.errors for one in traces), errors=[], traces=traces)
+
+class Run:
+    def __init__(self, name, seat, ctx):
+        self.id, self.agent = f"run-{next(NUMBERS)}", types.SimpleNamespace(name=name, trainable=True)
+        self.rewards, self.errors, self.said = {}, [], []
+        self.client, self.model = seat.client or ctx.client, seat.model or ctx.model
+    def give(self, name, score, weight=1.0):
+        self.rewards[name] = types.SimpleNamespace(value=score * weight)
+    async def post(self, path, body):
+        base = self.client.base_url.removesuffix("/v1" if path.startswith("/inference") else "")
+        headers = {"Content-Type": "application/json", "X-Session-ID": self.id}
+        url = urllib.request.Request(base + path, json.dumps({**body, "model": self.model}).encode(), headers)
+        return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(url).read()))
+    async def ask(self, text):
+        if hasattr(self.client, "renderer"):
+            self.said.extend(map(ord, text))
+            body = {"token_ids": self.said, "sampling_params": {"logprobs": 1}}
+            (choice,) = (await self.post("/inference/v1/generate", body))["choices"]
+            self.said.extend(choice["token_ids"])
+            return self.client.renderer_model_name
+        self.said.append({"role": "user", "content": text})
+        answer = await self.post("/chat/completions", {"messages": self.said})
+        self.said.append(answer["choices"][0]["message"])
+        return self.said[-1]["content"]
 
 def load_environment(config):
     return Env(config, importlib.import_module(config.taskset.id))
@@ -121,7 +135,8 @@ def load_environment(config):
 
 
 def interpreter(place: Path, version: str = "0.4.9") -> Path:
-    """Makes a Python that has the stand-in as verifiers of this version. The taskset is a module with `TASKS` and `play`."""
+    """Makes a Python that has the stand-in as verifiers of this version. The taskset is a module with `TASKS` and `play`, or
+    with `episode` if it runs several agents."""
     package = place / "site" / "verifiers"
     metadata = place / "site" / f"verifiers-{version}.dist-info"
     for folder in (package / "v1", metadata):

@@ -120,6 +120,8 @@ CALLS = {
     "mistral-list": '[TOOL_CALLS] [{"name": "add",  "arguments": {"a":1}}]</s>',
     "mistral-named": '[TOOL_CALLS]add[ARGS]{"a":1}</s>',
     "llama3": '{"name": "add",  "parameters": {"a":1}}<|eot_id|>',
+    "gemma": "<|tool_call>call: add{a: 1}<tool_call|><|im_end|>",
+    "function-gemma": "<start_function_call>call: add{a: 1}<end_function_call><|im_end|>",
 }
 
 
@@ -127,7 +129,7 @@ CALLS = {
 def test_a_call_and_its_result_extend_the_sampled_tokens(family: str, tmp_path: Path) -> None:
     """The call has white space that no template would write: the model's own tokens stay."""
     encoder = encoder_of(tmp_path, tool_chats.TEMPLATES[family])
-    end = "<|im_end|>" if family == "hermes" else "<|eot_id|>" if family == "llama3" else "</s>"
+    end = next(one for one in ("<|im_end|>", "<|eot_id|>", "</s>") if CALLS[family].endswith(one))
     model = Model(encoder, [CALLS[family], "is 12" + end])
     turns: list[Any] = [lambda reply: [user("1 and 11?")], lambda reply: [result_of(reply)], lambda reply: None]
     found = talked(model, lambda _, number, reply: turns[number](reply))

@@ -15,7 +15,7 @@ from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.batches import Failure
-from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, ChatTree
+from headrace.environments.gateway.chat_tree import LIMIT_REPLIES
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.types import Completion
@@ -77,6 +77,22 @@ def test_parallel_requests_and_two_that_continue_one_reply_are_a_tree(tmp_path: 
     assert parents(found) == [(), (0,), (0,), (), (1,), ()] or parents(found) == [(), (0,), (0,), (), (2,), ()]
     check_rows(found, model)
     assert "I never said that" in model.encoder.written(model.asked[3].context)
+
+
+def test_messages_of_another_author_are_another_history(tmp_path: Path) -> None:
+    """The name of a reply, which frameworks add, is none of the history."""
+    named = tool_chats.PLAIN.replace("message.role +", "message.role + (message.name or '') +")
+    model = Model(encoder_of(tmp_path, named), ["so<|im_end|>"] * 9)
+
+    async def case(asks: Asks) -> None:
+        reply = await asks.said({**user("?"), "name": "ann"})
+        mine = {"role": "assistant", "content": reply.content, "name": "solver"}
+        await asks.said({**user("?"), "name": "ann"}, mine, user("and?"))
+        await asks.said({**user("?"), "name": "bob"}, mine, user("and?"))
+
+    found = played(model, case)
+    assert parents(found) == [(), (0,), ()]
+    assert "userbob" in model.encoder.written(model.asked[2].context)
 
 
 def test_strict_tools_are_shown_and_remarked_on(tmp_path: Path) -> None:
@@ -183,9 +199,7 @@ def test_a_stranger_gets_401_and_no_turn(tmp_path: Path) -> None:
 
     async def case(asks: Asks) -> None:
         body = {"messages": [user("?")]}
-        other = await asks.gateway.open(
-            ChatTree(lambda: pytest.fail("the other rollout was asked")), asks.rollout.texts
-        )
+        other = await asks.gateway.open(lambda role: pytest.fail("the other rollout was asked"))
         address = asks.url.removesuffix(asks.rollout.secret)
         async with aiohttp.ClientSession() as session:
 
@@ -369,6 +383,7 @@ def test_what_anthropics_client_cannot_have_is_refused(tmp_path: Path) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not served"),
         ({"stop_sequences": ["END"]}, "is not a stop string of the run"),
         ({"messages": [{"role": "user", "content": [image]}]}, "of type image"),
+        ({"messages": [user("?"), {"role": "assistant", "content": "It is"}]}, "replies are not continued here"),
     ]
 
     async def case(asks: Asks) -> None:

@@ -157,9 +157,69 @@ def test_every_failure_is_that_of_its_own_rollout(tmp_path: Path) -> None:
     assert "the reward short is nan" in failures["nan"].detail
 
 
-def test_an_agent_that_plays_twice_in_an_episode_is_a_failure(tmp_path: Path) -> None:
-    (one,) = played(tmp_path, [row(twice=True)])
-    assert isinstance(one, Failure) and "has run the agent agent 2 times in one episode" in one.detail
+EPISODE = """
+TASKS = [{"prompt": f"task {i}"} for i in range(10)]
+
+async def episode(task, run):
+    agent, judge = run("agent"), run("judge")
+    said = await agent.ask(task.prompt)
+    await judge.ask(task.prompt)
+    await agent.ask("again")
+    again = run("agent")
+    if task.mode != "silent":
+        await again.ask(task.prompt)
+    agent.give("right", 1.0, 2.0)
+    judge.give("fair", float("nan") if task.mode == "untrained" else 0.5)
+    again.give("right", -1.0)
+    judge.agent.trainable = task.mode != "untrained"
+"""
+
+
+def episode_of(place: Path, mode: str, **settings: Any) -> Played | Failure:
+    """Plays a rollout of an environment with two agents, one of which is run twice."""
+    fake_verifiers.interpreter(place)
+    (place / "letters.py").write_text(EPISODE)
+    options = {"id": "judged", **settings.pop("options", {})}
+    (one,) = played(place, [row(mode=mode)], options=options, max_turns=4, python=str(place / "python"), **settings)
+    return one
+
+
+def test_each_agent_of_an_environment_has_its_own_path_and_rewards(tmp_path: Path) -> None:
+    """They are told apart by the model and the session of their requests, though all begin with the same words."""
+    one = episode_of(tmp_path, "good")
+    assert isinstance(one, Played), one
+    assert [turn.agent for turn in one.episode.turns] == ["agent", "judge", "agent", "agent 2"]
+    assert [turn.parents for turn in one.episode.turns] == [(), (), (0,), ()]
+    assert one.turn_rewards == ({}, {"judge.fair": 0.5}, {"agent.right": 2.0}, {"agent 2.right": -1.0})
+    assert one.rewards == {} and all(turn.trained for turn in one.episode.turns)
+
+
+def test_an_agent_that_verifiers_does_not_train_is_not_trained(tmp_path: Path) -> None:
+    """Nor are its rewards those of the rollout, whatever they are."""
+    one = episode_of(tmp_path, "untrained")
+    assert isinstance(one, Played), one
+    assert [turn.trained for turn in one.episode.turns] == [True, False, True, True]
+    assert one.turn_rewards == ({}, {}, {"agent.right": 2.0}, {"agent 2.right": -1.0})
+
+
+def test_an_agent_with_a_model_of_its_own_is_not_asked_for(tmp_path: Path) -> None:
+    """The only one that is left has the rewards of the rollout by their own names, and a number from its second run on."""
+    one = episode_of(tmp_path, "good", options={"judge": {"client": {"base_url": "http://127.0.0.1:1/v1"}}})
+    assert isinstance(one, Failure) and "Connection refused" in one.detail, "the judge's own model was asked"
+    (tmp_path / "letters.py").write_text(EPISODE.replace("await judge.ask(task.prompt)", ""))
+    options = {"id": "judged", "judge": {"client": {"base_url": "http://127.0.0.1:1/v1"}}}
+    (one,) = played(tmp_path, [row(mode="good")], options=options, max_turns=4)
+    assert isinstance(one, Played), one
+    assert [turn.agent for turn in one.episode.turns] == ["", "", "agent 2"]
+    assert one.turn_rewards == ({}, {"right": 2.0}, {"agent 2.right": -1.0})
+
+
+def test_an_agent_without_a_turn_is_a_failure_and_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
+    one = episode_of(tmp_path, "silent")
+    assert one == Failure("environment_turns", "an agent of its environment ended without asking for a turn")
+    (one,) = played(tmp_path, [row(mode="good")], options={"id": "judged"}, max_turns=3)
+    assert isinstance(one, Played) and one.episode.cut == "turns"
+    assert one.turn_rewards == ({}, {"judge.fair": 0.5}, {"agent.right": 2.0}), "the second run had no turn"
 
 
 def test_a_process_that_ends_is_replaced_and_its_rollouts_have_failed(tmp_path: Path) -> None:
@@ -210,8 +270,8 @@ def test_a_process_ends_with_its_run_whatever_it_is_doing(tmp_path: Path) -> Non
     [
         ({"options": {"agent": {"harness": {"id": "bash"}}}}, "the harness bash of the agent agent executes what the"),
         (
-            {"options": {"id": "judged"}},
-            "the agents agent, judge, of which agent, judge would be trained: give all but",
+            {"options": {"id": "judged", **{one: {"client": {"base_url": "http://x"}} for one in ("agent", "judge")}}},
+            "all agents of the environment (agent, judge) have a model of their own, and none would be trained",
         ),
         ({"options": {"retries": {"max_retries": 1}}}, "retries would train a rollout that was given up"),
         ({"options": {"agent": {"retries": {"max_retries": 1}}}}, "retries would train"),
@@ -358,16 +418,22 @@ __all__ = ["SumEnv", "SumTaskset"]
 """
 
 
-@pytest.mark.slow
-def test_the_real_package(tmp_path: Path) -> None:
-    """Plays an environment of several turns with its own agent, which is a program. The package is that of $HEADRACE_VERIFIERS_PYTHON, or is
-    installed."""
-    python = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(tmp_path / "venv" / "bin" / "python")
+@pytest.fixture(scope="module")
+def real_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The interpreter of $HEADRACE_VERIFIERS_PYTHON, or one in which the package is installed."""
+    place = tmp_path_factory.mktemp("verifiers")
+    python = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(place / "venv" / "bin" / "python")
     if not Path(python).exists():
-        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "verifiers>=0.4,<0.5", "uv"], check=True)
+    return python
+
+
+@pytest.mark.slow
+def test_the_real_package(real_python: str, tmp_path: Path) -> None:
+    """Plays an environment of several turns with its own agent, which is a program."""
     (tmp_path / "sums_v1.py").write_text(REAL)
-    settings = {"python": python, "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
+    settings = {"python": real_python, "name": str(tmp_path / "sums_v1.py"), "max_turns": 2}
     encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
     model = Model(encoder, ["No.<|im_end|>", "3<|im_end|>"])
     (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
@@ -392,3 +458,62 @@ def test_the_real_package(tmp_path: Path) -> None:
     check_rows(one, model)
     (refused,) = played(tmp_path, [row()], **settings | {"options": {"agent": {"harness": {"id": "bash"}}}})
     assert isinstance(refused, Failure) and "executes what the model writes" in refused.detail
+
+
+REAL_ROLES = """
+import verifiers.v1 as vf
+from sums_v1 import SumTaskset
+
+class DuetConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    critic: vf.AgentConfig = vf.AgentConfig()
+
+class DuetEnv(vf.Env[DuetConfig]):
+    async def run(self, task, agents):
+        await agents.solver.run(task)
+        await agents.critic.run(task)
+        await agents.solver.run(task)
+
+    async def finalize(self, task, episode):
+        for trace in episode.traces:
+            if trace.agent.name == "critic":
+                trace.record_reward("fair", 0.25)
+
+__all__ = ["DuetEnv", "SumTaskset"]
+"""
+
+
+@pytest.mark.slow
+def test_several_agents_of_the_real_package(real_python: str, tmp_path: Path) -> None:
+    """An environment with two agents, one of which is run twice, and two that verifiers ships: the same task several times, and a user that
+    is the policy too and is not trained."""
+    (tmp_path / "sums_v1.py").write_text(REAL)
+    (tmp_path / "duet_v1.py").write_text(REAL_ROLES)
+    encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
+
+    def roles(says: Sequence[str], taskset: str = "sums_v1.py", **options: Any) -> Played:
+        model = Model(encoder, [f"{one}<|im_end|>" for one in says])
+        settings = {"python": real_python, "name": str(tmp_path / taskset), "max_turns": 4, "options": options}
+        (one,) = found = played(tmp_path, [seed(2 * 2)], seeds=True, model=model, **settings)
+        assert isinstance(one, Played), found
+        if all(turn.trained for turn in one.episode.turns):
+            check_rows(one, model)
+        return one
+
+    duet = roles(["3", "no", "4"], "duet_v1.py")
+    assert [turn.agent for turn in duet.episode.turns] == ["solver", "critic", "solver 2"]
+    first, critic, second = duet.turn_rewards
+    assert first == {"solver.exact": 2.0, "solver.short": pytest.approx(-0.1)}
+    assert critic == {"critic.exact": 0.0, "critic.short": pytest.approx(-0.1), "critic.fair": 0.25}
+    assert second["solver 2.exact"] == 0.0 and duet.rewards == {}
+    best = roles(["3", "4"], id="best-of-n", n=2)
+    assert [(turn.agent, turn.parents) for turn in best.episode.turns] == [("", ()), ("agent 2", ())]
+    assert [given[name] for given, name in zip(best.turn_rewards, ("exact", "agent 2.exact"), strict=True)] == [2.0, 0]
+    served = roles(["2 + 1, please", "3", "###DONE###"], id="user-sim")
+    assert [(turn.agent, turn.trained) for turn in served.episode.turns] == [
+        ("user", False),
+        ("assistant", True),
+        ("user", False),
+    ]
+    assert served.episode.turns[2].parents == (0,)
+    assert {name for given in served.turn_rewards for name in given} == {"assistant.exact", "assistant.short"}

@@ -130,6 +130,23 @@ def test_letters_of_the_silent_go_to_others_and_those_of_the_living_do_not(users
     users(case)
 
 
+def test_one_silent_letter_is_found_behind_many_that_are_kept(users: Callable[..., None]) -> None:
+    async def case(opening: Opening) -> None:
+        run, dead, living, heir = (opening() for _ in range(4))
+        for number in range(61):
+            await run.post(Posting("tickets", str(number), b""))
+        kept = await living.claim("tickets", "living", most=60)
+        assert keys(await dead.claim("tickets", "dead", most=1)) == ["60"]
+        inherited: list[Letter] = []
+        for _ in range(12):
+            await asyncio.sleep(LEASE / 4)
+            await living.keep("tickets", "living", [letter.id for letter in kept])
+            inherited += await heir.claim("tickets", "heir", most=1)
+        assert "60" in keys(inherited)
+
+    users(case)
+
+
 def test_a_letter_that_is_not_kept_comes_again_even_to_its_holder(users: Callable[..., None]) -> None:
     """It may have been forgotten: a settlement that was lost would otherwise leave it there for ever."""
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
 import headrace
 from headrace.durable.journal import SteppedRecord, read_only
 from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, Warned, WorkerJoined
+from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined
 
 PATIENCE = 600.0
 
@@ -103,6 +104,50 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
         finished(run, 12)
         assert any("is lost: it was silent" in message for message in warned(run))
         assert any("has left" in message for message in warned(run))
+
+
+POISON = """
+import os, signal
+from pathlib import Path
+
+SEEN, POISON = Path(__file__).with_name("seen"), Path(__file__).with_name("poison")
+
+def kills_its_host(prompts, completions, **columns):
+    seen = SEEN.read_text().splitlines() if SEEN.exists() else []
+    if not POISON.exists() and len(seen) >= 5 and prompts[0] not in seen:
+        POISON.write_text(prompts[0])
+    if POISON.exists() and POISON.read_text() == prompts[0]:
+        os.kill(os.getppid(), signal.SIGKILL)
+    SEEN.write_text("\\n".join({*seen, prompts[0]}))
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_ticket_that_ends_every_host_is_given_up_and_the_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    """A reward function kills the host that called it, at one prompt. Whoever watches the host starts it again."""
+    bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
+    (tmp_path / "poison.py").write_text(POISON)
+    config = on_bus(
+        tmp_path, tiny_llama, bus, train={"steps": 6}, reward={"function": f"{tmp_path / 'poison.py'}:kills_its_host"}
+    )
+    codes: list[int] = []
+
+    def supervise() -> None:
+        while True:
+            with hosts(bus, 1) as (one,):
+                codes.append(one.wait(PATIENCE))
+            if codes[-1] != -signal.SIGKILL:
+                return
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    result = headrace.train(config)
+    thread.join()
+    assert result.step == 6 and codes == [-signal.SIGKILL] * 3 + [0]
+    finished(run, 6)
+    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    assert failed.reason == "engine_died" and failed.failures == {"engine_died": 4}
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from cutting import Cut, cutting
 from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
 
 import headrace
-from headrace.observe.facts import RunEnded, Warned, WorkerJoined, WorkerLost
+from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
 
 PATIENCE = 600.0
 
@@ -68,7 +69,7 @@ def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str,
 def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """The joined engine has no weights of its own: its copy of the model holds none."""
+    """The joined engine has no weights of its own: its copy of the model holds none. Its connection is cut again and again."""
     (there := tmp_path / "there").mkdir()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (tiny_llama / name).exists():
@@ -76,13 +77,20 @@ def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit
     headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
     port = free_port()
     config = joining(tmp_path, tiny_llama, port, **SYNCHRONOUS, name="joined")
-    with offering(tmp_path, port, "--model", str(there)) as (worker,):
+    cuts = [
+        Cut(number % 2 == 0, after, number % 3 == 0) for number, after in enumerate((1500, 900, 400, 70, 2000, 0, 700))
+    ]
+    with (
+        cutting(f"127.0.0.1:{port}", cuts) as proxy,
+        offering(tmp_path, int(proxy.address.rpartition(":")[2]), "--model", str(there)) as (worker,),
+    ):
         result = headrace.train(config)
         assert worker.wait(PATIENCE) == 0
         assert worker.stderr and "the run needs this worker no more" in worker.stderr.read()
     assert result.step == 3
     local, joined = weights_of(tmp_path / "runs" / "local"), weights_of(tmp_path / "runs" / "joined")
     assert local.keys() == joined.keys() and all(torch.equal(local[name], joined[name]) for name in local)
+    assert proxy.made >= 4 and not of(tmp_path / "runs" / "joined", WorkerLost)
     (seat,) = of(tmp_path / "runs" / "joined", WorkerJoined)
     assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
 
@@ -115,6 +123,35 @@ def refused(directory: Path, port: int, *more: str) -> tuple[int, str]:
     with offering(directory, port, *more) as (worker,):
         said = worker.communicate(timeout=PATIENCE)[1]
         return worker.returncode, said
+
+
+@pytest.mark.slow
+def test_a_ticket_that_ends_every_engine_is_given_up_and_the_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    """Four workers: the ticket ends three of them, and the last one does the rest."""
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 4})
+    token = (tmp_path / "token").read_text()
+    words = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "joining" / "poisoned_worker.py"),
+        "engine",
+        "--join",
+        f"127.0.0.1:{port}",
+    ]
+    given = {"HEADRACE_TOKEN": token, "HEADRACE_PATIENCE": str(PATIENCE), "OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen(words, env={**os.environ, **given}) for _ in range(4)]
+    try:
+        result = headrace.train(config)
+        assert sorted(one.wait(PATIENCE) for one in workers) == [-signal.SIGKILL] * 3 + [0]
+    finally:
+        for one in workers:
+            one.kill()
+    assert result.step == 4 and len(of(run, WorkerLost)) == 3
+    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    assert (failed.ticket, failed.reason, failed.failures) == (3, "engine_died", {"engine_died": 4})
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+    assert ended.accounting.failed == {"engine_died": 1}
 
 
 @pytest.mark.slow

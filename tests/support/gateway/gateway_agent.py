@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import openai
 
 from headrace.batches import Failure
-from headrace.environments.conversation import Conversation
-from headrace.environments.gateway.chat_tree import ChatTree
+from headrace.environments.agents.served_rollouts import talks_of
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.text_tree import TextTree
-from headrace.playing import Limits
+from headrace.playing import Agent, Limits
 from headrace.rollouts.rollout_session import Played, RolloutSession
 from headrace.types import Prompt
 from headrace.web.limits import ServerLimits
@@ -31,8 +28,9 @@ def user(text: str) -> Any:
 class Asks:
     """The client of an agent, and what it has at hand."""
 
-    def __init__(self, url: str, rollout: GatewayRollout, gateway: Gateway) -> None:
-        self.url, self.rollout, self.gateway = url, rollout, gateway
+    def __init__(self, agent: Agent, rollout: GatewayRollout, gateway: Gateway) -> None:
+        self.url = url = gateway.url(rollout)
+        self.agent, self.rollout, self.gateway = agent, rollout, gateway
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=rollout.secret, max_retries=0)
 
     async def chat(self, *messages: Any, **more: Any) -> Any:
@@ -66,9 +64,8 @@ def played(
                 pass
 
             async def play(self, agent: Any) -> Mapping[str, float]:
-                begin = partial(Conversation, agent, encoder, system="", tools="template", stops=stop)
-                rollout = await gateway.open(ChatTree(begin), TextTree(agent, encoder, stop))
-                asks = Asks(gateway.url(rollout), rollout, gateway)
+                rollout = await gateway.open(talks_of(agent, encoder, stops=stop))
+                asks = Asks(agent, rollout, gateway)
                 try:
                     await case(asks)
                 finally:

@@ -58,7 +58,7 @@ function overlay(name) {
 function drawTabs() {
   const warned = opened[view.run]?.warned + (opened[view.run]?.advice.length ?? 0);
   at("tabs").replaceChildren(...Object.entries(TABS).map(([tab, name]) => element("button",
-    { type: "button", role: "tab", "aria-selected": String(view.tab === tab), "data-tab": tab, onclick: () => { go({ tab }); draw(); } },
+    { type: "button", role: "tab", "aria-selected": String(view.tab === tab), tabindex: view.tab === tab ? "0" : "-1", "data-tab": tab, onclick: () => { go({ tab }); draw(); } },
     name, tab === "warnings" && warned ? element("span", { class: "count" }, String(warned)) : null)));
 }
 
@@ -229,6 +229,13 @@ document.addEventListener("keydown", (event) => {
   else if (does[event.key]) { event.preventDefault(); does[event.key](); }
 });
 
+at("tabs").addEventListener("keydown", (event) => {
+  const tabs = Object.keys(TABS), by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by) return;
+  go({ tab: tabs[(tabs.indexOf(view.tab) + by + tabs.length) % tabs.length] });
+  draw();
+  at("tabs").querySelector("[aria-selected=true]").focus();
+});
 at("keys").onclick = () => at("help").showModal();
 at("find").oninput = drawList;
 at("newer").querySelector("button").onclick = () => draw();

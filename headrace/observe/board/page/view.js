@@ -2,6 +2,7 @@
 export const DEFAULT_METRICS = [
   "reward/drawn", "held_out/reward", "reward/trained", "lag/mean", "train/kl", "train/entropy", "length/mean", "share/truncated",
   "share/no_contrast", "train/grad_norm", "train/loss", "time/step_seconds", "time/engine_tokens_per_second", "time/engine_idle",
+  "cost/dollars_per_step",
 ];
 const LISTS = ["runs", "metrics"];
 export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", q: "" };

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headrace.observe.board.growing import Growing
 from headrace.observe.facts import GroupEnded
+from headrace.observe.index.growing import Growing
 
 ROW = np.dtype(
     [
@@ -48,9 +48,9 @@ class Wanted(NamedTuple):
 
 
 class GroupTable:
-    def __init__(self, rows: np.ndarray | None = None, reasons: Sequence[str] = ("",)) -> None:
-        self.rows = Growing(ROW, rows)
-        self.reasons = list(reasons)
+    def __init__(self) -> None:
+        self.rows = Growing(ROW)
+        self.reasons = [""]
         """The reasons of outcomes; `reason` is a place in it."""
 
     def end(self, fact: GroupEnded) -> None:

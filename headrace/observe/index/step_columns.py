@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.observe.board.growing import Growing
+from headrace.observe.index.growing import Growing
 
 STEP, MINUTES, TOKENS = "step", "minutes", "tokens"
 """Axes that every series can be drawn over: steps done, minutes since the start, tokens trained."""
@@ -30,20 +30,22 @@ class StepColumns:
     def __init__(self) -> None:
         self._series: dict[str, tuple[Growing, Growing]] = {}
 
-    @staticmethod
-    def of(arrays: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> StepColumns:
-        """Makes them from arrays of steps and values."""
-        made = StepColumns()
-        made._series = {name: (Growing(0, steps), Growing(0, values)) for name, (steps, values) in arrays.items()}
-        return made
-
     def add(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            if name not in self._series:
-                self._series[name] = Growing(np.int32), Growing(np.float64)
-            steps, known = self._series[name]
+            steps, known = self._of(name)
             known.append(value)
             steps.append(step)
+
+    def extend(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        """Adds several values [n] of one number."""
+        known_steps, known = self._of(name)
+        known.extend(values)
+        known_steps.extend(steps)
+
+    def _of(self, name: str) -> tuple[Growing, Growing]:
+        if name not in self._series:
+            self._series[name] = Growing(np.int32), Growing(np.float64)
+        return self._series[name]
 
     @property
     def names(self) -> list[str]:

@@ -1,0 +1,53 @@
+"""The cost of a run in dollars, from the prices of its settings.
+
+A pool costs its price for every hour of the run's clock: loading, waiting, evaluations and checkpoints are paid for like training, and the
+time between two processes of a run is not.
+"""
+
+from __future__ import annotations
+
+from headrace.observe.facts import Fact, FleetSample, RunStarted
+
+ENGINE, TRAINER = "engine", "trainer"
+
+
+class Costs:
+    """Dollars spent so far."""
+
+    def __init__(self) -> None:
+        self.prices: dict[str, float] = {}
+        """Dollars an hour: of each engine, of the trainer. Empty if none was set."""
+        self.spent = {ENGINE: 0.0, TRAINER: 0.0}
+        self.of_step = 0.0
+        """Dollars between the ends of the last two steps."""
+        self._engines = 1
+        self._at = self._before = 0.0
+
+    def fold(self, fact: Fact) -> None:
+        if isinstance(fact, RunStarted):
+            self.prices, self._engines = fact.prices, 1
+        if not self.prices:
+            return
+        hours, self._at = max(0.0, fact.t - self._at) / 3600, max(fact.t, self._at)
+        self.spent[ENGINE] += hours * self._engines * self.prices.get(ENGINE, 0.0)
+        self.spent[TRAINER] += hours * self.prices.get(TRAINER, 0.0)
+        if isinstance(fact, FleetSample):
+            self._engines = sum(one.state != "lost" for one in fact.members)
+
+    def end_step(self) -> None:
+        self.of_step, self._before = self.total - self._before, self.total
+
+    @property
+    def total(self) -> float:
+        return sum(self.spent.values())
+
+
+def dollars(value: float) -> str:
+    """Formats dollars: `$1,240`, `$12.40`, `$0.0031`.
+
+    >>> dollars(1240.4), dollars(12.4), dollars(0.00312), dollars(0)
+    ('$1,240', '$12.40', '$0.0031', '$0')
+    """
+    if value >= 1000:
+        return f"${value:,.0f}"
+    return f"${value:.2f}" if value >= 0.1 else f"${value:.2g}"

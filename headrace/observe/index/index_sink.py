@@ -1,0 +1,71 @@
+"""How a run writes its index: a block whenever its metrics have grown by a MiB, and one at its end."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.durable.atomic_files import AppendFile
+from headrace.errors import HeadraceError
+from headrace.observe.facts import GroupEnded
+from headrace.observe.index.index_file import INDEX, block_of, framed, header
+from headrace.observe.index.numbers import Numbers
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import METRICS, MetricsFact, StepRow
+
+EVERY = 1 << 20
+"""Bytes of metrics for a block. Of a long run the board lacks at most these until it has read the metrics itself."""
+
+
+class NumbersIndex:
+    """A sink. Each process of a run begins the file anew, because a resume may have cut the metrics."""
+
+    def __init__(self, run_dir: Path, every: int = EVERY) -> None:
+        self._run_dir, self._every = run_dir, every
+        self._numbers = Numbers()
+        self._written: dict[str, int] = {}
+        self._changed: set[int] = set()
+        self._file: AppendFile | None = None
+        self._failed = False
+
+    def recall(self, fact: MetricsFact, state: RunState) -> None:
+        """Takes a fact of an earlier process of the run."""
+        self._numbers.take(fact, state)
+        if isinstance(fact, GroupEnded):
+            self._changed.add(fact.ticket)
+        elif isinstance(fact, StepRow):
+            self._changed.update(fact.tickets)
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        self.recall(fact, state)
+        if isinstance(fact, StepRow) and self._size() - self._numbers.size >= self._every:
+            self._write()
+
+    def close(self) -> None:
+        if self._file or self._numbers.columns.names:
+            self._write()
+        if self._file:
+            self._file.close()
+
+    def _size(self) -> int:
+        try:
+            return (self._run_dir / METRICS).stat().st_size
+        except OSError:
+            return 0
+
+    def _write(self) -> None:
+        """Appends a block. A disk that is full costs the board's speed, never the run: the file ends with its last whole block."""
+        size = self._size()
+        if self._failed or size <= self._numbers.size:
+            return
+        self._failed = True
+        with suppress(OSError, HeadraceError):
+            if self._file is None:
+                (self._run_dir / INDEX).unlink(missing_ok=True)
+                self._file = AppendFile(self._run_dir / INDEX, whole=lambda path: 0)
+                self._file.append(header())
+            self._numbers.size = size
+            self._file.append(framed(block_of(self._run_dir, self._numbers, self._written, self._changed)))
+            self._written = {name: len(values) for name, (_, values) in self._numbers.columns.items()}
+            self._changed.clear()
+            self._failed = False

@@ -1,0 +1,30 @@
+"""Everything that curves and sample browser need to know of a run, counted from its facts."""
+
+from __future__ import annotations
+
+from headrace.observe.facts import GroupEnded
+from headrace.observe.index.group_table import GroupTable
+from headrace.observe.index.step_columns import MINUTES, TOKENS, StepColumns
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.sinks.scalars import scalars
+
+
+class Numbers:
+    def __init__(self) -> None:
+        self.columns, self.groups = StepColumns(), GroupTable()
+        self.size = 0
+        """Bytes of `metrics.jsonl` that they were counted from; set by whoever reads or writes that file."""
+        self._tokens = 0
+
+    def take(self, fact: MetricsFact, state: RunState) -> None:
+        """Counts a fact. `state` already includes it."""
+        step, values = scalars(fact, state)
+        if isinstance(fact, GroupEnded):
+            self.groups.end(fact)
+        elif isinstance(fact, StepRow):
+            self._tokens += fact.report.loss_tokens
+            values |= {MINUTES: fact.t / 60, TOKENS: float(self._tokens)}
+            self.groups.train(fact.tickets, fact.report.step + 1)
+        if values:
+            self.columns.add(step, values)

@@ -1,0 +1,69 @@
+"""Scalars for MLflow: to the tracking server that `MLFLOW_TRACKING_URI` names, else to files in the directory of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.observe.facts import RunStarted
+from headrace.observe.sinks.hushing import hushed
+from headrace.observe.sinks.queued import Dashboard, described
+
+PLACE = "headrace.run"
+"""The tag with the directory of a run, by which a resumed one is found again."""
+
+
+def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:
+    return MlflowRun(run_dir)
+
+
+class MlflowRun:
+    """A run of the experiment `MLFLOW_EXPERIMENT_NAME`, by default `headrace`. A resumed run continues it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._place = run_dir.resolve()
+        self._client: Any = None
+        self._run = ""
+
+    def start(self, fact: RunStarted) -> None:
+        if self._run:
+            return
+        with hushed():
+            self._client = self._open()
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "headrace")
+            found = self._client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self._client.create_experiment(name)
+            tags = {PLACE: str(self._place), "mlflow.runName": fact.name}
+            earlier = (
+                self._client.search_runs([experiment], f"tags.`{PLACE}` = '{self._place}'") if fact.resumed_at else []
+            )
+            run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags)
+            self._client.update_run(run.info.run_id, status="RUNNING")
+            if not earlier:
+                for key, value in described(fact).items():
+                    self._client.log_param(run.info.run_id, key, value)
+            self._run = run.info.run_id
+
+    def _open(self) -> Any:
+        """Returns a client. Files need MLflow's consent, which is given to this process."""
+        from mlflow.tracking import MlflowClient
+
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            address = (self._place / "mlruns").as_uri()
+        return MlflowClient(tracking_uri=address)
+
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
+        from mlflow.entities import Metric
+
+        if self._run:
+            moment = int(1000 * at)
+            self._client.log_batch(self._run, [Metric(name, value, moment, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        if self._run:
+            self._client.set_terminated(self._run)
+            self._run = ""
