@@ -15,6 +15,7 @@ from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
 from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
@@ -111,7 +112,11 @@ def over(
         facts, clock = Facts(), asyncio.get_running_loop().time
         launcher = Scripted(scripts, broken)
         engine = ProcessEngine(
-            launcher, Job("engine", "engine"), 2, Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 2e6))
+            launcher,
+            Job("engine", "engine"),
+            2,
+            Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 2e6)),
+            suspects=Suspects(9),  # deaths count for the engine, not for a ticket
         )
         try:
             await engine.launch()
