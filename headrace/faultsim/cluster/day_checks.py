@@ -43,8 +43,6 @@ class DayChecks:
         """The tickets of each step."""
         self.tokens = 0
         """Real tokens that were trained, those of repeated steps once."""
-        self.by_hour: Counter[int] = Counter()
-        """The same by the hour in which their step ended."""
         self.rollouts = self.facts = 0
         self.lag = 0
         self.repeated_steps, self.repeated_seconds = 0, 0.0
@@ -124,7 +122,6 @@ class DayChecks:
             self._end(group.ticket, "trained")
             self._check(group, step)
         self.tokens += fact.report.loss_tokens
-        self.by_hour[int(fact.t / HOUR)] += fact.report.loss_tokens
 
     def _check(self, group: Group, step: int) -> None:
         """C1, C4, C5 of one group: no token too old, and exactly those that the seeds give."""

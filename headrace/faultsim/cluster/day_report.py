@@ -27,8 +27,6 @@ class DayReport(Struct, frozen=True, kw_only=True):
     down: float
     """Seconds without a run: restarts, and the start of workers."""
     tokens: int
-    by_hour: dict[int, int]
-    """The same by the hour in which their step ended."""
     steps: int
     rollouts: int
     facts: int
@@ -46,12 +44,6 @@ class DayReport(Struct, frozen=True, kw_only=True):
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
-
-    def tokens_in(self, seconds: float) -> float:
-        """The tokens of a longer day: every hour behind this one is like the mean of its hours, but for the first two, in which the pipeline fills."""
-        steady = [self.by_hour.get(hour, 0) for hour in range(2, int(self.seconds / 3600))]
-        more = seconds - self.seconds
-        return self.tokens + (sum(steady) / len(steady) * more / 3600 if more > 0 else 0.0)
 
     def lines(self, ideal: DayReport | None) -> Iterator[str]:
         """`ideal`: the same day without mishaps."""
@@ -79,8 +71,7 @@ class DayReport(Struct, frozen=True, kw_only=True):
         )
         yield f"trained      {self.rollouts:,} rollouts, {self.tokens / 1e9:.3f} billion tokens, {self.tokens_per_second:,.0f} a second"
         if ideal:
-            hours = int(ideal.seconds / 3600)
-            yield f"goodput      {self.tokens / ideal.tokens_in(self.seconds):.2%} of {hours} hours without mishaps, extended to as many hours"
+            yield f"goodput      {self.tokens / ideal.tokens:.2%} of the day without mishaps"
         yield f"simulated    in {self.cpu:.0f} s of CPU time, {self.facts:,} facts checked"
 
 
@@ -88,7 +79,6 @@ def report_of(checks: DayChecks, **more: object) -> DayReport:
     """`more`: what the checks do not know."""
     found = {
         "tokens": checks.tokens,
-        "by_hour": dict(checks.by_hour),
         "steps": len(checks.trained),
         "rollouts": checks.rollouts,
         "facts": checks.facts,
