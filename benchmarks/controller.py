@@ -40,6 +40,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.joining.greeting import SILENCE, Agreed, Hello, Terms, Welcome, packed
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
+from headrace.orchestration.workers.joining.packages import own_packages
 from headrace.orchestration.workers.wire import BEAT, BEATS, HEAD, Frame, decode, length_of, pack, pack_payload, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job
@@ -75,7 +76,8 @@ class Host:
     async def run(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._reader, self._writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-        hello = Hello(__version__, self._token, "engine", host=f"node-{self._number // 8}", pid=self._number + 1)
+        place = {"host": f"node-{self._number // 8}", "pid": self._number + 1}
+        hello = Hello(__version__, self._token, "engine", packages=own_packages(), **place)
         self._writer.write(packed(hello))
         while (welcome := await self._greeting()).terms or welcome.waiting:
             if welcome.terms:
