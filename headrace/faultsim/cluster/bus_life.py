@@ -21,7 +21,8 @@ from headrace.observe.facts import Accounting
 from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
 from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.groups.errands import RunNotice
+from headrace.orchestration.groups.errands import GroupSizes, RunNotice
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.simulate.world import World
 from headrace.version import __version__
 
@@ -66,8 +67,8 @@ class BusLives:
                 self._processes = self._park.processes = ClusterProcesses(size, self._machines)
                 self.down += size.restart
         finally:
-            for one in keepers:
-                one.cancel()
+            for keeper in keepers:
+                keeper.cancel()
 
     def _reason(self) -> str:
         """The reason for which the newest process ended before the day did; empty if it did not."""
@@ -87,7 +88,8 @@ class BusLives:
         async def opened() -> tuple[Bus, str]:
             return bus, "in memory"
 
-        engine = self._engine = BusEngine("the bus", opened, "", telemetry)
+        sizes, suspects = GroupSizes(size.group_size, 1), Suspects(size.ticket_deaths)
+        engine = self._engine = BusEngine("the bus", opened, "", telemetry, sizes=sizes, suspects=suspects)
         try:
             await trainer.open()
             await engine.launch()

@@ -10,7 +10,9 @@ import asyncio
 import heapq
 import itertools
 from bisect import bisect_right
+from collections.abc import Coroutine
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from headrace.errors import IdentityError
 from headrace.faultsim.cluster.hardware.machines import NodeLink
@@ -97,8 +99,8 @@ class ClusterEngineProcess(FakeProcess):
         if self._timer:
             self._timer.cancel()
 
-    def _do(self, work: object) -> None:
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -59,6 +59,8 @@ class ClusterSize(Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 4
     contrast: float = 0.85
     """Share of groups whose rewards differ; the others are dropped."""
+    ticket_deaths: int = 3
+    """`engine.ticket_deaths`."""
     grain: int = 8192
     """Real tokens that one simulated token stands for."""
     silence: float = 60.0
