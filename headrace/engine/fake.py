@@ -54,6 +54,8 @@ class _Presence:
         self._awake = asyncio.Event()
         self._awake.set()
         self._stopped, self._away = False, ""
+        self.kills = 0
+        """How often it was killed."""
         self._answers, self._absent = asyncio.Event(), asyncio.Event()
         self._answers.set()
 
@@ -106,6 +108,11 @@ class _Presence:
     async def absence(self) -> str:
         await self._absent.wait()
         return self._away
+
+    def kill(self) -> None:
+        """Ends the process. Its replacement answers."""
+        self.kills += 1
+        self.stopped = False
 
 
 @dataclass
@@ -353,9 +360,6 @@ class FakeEngine(_Presence):
         """Fails as an engine whose process was killed and is not restarted."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
-
-    def kill(self) -> None:
-        pass
 
     async def close(self) -> None:
         pass

@@ -387,11 +387,11 @@ def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
     try:
         loop.run_until_complete(task)
     finally:
-        _forget(loop)
+        forget(loop)
     assert not lost, f"C6: nobody heard of {lost[0]}"
 
 
-def _forget(loop: VirtualTimeLoop) -> None:
+def forget(loop: VirtualTimeLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         for _ in range(3):  # a task that awaits in its clean-up does not end at the first close
