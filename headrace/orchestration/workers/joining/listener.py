@@ -231,9 +231,7 @@ class Listener:
                 "version",
                 f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
             )
-        if isinstance(hello, WitnessHello):
-            return hello
-        if self._examine:
+        if isinstance(hello, WitnessHello) or self._examine:
             return hello
         if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
             raise TurnedAway(
