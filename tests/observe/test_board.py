@@ -387,7 +387,7 @@ def test_tokens_have_the_numbers_that_the_trainer_recorded(runs: Path):
     sampled, trained = re.findall(r'data-p="(\S+)" data-a="\S+" data-t="(\S+)"', first)[2]
     assert float(sampled) - float(trained) == pytest.approx(0.02, abs=2e-4)
     assert ' data-t="' not in second and 'value="entropy" disabled' in second
-    assert "this one is not among them" in second and "not recorded" not in first
+    assert "not recorded: a step records those of some of its rollouts" in second and "not recorded" not in first
 
 
 def _tickets_of_step(run_dir: Path, step: int) -> list[int]:
