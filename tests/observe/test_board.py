@@ -211,6 +211,9 @@ def test_a_resumed_run_begins_its_index_anew(tmp_path: Path):
     first = Recorder(tmp_path, index=NumbersIndex(tmp_path, every=2000))
     for fact in facts[: half + 30]:  # killed: nothing is closed, and what the journal lacks will be cut
         first.record(fact)
+    before = (tmp_path / INDEX).read_bytes()
+    Recorder(tmp_path, resume=standing(facts[:half], 7), waits=True, index=NumbersIndex(tmp_path)).close()
+    assert (tmp_path / INDEX).read_bytes() == before, "a resume that was refused changes nothing"
     resumed = Recorder(tmp_path, resume=standing(facts[:half], 7), index=NumbersIndex(tmp_path, every=2000))
     for fact in facts[half:]:
         resumed.record(fact)
