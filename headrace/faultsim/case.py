@@ -31,6 +31,8 @@ class GroupShape(NamedTuple):
     turns: int = 1
     alternatives: int = 0
     """Alternatives of each rollout, from one of its turns on."""
+    poisoned: tuple[int, ...] = ()
+    """The tickets whose requests end every engine process that begins one."""
 
 
 class Case(Struct, frozen=True):
@@ -64,12 +66,15 @@ class Case(Struct, frozen=True):
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
     """Which prompt is drawn next. Unless it is uniform, there are `DISTINCT` different prompts, which come again and again."""
 
+    poisoned: tuple[int, ...] = ()
+    """Tickets whose requests end every engine process that begins one."""
+
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
 
     @property
     def shape(self) -> GroupShape:
-        return GroupShape(self.group_size, self.turns, self.alternatives)
+        return GroupShape(self.group_size, self.turns, self.alternatives, self.poisoned)
 
     @property
     def staleness(self) -> StalenessConfig:

@@ -9,11 +9,12 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, Process
+from headrace.orchestration.workers.fake import Died
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput
@@ -21,6 +22,9 @@ from headrace.types import Request, RolloutKey
 from headrace.weights import WeightUpdate
 
 MAX_RUNNING = 12
+
+TICKET_DEATHS = 3
+"""Deaths of engine processes after which a ticket is given up."""
 
 MAX_TOKENS = 6
 """Tokens of a completion at most."""
@@ -114,8 +118,17 @@ class _Row:
 class SimulatedEngineProcess(Process):
     who = "engine"
 
-    def __init__(self, chance: Chance, memory: dict[int, str], truth: Truth, turns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        chance: Chance,
+        memory: dict[int, str],
+        truth: Truth,
+        turns: Callable[[], int],
+        poisoned: Collection[int] = (),
+    ) -> None:
+        """`poisoned`: tickets whose requests end the process when it begins them."""
         super().__init__(chance)
+        self._poisoned = poisoned
         self._memory, self._truth, self._turns = memory, truth, turns
         self._version, self._weights = -1, ""
         self._pass = chance.random.choice([0.01, 0.1, 0.5])
@@ -231,6 +244,9 @@ class SimulatedEngineProcess(Process):
                 scores.append(PromptScores(name, self._version, scored, mixed=self._mixed))
                 ended.append(Finished(name, "length"))
                 continue
+            if (key := RolloutKey.read(name)) and key.ticket in self._poisoned:
+                self.die("was killed by SIGSEGV (simulated)")
+                raise Died
             wanted, fails = fate(request.sampling.seed, request.sampling.max_tokens)
             assert len(request.prefix) < wanted, f"{name} had ended, and is asked for again"
             self._running[name] = _Row(request, wanted, fails, len(request.prefix), self._version)

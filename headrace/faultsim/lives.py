@@ -26,7 +26,7 @@ from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.checks import Referee, RunHistory
-from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
+from headrace.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
 from headrace.faultsim.scorer import SeededScorer, ServedScorer
@@ -38,6 +38,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import earlier_metrics
@@ -176,7 +177,8 @@ class Life:
         chance, memory, truth = self.chance, self._memory, self._history.truth
 
         def engine_process() -> SimulatedEngineProcess:
-            return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns))
+            turns, poisoned = lambda: next(self._engine_turns), self._case.poisoned
+            return SimulatedEngineProcess(chance, memory, truth, turns, poisoned)
 
         def trainer_process() -> SimulatedTrainerProcess:
             return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
@@ -194,11 +196,12 @@ class Life:
             restore={"": str(checkpoint)} if checkpoint else {},
         )
         trainer = ProcessTrainer(launcher, start)
-        max_deaths = chance.random.choice([0, 1, 3])
+        max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        parts = range(self._case.members)
-        return trainer, [ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._telemetry) for _ in parts]
+        parts, suspects = range(self._case.members), Suspects(TICKET_DEATHS)
+        job = Job("engine", "engine")
+        return trainer, [ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects) for _ in parts]
 
     async def _engine(self, parts: list[ProcessEngine]) -> Engine:
         """Opens the engine of the case."""
@@ -340,6 +343,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
             history.killed += 1
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
+            kinds |= {"engine_dies"} if case.poisoned else set()
             assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
         history.befell += life.chance.befell

@@ -65,7 +65,7 @@ async def open_seats(
     check_seats(config.orchestration)
     terms = terms_of(config.model.path, model_dir)
     opened = (
-        _joining(config, terms, telemetry)
+        _joining(config, terms, logs, telemetry)
         if config.orchestration.kind == "join"
         else _placed(config, terms, logs, telemetry)
     )
@@ -74,19 +74,21 @@ async def open_seats(
 
 
 @asynccontextmanager
-async def _joining(config: RunConfig, terms: Terms, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
     place = config.orchestration
     token, tls = secrets_of(place)
     async with _listening(
-        place, Listener(token, place.host, place.port, terms=terms, tls=tls, say=telemetry.warn), telemetry
+        place,
+        Listener(token, place.host, place.port, terms=terms, tls=tls, reconnect=place.reconnect, say=telemetry.warn),
+        telemetry,
     ) as listener:
         if not tls and place.host not in LOCAL_HOSTS:
             telemetry.warn(
                 f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
                 "a private network, or set orchestration.cert and orchestration.key"
             )
-        telemetry.warn(_invitation(config, listener.address))
-        yield JoinLauncher(listener, telemetry)
+        telemetry.warn(invitation(config, listener.address))
+        yield JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
 
 
 @asynccontextmanager
@@ -133,7 +135,7 @@ async def _listening(config: OrchestrationConfig, listener: Listener, telemetry:
             telemetry.warn(f"connections that were turned away at {listener.address}: {counts}")
 
 
-def _invitation(config: RunConfig, address: str) -> str:
+def invitation(config: RunConfig, address: str) -> str:
     names = ", ".join(f"engine {name}".rstrip() for name in members_of(config.engine))
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -32,7 +33,8 @@ from headrace.orchestration.bus.open_bus import open_for_run
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
-from headrace.orchestration.groups.errands import RunNotice
+from headrace.orchestration.groups.errands import GroupSizes, RunNotice
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.seats import threads_elsewhere
 from headrace.orchestration.workers.build import open_files, open_network, open_transport
@@ -86,6 +88,7 @@ def start_engine(
     telemetry: Telemetry,
 ) -> Starting:
     """`logs`: the directory for what processes print."""
+    suspects = Suspects(config.engine.ticket_deaths)
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         if config.orchestration.elsewhere:  # its machine has cores of its own
@@ -96,9 +99,8 @@ def start_engine(
                 member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
             )
         who = f"engine {name}".rstrip()
-        return _process(
-            member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=member_telemetry
-        )
+        engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
+        return _process(member, who, engine, model_dir=model_dir, transport=transport)
 
     if config.orchestration.bus:
         return _on_bus(config, model_dir=model_dir, transport=transport, run_dir=logs.parent, telemetry=telemetry)
@@ -121,7 +123,8 @@ def _on_bus(
             say=telemetry.warn,
         )
 
-    engine = BusEngine(place.bus, opened, adapter, telemetry)
+    sizes, suspects = GroupSizes(config.rollout.group_size, config.eval.samples), Suspects(config.engine.ticket_deaths)
+    engine = BusEngine(place.bus, opened, adapter, telemetry, sizes=sizes, suspects=suspects)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         terms = terms_of(config.model.path, model_dir)
@@ -150,10 +153,9 @@ def name_on_bus(run_dir: Path, name: str) -> str:
 
 
 def _process(
-    config: RunConfig, who: str, *, model_dir: Path, launcher: Launcher, transport: Transport, telemetry: Telemetry
+    config: RunConfig, who: str, make: Callable[[Job, int], ProcessEngine], *, model_dir: Path, transport: Transport
 ) -> Starting[MemberEngine]:
-    job = Job("engine", who, config.engine.cores, transport.inherited)
-    engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
+    engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), dict(manifests), transport))

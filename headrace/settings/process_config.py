@@ -110,6 +110,8 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    reconnect: float = Field(default=5.0, ge=0)
+    """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
     redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""
@@ -187,7 +189,7 @@ class OrchestrationConfig:
 
 
 _ABOUT = {
-    **dict.fromkeys(("token_file", "cert", "key"), ("join",)),
+    **dict.fromkeys(("token_file", "cert", "key", "reconnect"), ("join",)),
     **dict.fromkeys(("address", "gpus"), ("ray",)),
     "listen": ("join", "ray"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,9 @@ class WorkerOwner(Protocol):
     async def resume_in(self, worker: Worker) -> None:
         """Gives a replacement the weights and requests that the dead process had."""
 
+    def went_down(self, forgive: Callable[[], None]) -> None:
+        """The process that was up has died. `forgive`: takes this death off the count."""
+
     def died(self, how: str, deaths: int) -> None: ...
 
     def given_up(self, error: Exception) -> None: ...
@@ -32,6 +36,8 @@ class Keeper:
         self._launcher, self._job, self._max_deaths, self._ward, self._heard = launcher, job, max_deaths, ward, heard
         self._worker = launcher.worker(job, heard)
         self._deaths = 0
+        self._forgiven: set[int] = set()
+        """The numbers of the deaths that do not count for `max_deaths`."""
         self._lost: asyncio.Future[None] | None = None
         """Carries the error once the worker is given up."""
         self._keeping: asyncio.Task[None] | None = None
@@ -126,9 +132,10 @@ class Keeper:
                 self._deaths += 1
                 await self._worker.end()
                 self._ward.died(how, self._deaths)
-                if self._deaths > self._max_deaths:
-                    raise WorkerDied(who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
-                                     f"{self._max_deaths})")  # fmt: skip
+                if (counted := self._deaths - len(self._forgiven)) > self._max_deaths:
+                    raise WorkerDied(
+                        who, f"{how}; it was its death no. {counted} (engine.max_deaths allows {self._max_deaths})"
+                    )
                 await self._replace()
         except Exception as error:  # else this task would end in silence, and its callers would wait for ever
             self.give_up(error if isinstance(error, HeadraceError) else _irreplaceable(who, error))
@@ -143,6 +150,8 @@ class Keeper:
             self._set_up(True)
 
     def _set_up(self, up: bool) -> None:
+        if self._up.is_set() and not up:
+            self._ward.went_down(functools.partial(self._forgiven.add, self._deaths + 1))
         for event, holds in ((self._up, up), (self._down, not up)):
             event.set() if holds else event.clear()
 

@@ -28,6 +28,7 @@ from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import LEAVE, Agreed, Hello, Terms, packed
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
+from headrace.orchestration.workers.joining.packages import own_packages
 from headrace.orchestration.workers.joining.same_model import agree, terms_of
 from headrace.orchestration.workers.wire import unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
@@ -215,7 +216,7 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     async def use(listener: Listener, said: list[str]) -> None:
         host, port = listener.address.split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(packed(Hello(__version__, TOKEN, "engine")))
+        writer.write(packed(Hello(__version__, TOKEN, "engine", packages=own_packages())))
         if agrees:
             writer.write(packed(Agreed("/gone")))
             await spares(listener, 1)
@@ -247,6 +248,22 @@ def test_who_is_turned_away_hears_why_and_the_run_says_so_once(more: Any, reason
             await asyncio.sleep(0.01)
         assert len(said) == 1 and said[0].startswith("a connection from 127.0.0.1 was turned away: ")
         assert not arrival.done()
+
+    listening(use)
+
+
+def test_a_worker_with_other_packages_is_turned_away_with_what_differs() -> None:
+    async def use(listener: Listener, said: list[str]) -> None:
+        host, port = listener.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(packed(Hello(__version__, TOKEN, "engine", packages={**own_packages(), "torch": "1.0"})))
+        heard = await reader.read()
+        assert b"it has torch 1.0 (the run has " in heard and b"other versions compute other numbers" in heard
+        assert said == [
+            "a connection from 127.0.0.1 was turned away: it has other versions of packages that decide what an engine computes (its worker "
+            "says which)"
+        ]
+        writer.close()
 
     listening(use)
 

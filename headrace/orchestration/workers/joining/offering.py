@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.joining.dial import RunOver, dial
-from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN, Kind
+from headrace.orchestration.workers.joining.greeting import (
+    CA,
+    MODEL,
+    PATIENCE,
+    TOKEN,
+    DoctorAnswer,
+    DoctorQuestion,
+    Kind,
+)
 from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.wire import WorkerEnd
 
@@ -19,13 +28,20 @@ AGAIN = 1.0
 """Seconds between two attempts to reach the controller."""
 
 
-def offer(address: str, kind: Kind) -> WorkerEnd:
-    """Returns when this worker has a seat. It tries for some time to reach the controller, which may not have started yet."""
+def offer(
+    address: str,
+    kind: Kind,
+    seated: Callable[[str], None],
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
+) -> WorkerEnd:
+    """Returns when this worker has a seat; `seated` is called with its session. `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
     token, ca, model = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL))
     deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
     while True:
         try:
-            end = dial(address, kind, token, ca=ca, agree=lambda terms: agree(terms, model))
+            end = dial(
+                address, kind, token, ca=ca, agree=lambda terms: agree(terms, model), seated=seated, examine=examine
+            )
             print(f"headrace: {kind} of the run at {address}", file=sys.stderr, flush=True)
             return end
         except RunOver as over:

@@ -34,8 +34,8 @@ class Arrivals(Protocol):
 class SeatedWorker(ConnectedWorker):
     """Protocol `Worker`, except for its start and its end."""
 
-    def __init__(self, who: str, heard: Heard, telemetry: Telemetry, silence: float) -> None:
-        super().__init__(who, heard, silence)
+    def __init__(self, who: str, heard: Heard, telemetry: Telemetry, silence: float, away: float = 0.0) -> None:
+        super().__init__(who, heard, silence, away)
         self._telemetry = telemetry
         self._arrived: Arrived | None = None
         self._model_dir = ""
