@@ -36,6 +36,7 @@ from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.bus_problems import bus_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
+from headrace.settings.placement_problems import placement_problems
 from headrace.settings.process_config import (
     CheckpointConfig,
     ChosenConfig,
@@ -48,7 +49,7 @@ from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_to
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
 from headrace.trainer.parallel import parallel_problems
-from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, weight_sync_problems
+from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -178,6 +179,7 @@ def check(config: RunConfig) -> list[str]:
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
         *bus_problems(config),
+        *placement_problems(config, way_of(config.weight_sync, config.ends).kind),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -357,6 +359,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.orchestration.bus:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
+    if config.orchestration.placement == "shared":
+        yield 'orchestration.placement = "shared" is for one policy; remove it, or train the adapters in runs of their own'
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

@@ -13,8 +13,9 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.seats import open_seats
 from headrace.orchestration.starting import start_engine, transport_of
@@ -51,6 +52,7 @@ class Pools:
         async with self._serving:
             if not self._base_is_live:
                 update = await self.trainer.publish()
+                await self.turns.over()
                 load = await self.engine.load(update)
                 telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
@@ -115,8 +117,19 @@ async def open_pools(
         transports=transports,
         trainer_dtype=ready.dtype,
         shadow=shadow,
+        turns=Turns(devices_of(config, engine, trainer, telemetry)),
         ending=ending,
     )
+
+
+def devices_of(
+    config: RunConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
+) -> SharedDevices | None:
+    """The devices that engine and trainer share; None if each has its own."""
+    if config.orchestration.placement != "shared":
+        return None
+    assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
+    return SharedDevices(engine, trainer, keep=config.orchestration.kv == "host", telemetry=telemetry)
 
 
 def trainer_start(

@@ -158,7 +158,9 @@ def _process(
     engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), dict(manifests), transport))
+        asleep = config.orchestration.placement == "shared"
+        settings = _engine_settings(config, adapters)
+        await engine.open(EngineStart(str(model_dir), settings, dict(manifests), transport, asleep))
 
     return Starting(engine, engine.launch, finish)
 

@@ -110,6 +110,12 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    placement: Literal["apart", "shared"] = "apart"
+    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
+    same devices, and the one that waits gives its memory back (docs/turns.md)."""
+    kv: Literal["host", "drop"] = "host"
+    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
+    and back; drop: it is freed, and computed again."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
@@ -171,8 +177,9 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus: for an engine of this process."""
-        return replace(self, bus="", bus_forgets=False, token_file="") if self.bus else self
+        """The same without a bus and without turns: for an engine of this process that is always awake."""
+        awake = replace(self, placement="apart", kv="host")
+        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property
     def elsewhere(self) -> bool:

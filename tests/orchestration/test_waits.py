@@ -555,6 +555,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("controller", "room on the disk for the last checkpoint"): of_pipeline(
         trainer=FakeTrainer(full=lambda attempt: True)
     ),
+    ("turns", "the * to *"): of_pipeline(kv="host"),
     ("controller", "the engine's statistics"): of_statistics,
     ("evaluation", "the engine"): of_evaluation,
     ("evaluation", "the engine, or *"): functools.partial(of_evaluation, environment=HANDED_OUT),

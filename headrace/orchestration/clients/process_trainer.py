@@ -10,7 +10,7 @@ from headrace.errors import WorkerDied
 from headrace.orchestration.clients.rank_group import trainer_worker
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Launcher
-from headrace.reports import TrainReport
+from headrace.reports import SleepReport, TrainReport
 from headrace.weights import WeightUpdate
 
 
@@ -42,6 +42,12 @@ class ProcessTrainer:
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._worker.call("save", (str(directory), adapter), type(None))
+
+    async def sleep(self) -> SleepReport:
+        return await self._worker.call("sleep", None, SleepReport)
+
+    async def wake(self) -> SleepReport:
+        return await self._worker.call("wake", None, SleepReport)
 
     async def watch(self) -> None:
         raise WorkerDied("trainer", await self._worker.watch())

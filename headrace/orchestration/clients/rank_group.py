@@ -19,6 +19,7 @@ import msgspec
 from headrace.errors import WorkerDied
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.stacks import ask, is_stopped
+from headrace.orchestration.workers.wire import pack_payload
 from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import Job, Launcher, Worker
 
@@ -59,12 +60,15 @@ class RankGroup:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._meeting = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
-        for worker in self._workers:
-            await worker.start()
+        await asyncio.gather(*(worker.start() for worker in self._workers))
         self._watching = [loop.create_task(self._watch(rank)) for rank in range(len(self._workers))]
         self._watching.append(loop.create_task(self._find_stopped()))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        if not isinstance(payload, TrainerStart):
+            payload = pack_payload(
+                payload
+            )  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
         calls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
             for rank, worker in enumerate(self._workers)

@@ -320,7 +320,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     for problem in problems:
         found.doubt(problem, certain=True)
     if not problems:
-        found.notes += notes(wanted, machine)
+        found.notes += notes(wanted, machine, plan.shared)
     if config.engine.starts_server:
         server = require(config.engine.kind, config.engine.python)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
@@ -344,6 +344,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
         fetches=not config.engine.is_server and way.kind not in ("shared_memory", "cuda_ipc"),
         published="cuda" if way.kind == "cuda_ipc" else "cpu",
+        shared=config.orchestration.placement == "shared",
     )
 
 

@@ -192,7 +192,7 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    core = core_class(config.kind)(directory, config)
+    core = core_class(config.kind)(directory, config, start.asleep)
     if start.transport:
         return core, start.transport.receiver(start.manifests)
     dtype = getattr(torch, config.serving_dtype)

@@ -75,6 +75,8 @@ class EngineStart(Struct, frozen=True):
     """The layouts that the trainer reported in `TrainerReady`."""
     transport: AnyTransport | None = None
     """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""
+    asleep: bool = False
+    """Whether it begins asleep: the trainer has the devices that both share."""
 
 
 class SharedStart(Struct, frozen=True):

@@ -19,8 +19,9 @@ SILENCE = 5.0
 DESERTED = 60.0
 """Seconds of silence after which a worker ends itself, because the controller's machine must be gone."""
 
-HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
-"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
+HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 2048
+"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time. The workers of a large fleet all
+dial in at once."""
 
 SAID_BYTES = 1 << 17
 """Limit of a message with words of a worker."""
