@@ -23,6 +23,10 @@ class WorkerDied(HeadraceError):
         self.who, self.how = who, how
 
 
+class PoisonedRequest(HeadraceError):
+    """A request was given up: process after process died while it worked on the request's ticket (`engine.ticket_deaths`)."""
+
+
 class StalledError(HeadraceError):
     """A wait passed its second deadline (C6). The message says who waited for what, and for how long."""
 

@@ -77,7 +77,12 @@ class EngineConfig:
     """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
     new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
-    """Number of engine processes that may die before the run stops."""
+    """Number of processes of an engine that may die in a row before the run stops, or its fleet gives it up. Those before an hour of work do
+    not count."""
+    ticket_deaths: int = Field(default=3, gt=0)
+    """Number of engine processes, or of rollout hosts on a bus, that may die while they work on one ticket. Then the ticket is given up: its
+    rollouts fail with the reason `engine_died`, and these deaths do not count for `max_deaths` (docs/cluster.md). 1 gives up all that an
+    engine was working on when it died."""
     path: Literal["auto", "kernels", "fused", "hf"] = "auto"
     """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the
     first of these that supports the model on this machine, unless another was measured to be faster."""
@@ -123,6 +128,8 @@ _OF_STARTED = ("python", "server_args", "gpus")
 OF_SERVERS = (*_OF_JOINED, *_OF_STARTED, "patience", "shared_dir")
 """Settings that the native engine does not have."""
 OF_FLEETS = ("replicas", "member_patience")
+_OF_WORKERS = ("ticket_deaths",)
+"""Settings that a server, which is nobody's worker, does not have."""
 _OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact", *OF_FLEETS)
 ON_GPUS = (
     "engine.replicas of the native engine share the cores of this machine, not its GPUs; have the run start servers of the same engine: "
@@ -142,6 +149,9 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
             if name in OF_SERVERS and not (name == "patience" and config.is_fleet):
                 yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", "vllm" or "sglang", or remove it'
         return
+    for name in changed:
+        if name in _OF_WORKERS:
+            yield f'engine.{name} is about the run\'s own engines, and engine.kind = "{config.kind}" is a server; remove it'
     if config.kind == "sglang" and not config.urls:
         yield 'engine.kind = "sglang" needs engine.urls: a run starts no SGLang server; start one and name its address (docs/engines.md)'
         return

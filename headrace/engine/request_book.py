@@ -39,6 +39,7 @@ class Pending(Transcript):
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self.done.exception()  # marks it as retrieved: the task that awaits it may be cancelled first
 
 
 class RequestBook:
@@ -50,6 +51,14 @@ class RequestBook:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._pending)
+
+    def is_done(self, request_id: str) -> bool:
+        """Whether a request that has not left yet has ended."""
+        return self._pending[request_id].done.done()
 
     def enter(self, request: Request) -> Pending:
         if request.id in self._pending:
@@ -81,8 +90,11 @@ class RequestBook:
                 pending.finish(end)
 
     def refuse(self, request_id: str, message: str) -> None:
+        self.fail(request_id, ValueError(message))
+
+    def fail(self, request_id: str, error: Exception) -> None:
         if pending := self._pending.get(request_id):
-            pending.fail(ValueError(message))
+            pending.fail(error)
 
     # -- over a death -----------------------------------------------------------------------------------------------------
 
@@ -90,6 +102,11 @@ class RequestBook:
         """Marks all pending requests: they end, even if the process that they run in dies first."""
         for pending in self._pending.values():
             pending.aborted = True
+
+    def interrupt(self, request_ids: Iterable[str]) -> None:
+        """Ends requests that no process has."""
+        for request_id in request_ids:
+            self._pending[request_id].interrupt()
 
     def interrupt_aborted(self) -> None:
         """Ends the marked requests itself, for when no process is running that could."""

@@ -31,6 +31,8 @@ class GroupShape(NamedTuple):
     turns: int = 1
     alternatives: int = 0
     """Alternatives of each rollout, from one of its turns on."""
+    poisoned: tuple[int, ...] = ()
+    """The tickets whose requests end every engine process that begins one."""
 
 
 class Case(Struct, frozen=True):
@@ -64,12 +66,16 @@ class Case(Struct, frozen=True):
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
     """Which prompt is drawn next. Unless it is uniform, there are `DISTINCT` different prompts, which come again and again."""
 
+    poisoned: tuple[int, ...] = ()
+    """Tickets whose requests end every engine process that begins one."""
+    shared: Literal["", "host", "drop"] = ""
+    """Whether engine and trainer take turns on the same devices, and what becomes of the KV cache meanwhile. For one engine."""
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
 
     @property
     def shape(self) -> GroupShape:
-        return GroupShape(self.group_size, self.turns, self.alternatives)
+        return GroupShape(self.group_size, self.turns, self.alternatives, self.poisoned)
 
     @property
     def staleness(self) -> StalenessConfig:
@@ -132,6 +138,8 @@ def case_of(seed: int) -> Case:
         stragglers=rng.choice([0, 0, 2, 3, 5]),
         members=rng.choice([1, 1, 2, 2, 3]),
     )
+    if case.members == 1 and seed % 3 == 1:
+        case = replace(case, shared="host" if seed % 2 else "drop")
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
     case = replace(case, curriculum=rng.choice(["pools", "contrast"])) if _chooses(rng, case) else case
     return _served(rng, case) if rng.randrange(4) == 0 else case

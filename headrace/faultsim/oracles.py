@@ -232,6 +232,8 @@ def fate_of(seed: int, ticket: int, prompt: str, shape: GroupShape) -> tuple[str
         seeds = [(place, turn) if turn else (place,) for turn in range(first, shape.turns)]
         return any(fate(seed_of(seed, "rollout", ticket, *parts), MAX_TOKENS)[1] for parts in seeds)
 
+    if ticket in shape.poisoned:
+        return "failed", {"engine_died": shape.size}
     engine, scored_before, families = 0, 0, list[tuple[int, list[float]]]()
     raised = 0
     for place in range(shape.size):

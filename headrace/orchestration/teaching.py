@@ -24,6 +24,7 @@ from headrace.observe.facts import EngineSample, Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.needs import check_teacher
 from headrace.orchestration.workers.worker_messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
@@ -166,7 +167,8 @@ class TeacherEngines:
         """Starts an engine. With `shadow` the trainer will send its weights; otherwise those in the directory are live on return."""
         transport = shadow.transport if shadow else None
         job = Job("engine", who, config.cores, transport.inherited if transport else ())
-        engine = ProcessEngine(self._launcher, job, config.max_deaths, self._telemetry)
+        suspects = Suspects(config.ticket_deaths)
+        engine = ProcessEngine(self._launcher, job, config.max_deaths, self._telemetry, suspects)
         self.engines.append(engine)
         async with self._telemetry.waits.named("start", f"the {who}"):
             await engine.launch()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.batches import Failure
-from headrace.errors import RolloutFailed, RolloutOver
+from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver
 from headrace.playing import Environment, Limits, TokenListener
 from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
@@ -242,6 +242,8 @@ class RolloutSession:
             done = await self._ask(asked)
         except ValueError as error:
             raise self._over("request_refused", str(error)) from error
+        except PoisonedRequest as error:
+            raise self._over("engine_died", str(error)) from error
         except Exception as error:
             self._broken = error
             raise

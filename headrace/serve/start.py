@@ -18,6 +18,7 @@ from headrace.models.resolve import cache_dir, resolve_model
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.workers.build import open_launcher
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job
@@ -82,7 +83,8 @@ async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncItera
     encoder = await asyncio.to_thread(ChatEncoder, directory)
     await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
     job, limit = Job("engine", "engine", config.engine.cores), config.engine.max_deaths
-    engine = ProcessEngine(open_launcher(logs), job, limit, _unrecorded())
+    suspects = Suspects(config.engine.ticket_deaths)
+    engine = ProcessEngine(open_launcher(logs), job, limit, _unrecorded(), suspects)
     try:
         await engine.launch()
         await engine.open(EngineStart(str(directory), dataclasses.asdict(config.engine), {}))

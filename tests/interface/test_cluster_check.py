@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,19 @@ from tiny_run import tiny_config
 
 from headrace import cli
 from headrace.commands.installed import cluster_check
-from headrace.commands.installed.cluster_check import examine_cluster, findings_of, versions
+from headrace.commands.installed.cluster_check import examine_cluster, findings_of, findings_of_joining, versions
 from headrace.commands.installed.doctor import DoctorFinding
 from headrace.config import load_config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
+from headrace.orchestration.workers.joining.dial import dial
+from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare
+from headrace.orchestration.workers.placed.examined import answer
 from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine
 from headrace.orchestration.workers.placed.host import NodeHost
 from headrace.version import __version__
 
+TOKEN = "a-token-of-many-characters"
 Sections = dict[str, list[DoctorFinding]]
 
 
@@ -53,7 +60,7 @@ def test_every_node_that_could_hold_an_engine_is_asked(tiny_llama: Path, tmp_pat
     assert room == DoctorFinding("room", "ok", "3 engines of 2 CPUs; the run wants 1")
     assert "stays on this machine" in trainer.value
     whats = [one.what for one in last(sections)]
-    assert whats == ["headrace", "Python", "torch", "transformers", "clock", "model", "network"]
+    assert whats == ["headrace", "Python", "torch", "transformers", "clock", "machine", "model", "network"]
     *_, model, network = last(sections)
     assert model.value == str(tiny_llama) and "MB/s from 127.0.0.1:" in network.value
 
@@ -82,7 +89,10 @@ def test_a_mixed_fleet_is_refused_and_a_node_without_the_token_gets_nothing(tiny
     sections = findings(tmp_path, tiny_llama, [NodeShare(2)], lambda machine: Another())
     assert [what for what, _ in bad(sections)] == ["headrace", "torch", "network"]
     found = {one.what: one for one in last(sections)}
-    assert found["headrace"].remedy == f"the run has {__version__}: install the same in the environment of its Ray"
+    assert (
+        found["headrace"].remedy
+        == f"the run has {__version__}: install the same in the environment that its worker is started from"
+    )
     assert (
         found["clock"].state == "note" and found["clock"].value.startswith("3600.") and "behind" in found["clock"].value
     )
@@ -121,10 +131,80 @@ def test_the_same_versions_are_the_same() -> None:
     assert [one.state for one in versions(here)] == ["ok", "ok", "bad", "bad"]
 
 
+# --- workers that join ---------------------------------------------------------------------------------------------------------
+
+
+def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections:
+    """`come`: called with the address in threads of its own, one for each seat."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (token := directory / "token").write_text(TOKEN)
+    token.chmod(0o600)
+    place = {"kind": "join", "listen": address, "token_file": str(token)}
+    config = load_config(tiny_config(directory, model, engine=engine, orchestration=place))
+    threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(config.engine.replicas)]
+    for one in threads:
+        one.start()
+    found = asyncio.run(findings_of_joining(config))
+    for one in threads:
+        one.join()
+    return found
+
+
+def offered(address: str, model: Path, examine: Any = answer, token: str = "") -> str:
+    """Returns what a worker hears in the end."""
+    while True:
+        try:
+            dial(address, "engine", token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
+        except OSError:
+            time.sleep(0.05)
+        except HeadraceError as error:
+            return str(error)
+
+
+def test_workers_that_join_are_asked_like_nodes(tiny_llama: Path, tmp_path: Path) -> None:
+    heard: list[str] = []
+    sections = examined(tmp_path, tiny_llama, lambda address: heard.append(offered(address, tiny_llama)), replicas=2)
+    assert not bad(sections)
+    assert sections["Workers"] == [DoctorFinding("workers", "ok", "2 came; the run has 2 seats")]
+    assert [one.what for one in last(sections)] == [
+        *("headrace", "Python", "torch", "transformers", "clock", "machine", "model", "network")
+    ]
+    network = last(sections)[-1].value
+    assert "MB/s from 127.0.0.1:" in network and network.endswith(" MB/s back")
+    assert heard == ["the doctor has asked all that it wanted to know; the run takes its workers when it starts"] * 2
+
+
+def test_a_worker_with_other_packages_is_shown_and_one_with_another_token_is_not_asked(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = NodeHost.look
+
+    async def look(host: NodeHost) -> dict[str, str]:
+        return {**await own(host), "headrace": "0.0.9", "torch": ""}
+
+    monkeypatch.setattr(NodeHost, "look", look)
+    heard: list[str] = []
+
+    def come(address: str) -> None:
+        heard.append(offered(address, tiny_llama, token="another-token-of-many"))
+        heard.append(offered(address, tmp_path))
+
+    found = examined(tmp_path, tiny_llama, come)
+    assert "its token is not the controller's" in heard[0] and "the doctor has asked" in heard[1]
+    assert [what for what, _ in bad(found)] == ["headrace", "torch"]
+    assert [one.what for one in found["Workers"]] == ["workers", "a stranger"]
+
+
+def test_workers_that_do_not_come_are_missed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_check, "ARRIVALS", 0.1)
+    assert bad(examined(tmp_path, tiny_llama, lambda address: None)) == [("workers", "0 came; the run has 1 seat")]
+
+
 def test_other_runs_and_options_without_a_config_are_refused(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="workers that join are compared when they come"):
+    with pytest.raises(ConfigError, match='orchestration.kind = "local" has none'):
         examine_cluster(load_config(tiny_config(tmp_path, tiny_llama)))
     assert cli.main(["doctor", "--set", "seed=1"]) == 2
     assert "--cluster CONFIG; name it" in capsys.readouterr().err

@@ -19,6 +19,8 @@ from headrace.faultsim.lives import trial
 from headrace.orchestration.store import recovery
 
 CHUNKS, SEEDS = 12, 150
+SLOW = range(6, 12)
+"""Chunks of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such
 
@@ -123,7 +125,7 @@ PINNED = {
 """By their names in `docs/simulation.md`."""
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [*range(SLOW.start), *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
 def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
     findings = fuzz(chunk * SEEDS, SEEDS, float("inf"))
     assert not findings, capsys.readouterr().out
@@ -174,6 +176,18 @@ def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
         keys = [key for by_name in history.truth.keys.values() for key in by_name.values()]
         begun.update(key.turn for key in keys if key.index >= case.group_size)
     assert 0 < begun[0] < begun[1] < begun[2], "alternatives begin at any turn, and go on to the end"
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_ticket_that_ends_every_engine_is_given_up_and_is_the_only_one(members: int) -> None:
+    """Its journal says so, so that no later life tries it again."""
+    ended, innocent = Counter[str](), Counter[int]()
+    cases = [msgspec.structs.replace(case, members=members, poisoned=(2,)) for case in map(case_of, range(24))]
+    for case in cases:
+        history = trial(case)
+        ended.update(one.reason for one in history.outcomes if one.ticket == 2)
+        innocent.update(one.ticket for one in history.outcomes if one.reason == "engine_died" and one.ticket != 2)
+    assert ended["engine_died"] > len(cases) / 2 and sum(innocent.values()) < len(cases) / 8
 
 
 def test_equal_cases_run_equally() -> None:

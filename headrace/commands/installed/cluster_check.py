@@ -1,33 +1,50 @@
-"""`headrace doctor --cluster CONFIG`: whether every node of a run's Ray cluster has the same packages and the model, and reaches the run."""
+"""`headrace doctor --cluster CONFIG`: whether all machines of a run have the same packages and the model, and reach the run: the nodes of its
+Ray cluster, or the workers that join it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import importlib.metadata
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from headrace.commands.installed.doctor import DoctorFinding, print_findings
+from headrace.commands.installed.doctor import GIB, DoctorFinding, print_findings
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.seats import check_seats, reach_problem, threads_elsewhere
+from headrace.orchestration.seats import (
+    check_seats,
+    invitation,
+    ranks_of,
+    reach_problem,
+    secrets_of,
+    threads_elsewhere,
+    threads_of_rank,
+)
 from headrace.orchestration.workers.build import open_cluster
+from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
+from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
+from headrace.orchestration.workers.placed.examined import ExaminedWorker
 from headrace.orchestration.workers.placed.host import PACKAGES
 from headrace.version import __version__
+from headrace.weight_sync.config import reached_at
 
 SENT = 32_000_000
 """Bytes that every node fetches."""
 
 PATIENCE = 120.0
 """Seconds for which a node is asked."""
+
+ARRIVALS = 120.0
+"""Seconds for which workers are awaited."""
 
 CLOCKS = 1.0
 """Seconds by which the clock of a node may differ: logs of several machines are read side by side."""
@@ -36,38 +53,90 @@ Findings = list[DoctorFinding]
 
 
 def examine_cluster(config: RunConfig) -> int:
-    """Prints a table for every node. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
-    if config.orchestration.kind != "ray":
+    """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
+    if not config.orchestration.elsewhere:
         raise ConfigError(
-            f'--cluster looks at the nodes of a Ray cluster, and orchestration.kind = "{config.orchestration.kind}"; workers that join are '
-            "compared when they come"
+            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join"'
         )
     check_seats(config.orchestration)
+    if config.orchestration.kind == "join":
+        return print_findings(asyncio.run(findings_of_joining(config)))
     return print_findings(asyncio.run(findings_of(config, open_cluster(config.orchestration.address))))
 
 
 async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings]:
-    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine."""
-    place, bundle = config.orchestration, NodeShare(threads_elsewhere(config), config.orchestration.gpus)
+    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine or a rank."""
+    place, ranks = config.orchestration, ranks_of(config)
+    bundle = NodeShare(threads_elsewhere(config), place.gpus)
+    rank = NodeShare(threads_of_rank(config), place.rank_gpus)
+    engines = [f"engine {number}" for number in range(config.engine.replicas)]
     async with aclosing(cluster), sending(place.host) as (address, token):
         await cluster.open()
         nodes = await cluster.nodes()
-        problems = refusal(nodes, bundle, config.engine.replicas, cluster.address), await reach_problem(place, cluster)
+        problems = [
+            refusal(nodes, bundle, engines, cluster.address),
+            refusal(nodes, rank, ranks, cluster.address),
+            await reach_problem(place, cluster),
+        ]
         said = [DoctorFinding("the run", "bad", one) for one in problems if one]
         room = (
             f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
         )
+        ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
         trainer = DoctorFinding(
-            "trainer", "ok", "stays on this machine, as a child of the run: Ray places engines only"
+            "trainer",
+            "ok",
+            ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)",
         )
         found = {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}
         terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
         for node in nodes:
-            if node.holds(bundle):
+            if node.holds(bundle) or (ranks and node.holds(rank)):
                 found[f"Node {node.address} ({node.has}), {node.id[:6]}"] = await _node(
                     cluster, node, (terms, address, token)
                 )
         return found
+
+
+async def findings_of_joining(config: RunConfig) -> dict[str, Findings]:
+    """Waits for as many workers as the run has seats, and asks each one. Returns the findings by title."""
+    place, seats = config.orchestration, config.engine.replicas
+    token, tls = secrets_of(place)
+    terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
+    found: dict[str, Findings] = {"Workers": []}
+    enough = asyncio.Event()
+    away: list[str] = []
+    async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
+
+        async def examine(hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
+            title = f"Worker {len(found)}: {hello.host} (process {hello.pid})"
+            found[title] = []
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    found[title] = await _ask(ExaminedWorker(ask), terms, address, key)
+            except (TimeoutError, HostLost) as error:
+                found[title] = [DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s")]
+            if len(found) > seats and all(found[one] for one in found if one != "Workers"):
+                enough.set()
+
+        listener = Listener(token, place.host, place.port, terms=terms, tls=tls, examine=examine, say=away.append)
+        try:
+            await listener.open()
+            print(invitation(config, listener.address), file=sys.stderr, flush=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ARRIVALS):
+                    await enough.wait()
+        except OSError as error:
+            raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
+        finally:
+            await listener.close()
+    came, wanted = len(found) - 1, f"the run has {seats} seat{'s' if seats > 1 else ''}"
+    missing = f"start more within {ARRIVALS:g} s" if came < seats else ""
+    found["Workers"] = [
+        DoctorFinding("workers", "bad" if missing else "ok", f"{came} came; {wanted}", missing),
+        *(DoctorFinding("a stranger", "note", one) for one in away),
+    ]
+    return found
 
 
 async def _node(cluster: Cluster, node: ClusterNode, asked: tuple[Any, str, str]) -> Findings:
@@ -91,13 +160,23 @@ async def _ask(hosted: Hosted, terms: Any, address: str, token: str) -> Findings
     found = [*versions(there), _clock(clock, before, time.time())]
     if not there["headrace"]:
         return found
+    has = await hosted.ask("machine")
+    found.append(
+        DoctorFinding(
+            "machine", "ok", f"{has['cores']:g} cores, {has['free'] / GIB:.1f} of {has['memory'] / GIB:.1f} GiB free"
+        )
+    )
     agreed = await hosted.ask("agree", terms)
     found.append(DoctorFinding("model", "bad" if agreed.unable else "ok", agreed.unable or agreed.model_dir))
     problem, seconds = await hosted.ask("fetch", address, token, SENT)
     if problem:
         remedy = "let its machine reach every port of orchestration.listen's host: the run's, and that of the weights"
         return [*found, DoctorFinding("network", "bad", f"cannot reach {address}: {problem}", remedy)]
-    return [*found, DoctorFinding("network", "ok", f"{SENT / seconds / 1e6:.0f} MB/s from {address}")]
+    problem, back = await hosted.ask("give", address, token, SENT)
+    if problem:
+        return [*found, DoctorFinding("network", "bad", f"cannot send to {address}: {problem}")]
+    speeds = f"{SENT / seconds / 1e6:.0f} MB/s from {address}, {SENT / back / 1e6:.0f} MB/s back"
+    return [*found, DoctorFinding("network", "ok", speeds)]
 
 
 def versions(there: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -106,7 +185,11 @@ def versions(there: Mapping[str, str]) -> Iterator[DoctorFinding]:
     here |= {name: importlib.metadata.version(name) for name in PACKAGES}
     for name, ours in here.items():
         theirs = there[name] or "none"
-        remedy = "" if theirs == ours else f"the run has {ours}: install the same in the environment of its Ray"
+        remedy = (
+            ""
+            if theirs == ours
+            else f"the run has {ours}: install the same in the environment that its worker is started from"
+        )
         yield DoctorFinding(name, "bad" if remedy else "ok", theirs, remedy)
 
 
@@ -120,15 +203,23 @@ def _clock(theirs: float, before: float, after: float) -> DoctorFinding:
 
 
 @asynccontextmanager
-async def sending(host: str) -> AsyncIterator[tuple[str, str]]:
-    """Listens for nodes and sends them bytes. Yields the address, and the token that they must know."""
+async def sending(host: str, shown: str = "") -> AsyncIterator[tuple[str, str]]:
+    """Listens at any port for machines, and sends them bytes or takes theirs. Yields the address, and the token that they must know. `shown`: the
+    host at which they reach it, if it is another one."""
     token = secrets.token_hex(16)
 
     async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            if hmac.compare_digest(await reader.readexactly(len(token)), token.encode()):
+            if not hmac.compare_digest(await reader.readexactly(len(token)), token.encode()):
+                return
+            if await reader.readexactly(1) == b"<":
                 writer.write(bytes(SENT))
-                await writer.drain()
+            else:
+                left = SENT
+                while left and (data := await reader.read(1 << 20)):
+                    left -= len(data)
+                writer.write(b"" if left else b".")
+            await writer.drain()
         except (OSError, EOFError):
             pass
         finally:
@@ -137,4 +228,4 @@ async def sending(host: str) -> AsyncIterator[tuple[str, str]]:
     server = await asyncio.start_server(send, host, 0)
     async with server:
         where, port = server.sockets[0].getsockname()[:2]
-        yield f"{where}:{port}", token
+        yield f"{shown or where}:{port}", token

@@ -14,7 +14,7 @@ def add_doctor(commands: Commands) -> None:
     one.add_argument(
         "--python", action="append", default=[], metavar="PYTHON", help="look for engines and verifiers in it too"
     )
-    one.add_argument("--cluster", metavar="CONFIG", help="instead: can every node of this run's Ray cluster serve it?")
+    one.add_argument("--cluster", metavar="CONFIG", help="instead: can every machine of this run's cluster serve it?")
     add_set(one)
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"

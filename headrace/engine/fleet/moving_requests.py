@@ -15,7 +15,7 @@ import msgspec
 from headrace.engine.fleet.homes import Homes
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending, RequestBook
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, PoisonedRequest
 from headrace.steps import Finished, StepOutput
 from headrace.types import Completion, Request
 
@@ -59,7 +59,7 @@ class Requests:
 
     def _place(self, pending: Pending) -> None:
         request = pending.request
-        member = self._homes.choose(pending, [one for one in self._members if one.serves])
+        member = self._homes.choose(pending, self._members)
         if member is not None:
             self._begin(pending, member)
         elif request.fork:
@@ -80,7 +80,7 @@ class Requests:
         pending, member = attempt.pending, attempt.member
         try:
             completion = await member.engine.generate(pending.rest())
-        except ValueError as error:
+        except (ValueError, PoisonedRequest) as error:
             if self._at.get(pending.request.id) is attempt:
                 pending.fail(error)
         except HeadraceError as error:  # the member is lost, as its care finds out as well

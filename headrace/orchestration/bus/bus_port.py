@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
-LEASE = 10.0
-"""Seconds of silence after which the letters of a claimant are given to others."""
+LEASE = 12.0
+"""Seconds of silence after which the letters of a claimant are given to others: a little more than the run needs to notice that a rollout
+host is lost, because it says then which of its tickets hosts may have died of."""
 
 
 class Posting(NamedTuple):

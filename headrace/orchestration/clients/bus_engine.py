@@ -16,7 +16,15 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.groups.bus_groups import BusGroups
 from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import RUN, WEIGHTS, RequestErrand, RunNotice, WeightsNotice
+from headrace.orchestration.groups.errands import (
+    RUN,
+    WEIGHTS,
+    GroupSizes,
+    RequestErrand,
+    RunNotice,
+    WeightsNotice,
+)
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Transcript
 from headrace.types import Completion, Request
@@ -36,11 +44,19 @@ class BusEngine:
     """Protocol `Engine`. Hosts carry out `partial.mode` themselves, so that there is nothing here to drain or to abort."""
 
     def __init__(
-        self, where: str, open_bus: Callable[[], Awaitable[tuple[Bus, str]]], adapter: str, telemetry: Telemetry
+        self,
+        where: str,
+        open_bus: Callable[[], Awaitable[tuple[Bus, str]]],
+        adapter: str,
+        telemetry: Telemetry,
+        *,
+        sizes: GroupSizes,
+        suspects: Suspects,
     ) -> None:
         """`where`: the address of the bus. `open_bus` also returns what it keeps, in words. `adapter`: the policy's; empty if all weights
         are trained."""
         self._where, self._open, self._adapter, self._telemetry = where, open_bus, adapter, telemetry
+        self._sizes, self._suspects = sizes, suspects
         self.capabilities = Capabilities(context_length=0)
         self._session = secrets.token_hex(4)
         self._bus: Bus | None = None
@@ -55,7 +71,7 @@ class BusEngine:
     async def launch(self) -> None:
         """Opens the bus. Raises ConfigError if it cannot be used."""
         self._bus, self._kept = await self._open()
-        self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed)
+        self._desk = BusDesk(self._bus, self._session, self._telemetry, self._hosts_changed, self._suspects)
         await self._desk.begin()
 
     async def open(self, notice: RunNotice) -> None:
@@ -72,7 +88,7 @@ class BusEngine:
     def groups(self, in_flight: Collection[int]) -> BusGroups:
         """`in_flight`: the tickets that were in flight when an earlier process of the run ended."""
         self._desk.expect([str(ticket) for ticket in in_flight])
-        return BusGroups(self._desk, self._session, self._telemetry.waits)
+        return BusGroups(self._desk, self._session, self._telemetry.waits, self._sizes)
 
     async def generate(self, request: Request) -> Completion:
         key = f"request {self._session} {next(self._requests)}"

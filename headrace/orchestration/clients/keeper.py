@@ -1,9 +1,10 @@
-"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times, and then gives the engine up."""
+"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times in a row, and then gives the engine up."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +12,9 @@ from headrace.errors import HeadraceError, WorkerDied
 from headrace.protocols import Heard, Job, Launcher, Worker
 
 T = TypeVar("T")
+
+FORGIVEN = 3600.0
+"""Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
 
 
 class WorkerOwner(Protocol):
@@ -22,6 +26,9 @@ class WorkerOwner(Protocol):
     async def resume_in(self, worker: Worker) -> None:
         """Gives a replacement the weights and requests that the dead process had."""
 
+    def went_down(self, forgive: Callable[[], None]) -> None:
+        """The process that was up has died. `forgive`: takes this death off the count."""
+
     def died(self, how: str, deaths: int) -> None: ...
 
     def given_up(self, error: Exception) -> None: ...
@@ -32,12 +39,16 @@ class Keeper:
         self._launcher, self._job, self._max_deaths, self._ward, self._heard = launcher, job, max_deaths, ward, heard
         self._worker = launcher.worker(job, heard)
         self._deaths = 0
+        self._forgiven: set[int] = set()
+        """The numbers of the deaths that do not count for `max_deaths`."""
         self._lost: asyncio.Future[None] | None = None
         """Carries the error once the worker is given up."""
         self._keeping: asyncio.Task[None] | None = None
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._how = ""
         """How the last process ended."""
+        self._since = 0.0
+        """The time at which the last process was ready."""
 
     async def launch(self) -> None:
         """Starts the process. It imports its libraries while the caller does other work."""
@@ -126,9 +137,10 @@ class Keeper:
                 self._deaths += 1
                 await self._worker.end()
                 self._ward.died(how, self._deaths)
-                if self._deaths > self._max_deaths:
-                    raise WorkerDied(who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
-                                     f"{self._max_deaths})")  # fmt: skip
+                if (counted := self._deaths - len(self._forgiven)) > self._max_deaths:
+                    raise WorkerDied(
+                        who, f"{how}; it was its death no. {counted} (engine.max_deaths allows {self._max_deaths})"
+                    )
                 await self._replace()
         except Exception as error:  # else this task would end in silence, and its callers would wait for ever
             self.give_up(error if isinstance(error, HeadraceError) else _irreplaceable(who, error))
@@ -143,6 +155,13 @@ class Keeper:
             self._set_up(True)
 
     def _set_up(self, up: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if up:
+            self._since = now
+        elif self._up.is_set():
+            if now - self._since > FORGIVEN:
+                self._forgiven.update(range(1, self._deaths + 1))
+            self._ward.went_down(functools.partial(self._forgiven.add, self._deaths + 1))
         for event, holds in ((self._up, up), (self._down, not up)):
             event.set() if holds else event.clear()
 

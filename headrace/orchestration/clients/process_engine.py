@@ -9,17 +9,19 @@ from typing import Literal
 
 import msgspec
 
+from headrace.engine.config import EngineConfig
 from headrace.engine.request_book import RequestBook
 from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
-from headrace.errors import HeadraceError, IdentityError
+from headrace.errors import HeadraceError, IdentityError, PoisonedRequest
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.keeper import Keeper
+from headrace.orchestration.groups.suspects import Suspects, said_of, ticket_of
 from headrace.orchestration.workers.wire import unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Worker
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
@@ -28,14 +30,31 @@ from headrace.weights import WeightUpdate
 class ProcessEngine:
     """Protocol `Engine`. A dead process is replaced at once: current weights first, then every request from its prefix."""
 
-    def __init__(self, launcher: Launcher, job: Job, max_deaths: int, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        job: Job,
+        max_deaths: int,
+        telemetry: Telemetry,
+        suspects: Suspects | None = None,
+    ) -> None:
+        """`suspects`: those of the fleet; None: the engine's own, with the usual number of deaths."""
         self._who, self._telemetry = job.who, telemetry
+        self._suspects = suspects or Suspects(EngineConfig.ticket_deaths)
+        self._suspects.listen(self._send_held_back)
+        self._sent: dict[str, str] = {}
+        """The requests that the process has, by id, with their names among the suspects."""
+        self._held_back: dict[str, Request] = {}
+        """Those of suspects, which wait for their turn, by id."""
+        self._names = itertools.count()
         self._book = RequestBook()
         self._keeper = Keeper(launcher, job, max_deaths, self, self._heard)
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights of each adapter; those of the base model have the empty name."""
         self._live: dict[str, LoadReport] = {}
         self._held: Literal["", "drain", "pause"] = ""
+        self._awake, self._owes_requests = asyncio.Event(), False
+        """Whether it has its devices; and whether a process that began asleep has not been given the requests yet."""
         self._scorings = itertools.count()
         self._earlier = EngineStats()
         """The totals of processes that died: what is reported never decreases."""
@@ -48,22 +67,52 @@ class ProcessEngine:
 
     async def open(self, start: EngineStart) -> None:
         self._start = start
+        if not start.asleep:
+            self._awake.set()
         await self._keeper.open()
 
     async def generate(self, request: Request) -> Completion:
+        """Raises what the protocol says, and PoisonedRequest for one whose ticket was given up."""
         await self._keeper.until_up()
+        if (ticket := ticket_of(request.id)) in self._suspects.given_up:
+            raise self._poisoned(ticket)
         pending = self._book.enter(request)
-        self._keeper.push("add", request)
+        if not self._owes_requests:
+            self._send(request)
+        finished = False
         try:
-            return await pending.done
+            completion = await pending.done
+            finished = completion.stop != "error"
+            return completion
         except asyncio.CancelledError:
             self._keeper.push("cancel", request.id)
             raise
         finally:
             self._book.leave(request.id)
+            self._held_back.pop(request.id, None)
+            if name := self._sent.pop(request.id, ""):
+                self._suspects.ended(name, finished)
+
+    def _send(self, request: Request) -> None:
+        name = f"{request.id} {next(self._names)}"
+        if self._suspects.may_begin(ticket_of(request.id), name):
+            self._sent[request.id] = name
+            self._keeper.push("add", request)
+        else:
+            self._held_back[request.id] = request
+
+    def _send_held_back(self) -> None:
+        if self._keeper.is_up and not self._owes_requests:  # else `_reissue` sends them
+            held_back, self._held_back = self._held_back, {}
+            for request in held_back.values():
+                self._send(request)
+
+    def _poisoned(self, ticket: str) -> PoisonedRequest:
+        return PoisonedRequest(said_of([ticket], self._suspects.most, "engine processes"))
 
     async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
         check_parts(update, parts)
+        await self._awake.wait()
         name = update.adapter.name if update.adapter else ""
         before = self._wanted.get(name)
         self._wanted[name] = update
@@ -98,8 +147,24 @@ class ProcessEngine:
         self._held = ""
         await self._keeper.ask("resume", None, type(None))
 
+    async def sleep(self, keep: bool) -> SleepReport:
+        self._awake.clear()
+        self._live.pop("", None)  # adapters stay loaded
+        return await self._keeper.ask("sleep", keep, SleepReport)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        self._awake.set()
+        report = await self._keeper.ask("wake", None, SleepReport)
+        for name in [] if replaced and len(self._wanted) == 1 else list(self._wanted):  # adapters need their base
+            await self._keeper.retrying(lambda worker, name=name: self._load_newest(worker, name))  # type: ignore[misc]
+        if self._owes_requests:
+            self._reissue()
+        return report
+
     async def abort(self) -> None:
         self._book.abort()
+        self._book.interrupt(self._held_back)
+        self._held_back = {}
         if self._keeper.is_up:
             await self._keeper.ask_once("abort")  # if the process dies meanwhile, `reissued` ends them
         else:
@@ -134,12 +199,27 @@ class ProcessEngine:
 
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
+        if self._start.asleep:
+            if not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
+                self._owes_requests = True
+                return
+            await worker.call("wake", None, SleepReport)
         for name in list(self._wanted):  # the base model's was loaded first, and a dict keeps that order
             await self._load_newest(worker, name)
-        for request in self._book.reissued():
-            self._keeper.push("add", request)
-        if self._held:
-            self._keeper.push(self._held, None)
+        self._reissue()
+
+    def went_down(self, forgive: Callable[[], None]) -> None:
+        there = [name for name in self._sent if not self._book.is_done(name)]
+        given_up = self._suspects.charge(map(ticket_of, there), forgive)
+        sent, self._sent = self._sent, {}
+        self._held_back = {}
+        for name in sent.values():
+            self._suspects.ended(name)
+        if given_up:
+            self._telemetry.warn(said_of(given_up, self._suspects.most, "engine processes"))
+            for request_id in self._book.ids:
+                if (ticket := ticket_of(request_id)) in given_up:
+                    self._book.fail(request_id, self._poisoned(ticket))
 
     def died(self, how: str, deaths: int) -> None:
         self._earlier, self._latest = self._totals(), EngineStats()
@@ -147,6 +227,13 @@ class ProcessEngine:
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
+
+    def _reissue(self) -> None:
+        self._owes_requests = False
+        for request in self._book.reissued():
+            self._send(request)
+        if self._held:
+            self._keeper.push(self._held, None)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

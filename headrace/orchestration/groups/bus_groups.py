@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Awaitable
 
+from headrace.batches import Failure
+from headrace.errors import PoisonedRequest
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import GroupErrand, HeldOutErrand
+from headrace.orchestration.groups.errands import ErrandReply, GroupErrand, GroupSizes, HeldOutErrand
 from headrace.orchestration.groups.group_source import PlayedGroup, Seen
 from headrace.types import Prompt
 
@@ -14,29 +17,38 @@ from headrace.types import Prompt
 class BusGroups:
     """Protocol `GroupSource`."""
 
-    def __init__(self, desk: BusDesk, session: str, waits: Waits) -> None:
-        self._desk, self._session, self._waits = desk, session, waits
+    def __init__(self, desk: BusDesk, session: str, waits: Waits, sizes: GroupSizes) -> None:
+        self._desk, self._session, self._waits, self._sizes = desk, session, waits, sizes
         self._evaluations = itertools.count()
 
     async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         errand = GroupErrand(ticket, prompt, at_least=self._desk.newest)
         async with self._waits.named("rollouts", "a rollout host"):
-            reply = await self._desk.ask(str(ticket), errand)
-        return _shown(reply.group, seen)
+            group = await _played(self._desk.ask(str(ticket), errand), self._sizes.trained)
+        return _shown(group, seen)
 
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         key = f"held out {self._session} {next(self._evaluations)}"
         errand = HeldOutErrand(number, index, prompt, at_least=self._desk.newest)
         async with self._waits.named("evaluation", "a rollout host"):
-            reply = await self._desk.ask(key, errand)
+            group = await _played(self._desk.ask(key, errand), self._sizes.held_out)
         self._desk.forget(key)
-        return _shown(reply.group, seen)
+        return _shown(group, seen)
 
     def forget(self, ticket: int) -> None:
         self._desk.forget(str(ticket))
 
 
-def _shown(group: PlayedGroup | None, seen: Seen) -> PlayedGroup:
-    assert group is not None, "a host answers a group with a group"
+async def _played(asked: Awaitable[ErrandReply], rollouts: int) -> PlayedGroup:
+    """Returns the group that a host has played. One that was given up is data with a reason, like any other that failed."""
+    try:
+        reply = await asked
+    except PoisonedRequest as error:
+        return PlayedGroup(failures=(Failure("engine_died", str(error)),) * rollouts)
+    assert reply.group is not None, "a host answers a group with a group"
+    return reply.group
+
+
+def _shown(group: PlayedGroup, seen: Seen) -> PlayedGroup:
     seen([one.episode for one in group.scored])
     return group

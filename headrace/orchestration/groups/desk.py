@@ -15,15 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from headrace.errors import PoisonedRequest
 from headrace.observe.facts import EngineSample, FleetSample, MemberSample, WorkerJoined
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
-from headrace.orchestration.groups.errands import ALIVE, ANSWERS, SILENT, TICKETS, Errand, ErrandReply, HostEntry
+from headrace.orchestration.groups.errands import (
+    ALIVE,
+    ANSWERS,
+    SILENT,
+    SUSPECTS,
+    TICKETS,
+    Errand,
+    ErrandReply,
+    HostEntry,
+    SuspectsNotice,
+)
+from headrace.orchestration.groups.suspects import Suspects, said_of
 from headrace.reports import TOTALS, EngineStats
 
 LOOK = 1.0
@@ -59,10 +71,17 @@ class KnownHost:
 
 
 class BusDesk:
-    def __init__(self, bus: Bus, session: str, telemetry: Telemetry, changed: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        session: str,
+        telemetry: Telemetry,
+        changed: Callable[[], Awaitable[None]],
+        suspects: Suspects,
+    ) -> None:
         """`changed`: called when a host has come, moved or gone, and when the bus has lost its notices."""
         self._bus, self._session, self._telemetry, self._changed = bus, session, telemetry, changed
-        self._clock = telemetry.clock
+        self._clock, self._suspects = telemetry.clock, suspects
         self._asked: dict[str, _Asked] = {}
         self._early: dict[str, ErrandReply | None] = {}
         """Replies by key that an earlier process of the run is owed; None until they come."""
@@ -93,6 +112,7 @@ class BusDesk:
         self._expecting.set()
 
     async def ask(self, key: str, errand: Errand) -> ErrandReply:
+        """Raises PoisonedRequest if the errand is given up, because host after host died with it in hand."""
         known = key in self._there
         reply: asyncio.Future[ErrandReply] = asyncio.get_running_loop().create_future()
         asked = self._asked[key] = _Asked(errand, reply, oldest=0 if known else errand.at_least)
@@ -244,7 +264,28 @@ class BusDesk:
             self._gone = _summed([self._gone, host.entry.stats])
             await self._bus.unsign(who)
             self._telemetry.warn(self._farewell(who, host))
+            self._charge(host.entry)
+        if parted:
+            await self._say_suspects()
         return bool(parted)
+
+    def _charge(self, entry: HostEntry) -> None:
+        """Charges the death of a host to the errands that it worked on."""
+        given_up = self._suspects.charge(entry.begun)
+        if given_up:
+            self._telemetry.warn(said_of(_named(given_up), self._suspects.most, "rollout hosts"))
+        for key in given_up:
+            asked = self._asked.get(key)
+            if asked and not asked.reply.done():
+                error = PoisonedRequest(said_of(_named([key]), self._suspects.most, "rollout hosts"))
+                asked.reply.set_exception(error)
+                asked.reply.exception()  # marks it as retrieved: the task that asked may be cancelled first
+
+    async def _say_suspects(self) -> None:
+        suspects, given_up = tuple(self._suspects.suspects), tuple(self._suspects.given_up)
+        notice = SuspectsNotice(self._session, suspects, given_up)
+        if suspects or given_up:
+            await self._bus.pin(SUSPECTS, _encode(notice))
 
     def _farewell(self, who: str, host: KnownHost) -> str:
         left = f"{len(self.hosts)} left" if self.hosts else "none is left: start one with headrace rollouts"
@@ -267,6 +308,10 @@ class BusDesk:
                 absences=0,
                 why="" if host.entry.version >= 0 else "it loads its first weights",
             )
+
+
+def _named(keys: Sequence[str]) -> list[str]:
+    return [f"t{key}" if key.isdigit() else key for key in keys]
 
 
 def _versions(reply: ErrandReply) -> Iterator[int]:

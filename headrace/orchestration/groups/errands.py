@@ -6,6 +6,7 @@
     answers             host           `ErrandReply`
     board: run          run            `RunNotice`: all that a host needs to open its engine
     board: weights      run            `WeightsNotice`: the newest weights, and how many hosts share the work
+    board: suspects     run                `SuspectsNotice`: errands that hosts died of
     board: alive        run            nothing; it is renewed as long as the run lives
     list                host           `HostEntry`, renewed every `BEAT` seconds
 
@@ -14,7 +15,7 @@ Bodies are msgpack. Weights travel by their own transport, and tokens in flight 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.orchestration.groups.group_source import PlayedGroup
 from headrace.reports import Capabilities, EngineStats
@@ -23,7 +24,7 @@ from headrace.weight_sync.transport import AnyTransport
 from headrace.weights import Manifest, WeightUpdate
 
 TICKETS, ANSWERS = "tickets", "answers"
-RUN, WEIGHTS, ALIVE = "run", "weights", "alive"
+RUN, WEIGHTS, ALIVE, SUSPECTS = "run", "weights", "alive", "suspects"
 
 BEAT = 1.0
 """Seconds between two entries of a host."""
@@ -54,6 +55,13 @@ class RequestErrand(Struct, frozen=True, tag="request"):
 
 
 Errand = GroupErrand | HeldOutErrand | RequestErrand
+
+
+class GroupSizes(NamedTuple):
+    """The rollouts of each errand."""
+
+    trained: int
+    held_out: int
 
 
 class ErrandReply(Struct, frozen=True):
@@ -91,6 +99,16 @@ class WeightsNotice(Struct, frozen=True):
     """Hosts among which the work is shared."""
 
 
+class SuspectsNotice(Struct, frozen=True):
+    """The errands that hosts died with (`suspects.py`), by key."""
+
+    session: str
+    suspects: tuple[str, ...] = ()
+    """A host works on one of them at a time."""
+    given_up: tuple[str, ...] = ()
+    """Nobody works on them."""
+
+
 class HostEntry(Struct, frozen=True):
     session: str
     host: str
@@ -101,6 +119,8 @@ class HostEntry(Struct, frozen=True):
     """The version of the policy that it serves."""
     groups: int = 0
     """Errands that it has in hand."""
+    begun: tuple[str, ...] = ()
+    """The keys of those that it works on. If it dies, one of them may be the cause."""
     capabilities: Capabilities | None = None
     stats: EngineStats = EngineStats()
     trouble: str = ""

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.errors import ConfigError, HeadraceError, IdentityError, PoisonedRequest, WorkerDied
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.groups.errands import (
@@ -31,6 +31,7 @@ from headrace.orchestration.groups.errands import (
     ANSWERS,
     BEAT,
     RUN,
+    SUSPECTS,
     TICKETS,
     WEIGHTS,
     Errand,
@@ -40,6 +41,7 @@ from headrace.orchestration.groups.errands import (
     HostEntry,
     RequestErrand,
     RunNotice,
+    SuspectsNotice,
     WeightsNotice,
 )
 from headrace.orchestration.groups.group_source import GroupSource
@@ -143,17 +145,19 @@ class RolloutHost:
             patience=self._patience,
             leaving=self._leaving,
         )
-        trouble = ""
+        trouble, begun = "", tuple[str, ...]()
         try:
             await session.run()
-        except HeadraceError as error:
-            trouble = str(error)
+        except Exception as error:
+            trouble = str(error) if isinstance(error, HeadraceError) else repr(error)
+            if isinstance(error, WorkerDied) or not isinstance(error, HeadraceError):
+                begun = session.begun  # what it worked on may be the cause
             raise
         finally:
             self._session = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
-                    await self._bus.sign(self._who, _encode(session.entry(leaving=True, trouble=trouble)))
+                    await self._bus.sign(self._who, _encode(session.entry(leaving=True, trouble=trouble, begun=begun)))
             await parts.close()
 
 
@@ -171,6 +175,13 @@ class _Session:
     _version: int = -1
     """The version of the policy that is served."""
     _hosts: int = 1
+    _begun: dict[str, None] = field(default_factory=dict)
+    """The keys of the errands that are worked on, in their order."""
+    _suspects: SuspectsNotice = SuspectsNotice("")
+    _suspects_id: str = ""
+    _broken: bool = False
+    """Whether an errand has failed with an error, which ends this host."""
+    _one_suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
     _hand: dict[str, tuple[Letter, asyncio.Task[None]]] = field(default_factory=dict)
     """The errands in hand, by the id of their letter."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -180,6 +191,10 @@ class _Session:
     def wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    @property
+    def begun(self) -> tuple[str, ...]:
+        return tuple(self._begun)
 
     def entry(self, **more: Any) -> HostEntry:
         self._beat += 1
@@ -222,13 +237,16 @@ class _Session:
         alive, since = "", clock()
         while True:
             self._stats = await self.parts.engine.stats()  # an engine that hangs makes the host silent
-            await self.bus.sign(self.who, _encode(self.entry()))
+            await self._sign()
             await self.bus.keep(TICKETS, self.who, list(self._hand))
             if sign := await self.bus.newer(ALIVE, alive):
                 alive, since = sign.id, clock()
             if clock() - since > self.patience.run:
                 raise Deserted(f"there was no sign of the run for {self.patience.run:g} s")
             await asyncio.sleep(BEAT)
+
+    async def _sign(self) -> None:
+        await self.bus.sign(self.who, _encode(self.entry(begun=self.begun)))
 
     # -- weights --------------------------------------------------------------------------------------------------------
 
@@ -306,10 +324,32 @@ class _Session:
                 async with self.parts.waits.named("rollouts", f"the weights of version {errand.at_least}"):
                     while self._version < errand.at_least:
                         await self._changed.wait()
-            reply = await self._reply(errand)
-            await self.bus.settle(TICKETS, [letter.id], then=Posting(ANSWERS, letter.key, _encode(reply)))
+            await self._read_suspects()
+            if letter.key in self._suspects.given_up:
+                await self.bus.settle(TICKETS, [letter.id])
+                return
+            async with self._one_suspect if letter.key in self._suspects.suspects else contextlib.nullcontext():
+                if not self._broken:  # else this host ends, and what it begins now would be blamed too
+                    await self._work(letter, errand)
         finally:
             self.wake()
+
+    async def _work(self, letter: Letter, errand: Errand) -> None:
+        """Signs before it begins: if this process dies at once, the run must know what it had begun."""
+        self._begun[letter.key] = None
+        await self._sign()
+        try:
+            reply = await self._reply(errand)
+        except Exception:
+            self._broken = True
+            raise
+        del self._begun[letter.key]  # not after an error, which may be the errand's
+        await self.bus.settle(TICKETS, [letter.id], then=Posting(ANSWERS, letter.key, _encode(reply)))
+
+    async def _read_suspects(self) -> None:
+        if found := await self.bus.newer(SUSPECTS, self._suspects_id):
+            self._suspects_id, notice = found.id, msgspec.msgpack.decode(found.body, type=SuspectsNotice)
+            self._suspects = notice if notice.session == self.name else SuspectsNotice("")
 
     async def _reply(self, errand: Errand) -> ErrandReply:
         match errand:
@@ -325,7 +365,7 @@ class _Session:
             case RequestErrand():
                 try:
                     return ErrandReply(self.who, completion=await self.parts.interrupts.once(errand.request))
-                except ValueError as error:
+                except (ValueError, PoisonedRequest) as error:
                     return ErrandReply(self.who, refused=str(error))
 
 

@@ -45,6 +45,7 @@ _FAILED = {
     "reward_timeout": "Make the reward faster, or raise reward.timeout",
     "reward_worker_died": "Check what the reward function does to its process (memory, native code); its output is in the logs",
     "request_refused": "Change what the engine refuses",
+    "engine_died": "Find out what in these prompts ends the engine (logs/engine.log has its last words), or remove such rows from the task",
     "environment_raised": "Mend the environment, or the rows that it cannot play",
     "environment_timeout": "Make the environment faster, or raise its limit",
     "environment_memory": "Let the environment hold less memory, or raise environment.memory_gib",

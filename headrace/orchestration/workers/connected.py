@@ -13,11 +13,15 @@ T = TypeVar("T")
 
 
 class ConnectedWorker:
-    def __init__(self, who: str, heard: Heard, silence: float | None = None) -> None:
+    def __init__(self, who: str, heard: Heard, silence: float | None = None, away: float = 0.0) -> None:
         self.who = who
-        self.channel = Channel(who, heard, self._lost, silence)
+        self.channel = Channel(who, heard, self._lost, silence, away)
         self._ended: asyncio.Future[str] | None = None
         self._reporting: asyncio.Task[None] | None = None
+
+    @property
+    def door(self) -> str:
+        return ""
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:

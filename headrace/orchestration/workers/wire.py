@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -149,10 +149,12 @@ class Channel:
         heard: Callable[[str, msgspec.Raw], None],
         on_lost: Callable[[str], None],
         silence: float | None = None,
+        away: float = 0.0,
     ) -> None:
         """`heard` is called with method and payload of each push. `on_lost` is called with the error that ended the connection, or with an
         empty string if the other end closed it. `silence`: seconds without a byte after which the other end counts as lost; it must
-        send beats then. None: no limit, because the kernel reports the end."""
+        send beats then. None: no limit, because the kernel reports the end. `away`: further seconds, in which its connection may be made anew."""
+        self._away = away
         self._who, self._heard, self._on_lost, self._silence = who, heard, on_lost, silence
         self._ids, self._numbers, self._arrived = itertools.count(1), itertools.count(), _Numbers(who)
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -219,15 +221,17 @@ class Channel:
 
     async def _beat(self, silence: float) -> None:
         """Counts beats, not seconds: if this process itself was suspended, it reads what has arrived before it counts the next beat."""
-        while self._quiet <= BEATS * (1 if self._answered else WHILE_STARTING) and not self._ended:
-            await asyncio.sleep(silence / BEATS)
+        beat = silence / BEATS
+        more = self._away / beat
+        while self._quiet <= BEATS * (1 if self._answered else WHILE_STARTING) + more and not self._ended:
+            await asyncio.sleep(beat)
             self._quiet += 1
             with contextlib.suppress(WorkerDied):
                 self.push(BEAT, None)
         if not self._ended:
             assert self._reading
             self._reading.cancel()
-            self._lose(f"it was silent for {silence * self._quiet / BEATS:.3g} seconds")
+            self._lose(f"it was silent for {beat * self._quiet:.3g} seconds")
 
     def _lose(self, wrong: str) -> None:
         self._end(wrong or "ended in the middle of a call")
@@ -260,12 +264,27 @@ class Channel:
         self._end("was closed in the middle of a call")
 
 
+class ReadableFile(Protocol):
+    def read(self, count: int, /) -> bytes: ...
+
+
+class ByteSocket(Protocol):
+    """The methods of a socket that a `WorkerEnd` uses."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def makefile(self, mode: Literal["rb"], /) -> ReadableFile: ...
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+
 class WorkerEnd:
     """The worker's end: reads block, and any thread may write."""
 
-    def __init__(self, sock: socket.socket, silence: float | None = None) -> None:
-        """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread."""
-        self._sock = sock
+    def __init__(self, sock: ByteSocket, silence: float | None = None, door: socket.socket | None = None) -> None:
+        """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread. `door`:
+        the socket at which a trainer's worker listens for other ranks, if it is elsewhere."""
+        self._sock, self.door = sock, door
         sock.settimeout(silence)
         self._file = sock.makefile("rb")
         self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")

@@ -31,7 +31,9 @@ from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.joining.dial import dial
 from headrace.orchestration.workers.joining.greeting import LEAVE, SEAT, TOKEN
 from headrace.orchestration.workers.joining.offering import left_alone, offer, released
+from headrace.orchestration.workers.joining.witness import witnessed
 from headrace.orchestration.workers.launch.child import CORES
+from headrace.orchestration.workers.placed.examined import answer as answer_doctor
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
@@ -45,15 +47,16 @@ if TYPE_CHECKING:
 
 def main() -> None:
     gc.disable()  # until `begun`
+    kind, how, where = sys.argv[1:4]
+    joined = how == "--join"
+    seated = witnessed(where) if joined else lambda session: None  # before there are threads
     if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
-    kind, how, where = sys.argv[1:4]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which ends its workers
     answer_signals()
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
-    joined = how == "--join"
-    end = offer(where, kind) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
+    end = offer(where, kind, seated, answer_doctor) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
     leave = left_alone if joined else functools.partial(os._exit, 0)
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox, leave), daemon=True).start()
@@ -97,7 +100,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
     def begin() -> TrainerReady:
         wanted = unpack(start.payload, TrainerStart)
-        core, sender, manifests = build_trainer_core(wanted)
+        core, sender, manifests = build_trainer_core(wanted, end.door)
         shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
         parts["start"] = wanted
@@ -181,6 +184,8 @@ def _trainer_call(
             directory = Path(where)
             core.save(directory, adapter)
             return shadow.save(directory) if shadow else None
+        case "sleep" | "wake":
+            return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")
 

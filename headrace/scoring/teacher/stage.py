@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.batches import Failure
+from headrace.errors import PoisonedRequest
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine, Scorer
 from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
@@ -64,7 +65,7 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
         )
         try:
             done = await engine.generate(request)
-        except ValueError as error:
+        except (ValueError, PoisonedRequest) as error:
             return Failure(REFUSED, str(error))
         stop = done.stop
     if done.stop == "error" or done.prompt_logprobs is None:

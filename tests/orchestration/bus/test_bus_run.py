@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from bus_world import BusWorld, Fleet, bus_world
+from bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +29,12 @@ from headrace.orchestration.groups.desk import BusDesk
 from headrace.orchestration.groups.errands import ErrandReply, GroupErrand, WeightsNotice
 from headrace.orchestration.groups.group_source import PlayedGroup
 from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.reports import EngineStats
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
-from headrace.types import Prompt
+from headrace.types import Completion, Prompt, Request, RolloutKey
 
 NO_FAULTS = BusFaults()
 STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)
@@ -261,7 +262,7 @@ def test_a_reply_stays_on_the_bus_until_its_group_is_in_the_journal():
         async def nothing() -> None:
             pass
 
-        desk = BusDesk(MemoryBus(server), "session", telemetry, nothing)
+        desk = BusDesk(MemoryBus(server), "session", telemetry, nothing, Suspects(3))
         desk.expect(["5"])
         working = asyncio.ensure_future(desk.run())
         await host.post(Posting("answers", "5", msgspec.msgpack.encode(ErrandReply("host", PlayedGroup()))))
@@ -322,6 +323,77 @@ def test_a_host_of_another_version_ends_with_a_sentence():
             ConfigError, match=r"the run has headrace 0\.0\.1, and this host .+; install the same version"
         ):
             raise fleet.ended[who]
+
+    virtual_time.run(case())
+
+
+# --- tickets that end their hosts -----------------------------------------------------------------------------------------
+
+
+class Poisoned(FakeEngine):
+    """`kill`: called when a request of the ticket is begun; the host is dead then."""
+
+    def __init__(self, ticket: int, kill: Callable[[FakeEngine], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._ticket, self._kill = ticket, kill
+
+    async def generate(self, request: Request) -> Completion:
+        key = RolloutKey.read(request.id)
+        if key and key.ticket == self._ticket:
+            self._kill(self)
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_a_ticket_that_ends_every_host_is_given_up_and_no_other_one_is_lost(hosts: int):
+    deaths: list[str] = []
+
+    async def case() -> None:
+        def kill(engine: FakeEngine) -> None:
+            (who,) = [name for name, one in fleet.engines.items() if one is engine]
+            if who in fleet.hosts:  # else its other requests: it is dead already
+                deaths.append(who)
+                fleet.kill(who)
+                fleet.join()
+
+        def engine() -> FakeEngine:
+            return Poisoned(4, kill, seconds_per_token=1.0, length=lambda rng: 8)
+
+        fleet = Fleet(open_bus=in_memory(), staleness=STALENESS, engine=engine)
+        world = await a_run(fleet, hosts=hosts)
+        checked(world)
+        assert len(deaths) == TICKET_DEATHS
+        failed = [fact for fact in world.facts.of(GroupEnded) if fact.outcome == "failed"]
+        assert [(fact.ticket, fact.reason, fact.failures) for fact in failed] == [
+            (4, "engine_died", {"engine_died": 2})
+        ]
+        assert world.buffer.accounting().failed == {"engine_died": 1}
+        [said] = [said for said in warnings(world) if "given up" in said]
+        assert said == (
+            "t4 is given up: 3 rollout hosts died while they worked on it (engine.ticket_deaths). Its rollouts are counted as failed"
+        )
+        await fleet.end()
+
+    virtual_time.run(case())
+
+
+def test_a_host_that_an_errand_ends_with_an_error_says_which_ones_it_had_begun():
+    async def case() -> None:
+        def fail(engine: FakeEngine) -> None:
+            raise MemoryError("no room")
+
+        fleet = Fleet(
+            open_bus=in_memory(), staleness=STALENESS, engine=lambda: Poisoned(4, fail, seconds_per_token=1.0)
+        )
+        loop = asyncio.get_running_loop()
+        for moment in range(1, 20):
+            loop.call_later(30.0 * moment, fleet.join)
+        world = await a_run(fleet, hosts=1)
+        checked(world)
+        assert world.buffer.accounting().failed == {"engine_died": 1}
+        assert sum("has left: MemoryError('no room')" in said for said in warnings(world)) == TICKET_DEATHS
+        await fleet.end()
 
     virtual_time.run(case())
 

@@ -28,6 +28,7 @@ from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import LEAVE, Agreed, Hello, Terms, packed
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
+from headrace.orchestration.workers.joining.packages import own_packages
 from headrace.orchestration.workers.joining.same_model import agree, terms_of
 from headrace.orchestration.workers.wire import unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
@@ -110,7 +111,7 @@ def test_a_lost_engine_s_requests_go_on_with_their_tokens_in_the_next_one_that_o
     (lost,) = facts.of(WorkerLost)
     assert lost.how == "on one (process 1) is lost: its connection has ended" and lost.requests_reissued == 1
     said = [one.message for one in facts.of(Warned)]
-    missing = "for an engine to join at 127.0.0.1:0 as engine"
+    missing = "for a worker to join at 127.0.0.1:0 as engine"
     assert said[:2] == [f"start has waited {n} s {missing} (the run stops at 1000 s)" for n in (10,)] + [
         f"start has waited 10 s {missing}"
     ]
@@ -142,14 +143,14 @@ def test_a_seat_that_nobody_takes_stops_the_start_by_name() -> None:
         launcher = JoinLauncher(FakeArrivals(), telemetry_of(FactList()))
         await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
-    with pytest.raises(StalledError, match="start has waited 1000 s for an engine to join at 127.0.0.1:0 as engine 2"):
+    with pytest.raises(StalledError, match="start has waited 1000 s for a worker to join at 127.0.0.1:0 as engine 2"):
         virtual_time.run(go())
 
 
 def test_what_shares_files_with_the_run_cannot_join() -> None:
     async def go() -> None:
         launcher = JoinLauncher(FakeArrivals(), telemetry_of(FactList()))
-        for job in (Job("trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
+        for job in (Job("shared trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
             with pytest.raises(ConfigError, match="cannot join from elsewhere"):
                 launcher.worker(job, lambda method, payload: None)
 
@@ -183,7 +184,7 @@ def come(listener: Listener, answer: Agreed | None = None, **more: Any) -> async
 
 
 async def spares(listener: Listener, count: int) -> None:
-    while len([one for one in listener._spares if not one.done()]) != count:
+    while len([one for one in listener._spares if not one.place.done()]) != count:
         await asyncio.sleep(0.01)
 
 
@@ -215,7 +216,7 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     async def use(listener: Listener, said: list[str]) -> None:
         host, port = listener.address.split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(packed(Hello(__version__, TOKEN, "engine")))
+        writer.write(packed(Hello(__version__, TOKEN, "engine", packages=own_packages())))
         if agrees:
             writer.write(packed(Agreed("/gone")))
             await spares(listener, 1)
@@ -233,7 +234,7 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     ("more", "reason", "sentence"),
     [
         ({"token": "another token of many"}, "token", "refused this engine: its token is not the controller's"),
-        ({"kind": "trainer"}, "seat", "only engines join runs"),
+        ({"kind": "trainer"}, "seat", "the trainer of this run is a child of its process"),
         ({"answer": Agreed(unable="the model is not here")}, "model", "the model is not here"),
     ],
 )
@@ -247,6 +248,22 @@ def test_who_is_turned_away_hears_why_and_the_run_says_so_once(more: Any, reason
             await asyncio.sleep(0.01)
         assert len(said) == 1 and said[0].startswith("a connection from 127.0.0.1 was turned away: ")
         assert not arrival.done()
+
+    listening(use)
+
+
+def test_a_worker_with_other_packages_is_turned_away_with_what_differs() -> None:
+    async def use(listener: Listener, said: list[str]) -> None:
+        host, port = listener.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(packed(Hello(__version__, TOKEN, "engine", packages={**own_packages(), "torch": "1.0"})))
+        heard = await reader.read()
+        assert b"it has torch 1.0 (the run has " in heard and b"other versions compute other numbers" in heard
+        assert said == [
+            "a connection from 127.0.0.1 was turned away: it has other versions of packages that decide what an engine computes (its worker "
+            "says which)"
+        ]
+        writer.close()
 
     listening(use)
 

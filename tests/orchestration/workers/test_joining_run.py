@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
+from beside import PATIENCE, Beside, until
+from cutting import Cut, cutting
+from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 import headrace
-from headrace.observe.facts import RunEnded, Warned, WorkerJoined, WorkerLost
-
-PATIENCE = 600.0
+from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
 
 
 def free_port() -> int:
@@ -68,7 +66,7 @@ def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str,
 def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """The joined engine has no weights of its own: its copy of the model holds none."""
+    """The joined engine has no weights of its own: its copy of the model holds none. Its connection is cut again and again."""
     (there := tmp_path / "there").mkdir()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (tiny_llama / name).exists():
@@ -76,13 +74,20 @@ def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit
     headrace.train(tiny_config(tmp_path, tiny_llama, **SYNCHRONOUS, name="local"))
     port = free_port()
     config = joining(tmp_path, tiny_llama, port, **SYNCHRONOUS, name="joined")
-    with offering(tmp_path, port, "--model", str(there)) as (worker,):
+    cuts = [
+        Cut(number % 2 == 0, after, number % 3 == 0) for number, after in enumerate((1500, 900, 400, 70, 2000, 0, 700))
+    ]
+    with (
+        cutting(f"127.0.0.1:{port}", cuts) as proxy,
+        offering(tmp_path, int(proxy.address.rpartition(":")[2]), "--model", str(there)) as (worker,),
+    ):
         result = headrace.train(config)
         assert worker.wait(PATIENCE) == 0
         assert worker.stderr and "the run needs this worker no more" in worker.stderr.read()
     assert result.step == 3
     local, joined = weights_of(tmp_path / "runs" / "local"), weights_of(tmp_path / "runs" / "joined")
     assert local.keys() == joined.keys() and all(torch.equal(local[name], joined[name]) for name in local)
+    assert proxy.made >= 4 and not of(tmp_path / "runs" / "joined", WorkerLost)
     (seat,) = of(tmp_path / "runs" / "joined", WorkerJoined)
     assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
 
@@ -97,8 +102,9 @@ def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(kind: str, tin
         def kill() -> None:
             seated.append(of(run, WorkerJoined)[0].pid)
             os.kill(seated[0], signal.SIGKILL)
+            until_noted(run, WorkerLost)
 
-        thread = when_step(run, 2, kill)
+        thread = at_steps(config, {2: kill})
         result = headrace.train(config)
         thread.join()
         (other,) = [one for one in workers if one.pid != seated[0]]
@@ -115,6 +121,35 @@ def refused(directory: Path, port: int, *more: str) -> tuple[int, str]:
     with offering(directory, port, *more) as (worker,):
         said = worker.communicate(timeout=PATIENCE)[1]
         return worker.returncode, said
+
+
+@pytest.mark.slow
+def test_a_ticket_that_ends_every_engine_is_given_up_and_the_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    """Four workers: the ticket ends three of them, and the last one does the rest."""
+    run, port = tmp_path / "runs" / "tiny", free_port()
+    config = joining(tmp_path, tiny_llama, port, train={"steps": 4})
+    token = (tmp_path / "token").read_text()
+    words = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "joining" / "poisoned_worker.py"),
+        "engine",
+        "--join",
+        f"127.0.0.1:{port}",
+    ]
+    given = {"HEADRACE_TOKEN": token, "HEADRACE_PATIENCE": str(PATIENCE), "OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen(words, env={**os.environ, **given}) for _ in range(4)]
+    try:
+        result = headrace.train(config)
+        assert sorted(one.wait(PATIENCE) for one in workers) == [-signal.SIGKILL] * 3 + [0]
+    finally:
+        for one in workers:
+            one.kill()
+    assert result.step == 4 and len(of(run, WorkerLost)) == 3
+    (failed,) = [one for one in of(run, GroupEnded) if one.outcome == "failed"]
+    assert (failed.ticket, failed.reason, failed.failures) == (3, "engine_died", {"engine_died": 4})
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+    assert ended.accounting.failed == {"engine_died": 1}
 
 
 @pytest.mark.slow
@@ -139,13 +174,7 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
     told: list[tuple[int, str]] = []
 
     def come() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()  # a port scan
-                break
-            except OSError:
-                time.sleep(0.1)
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))  # a port scan
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             plain.recv(100)
@@ -154,8 +183,7 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
         with offering(tmp_path, port, "--ca", str(cert)) as (worker,):
             told.append((worker.wait(PATIENCE), ""))
 
-    thread = threading.Thread(target=come)
-    thread.start()
+    thread = Beside(come)
     result = headrace.train(config)
     thread.join()
     assert result.step == 2

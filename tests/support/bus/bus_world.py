@@ -18,9 +18,10 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.groups.errands import RunNotice
+from headrace.orchestration.groups.errands import GroupSizes, RunNotice
 from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts, PartialConfig
@@ -31,6 +32,7 @@ from headrace.settings.process_config import EvalConfig
 from headrace.simulate.world import FactList
 from headrace.version import __version__
 
+TICKET_DEATHS = 3
 ROLLOUT = RolloutConfig(group_size=2, max_tokens=8, patience=200)
 
 
@@ -145,7 +147,8 @@ async def bus_world(directory: Path | None, fleet: Fleet, resume: bool = False, 
     async def opened() -> tuple[Bus, str]:
         return fleet.open_bus(), "in memory"
 
-    engine = BusEngine("a bus", opened, "", telemetry)
+    sizes = GroupSizes(ROLLOUT.group_size, 2)
+    engine = BusEngine("a bus", opened, "", telemetry, sizes=sizes, suspects=Suspects(TICKET_DEATHS))
     await engine.launch()
     await engine.open(RunNotice("", __version__))
     return BusWorld(

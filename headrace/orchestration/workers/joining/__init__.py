@@ -20,7 +20,8 @@ A worker that is silent for `SILENCE` seconds counts as lost, whatever the state
 connection. Both ends send beats. A worker that has not answered its first call yet (it loads a model) has `wire.WHILE_STARTING` times as
 long.
 
-Read `greeting.py` (the messages and their limits), `listener.py` (the controller's socket), `dial.py` (the worker's end), `same_model.py`
+Read `greeting.py` (the messages and their limits), `packages.py` (what must be the same on all machines), `listener.py` (the controller's socket),
+`connecting.py` and `dial.py` (the worker's end), `witness.py` and `worker_log.py` (what a worker prints, and its end), `same_model.py`
 (whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `seated.py` (workers elsewhere, as the
-controller sees them), `joined.py` (the launcher of those that were started by hand) and `fake_arrivals.py` (a fake of the socket).
+controller sees them), `sessions/` (connections that break and come back), `joined.py` (the launcher of those that were started by hand) and `fake_arrivals.py` (a fake of the socket).
 """

@@ -12,21 +12,23 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.orchestration.workers.joining.connecting import connected, own_address, received
 from headrace.orchestration.workers.joining.greeting import (
     DESERTED,
-    HELLO_BYTES,
-    HELLO_SECONDS,
     SILENCE,
     Agreed,
+    DoctorAnswer,
+    DoctorQuestion,
     Hello,
     Kind,
     Terms,
     Welcome,
     packed,
 )
-from headrace.orchestration.workers.wire import BEATS, HEAD, WorkerEnd, length_of
+from headrace.orchestration.workers.joining.packages import own_packages
+from headrace.orchestration.workers.joining.sessions.session_end import SessionEnd
+from headrace.orchestration.workers.wire import BEATS, WorkerEnd
 from headrace.version import __version__
-from headrace.web.tls import connect_over_tls
 
 
 class RunOver(HeadraceError):
@@ -40,31 +42,67 @@ def dial(
     seat: str = "",
     *,
     ca: str = "",
+    address_here: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
+    seated: Callable[[str], None] = lambda session: None,
 ) -> WorkerEnd:
-    """Connects to the controller, and waits for a seat.
+    """Connects to the controller, and waits for a seat. A trainer's worker listens for other ranks at the end's `door`.
 
-    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run.
+    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `address_here`: the address of this machine
+    at which other machines reach it; empty: the one from which it reaches the controller. `agree`: answers the terms of a run. `examine`: answers
+    the questions of `headrace doctor`. `seated`: is called with the worker's session.
     Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
-    host, _, port = address.rpartition(":")
-    where = (host.strip("[]"), int(port))
-    if ca:
-        sock = connect_over_tls(where, ca, HELLO_SECONDS)
-    else:
-        sock = socket.create_connection(where, timeout=HELLO_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(packed(Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid())))
-    _take_seat(sock, f"the controller at {address} refused this {kind}", agree)
-    end = WorkerEnd(sock, DESERTED)
+    door = _door(address_here or own_address(address)) if kind == "trainer" else None
+    hello = Hello(
+        __version__,
+        token,
+        kind,
+        seat,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        door="{}:{}".format(*door.getsockname()[:2]) if door else "",
+        packages=own_packages(),
+    )
+    refused = f"the controller at {address} refused this {kind}"
+    sock = connected(address, ca, hello)
+    welcome = _take_seat(sock, refused, agree, examine)
+    seated(welcome.session)
+
+    def redial(count: int) -> tuple[socket.socket, int]:
+        again = connected(address, ca, msgspec.structs.replace(hello, session=welcome.session, received=count))
+        try:
+            return again, _take_seat(again, refused).received
+        except BaseException:
+            again.close()
+            raise
+
+    end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED, door)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
 
 
-def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agreed] | None) -> None:
+def _door(address: str) -> socket.socket:
+    """Listens at a free port of that address. Raises ConfigError if it is none of this machine's."""
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"this machine cannot listen at {address}: {error.strerror or error}; name an address of it with --address"
+        ) from None
+
+
+def _take_seat(
+    sock: socket.socket,
+    refused: str,
+    agree: Callable[[Terms], Agreed] | None = None,
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
+) -> Welcome:
+    """Returns the last welcome."""
     waits = False
     while True:
-        welcome = msgspec.msgpack.decode(_received(sock, length_of(_received(sock, HEAD), HELLO_BYTES)), type=Welcome)
+        welcome = received(sock, Welcome)
         if welcome.over:
             raise RunOver(welcome.refused)
         if welcome.refused:
@@ -78,22 +116,13 @@ def _take_seat(sock: socket.socket, refused: str, agree: Callable[[Terms], Agree
                         1
                     )  # until the controller has read it: over TLS another thread sends it, and this process ends now
                 raise ConfigError(answer.unable)
+        elif welcome.question and examine:
+            sock.sendall(packed(examine(welcome.question)))
+            sock.settimeout(DESERTED)
         elif welcome.waiting:
             sock.settimeout(DESERTED)
             if not waits:
                 print("headrace: all seats are taken; this worker waits for one", file=sys.stderr, flush=True)
             waits = True
         else:
-            return
-
-
-def _received(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise ConnectionError(
-                "the controller closed the connection without an answer; is it a headrace controller?"
-            )
-        data += piece
-    return data
+            return welcome

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.orchestration.workers.wire import Writer
 from headrace.types import Struct
 
 SILENCE = 5.0
@@ -17,8 +19,12 @@ SILENCE = 5.0
 DESERTED = 60.0
 """Seconds of silence after which a worker ends itself, because the controller's machine must be gone."""
 
-HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
-"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
+HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 2048
+"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time. The workers of a large fleet all
+dial in at once."""
+
+SAID_BYTES = 1 << 17
+"""Limit of a message with words of a worker."""
 
 ARRIVAL = 300.0
 """Seconds in which a started process must connect."""
@@ -32,7 +38,7 @@ SPARES = 64
 TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
 """Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
 
-CA, MODEL, PATIENCE = "HEADRACE_CA", "HEADRACE_MODEL", "HEADRACE_PATIENCE"
+CA, MODEL, PATIENCE, AGAIN, ADDRESS = (f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS"))
 """Environment variables of a worker that offers itself: the options of `headrace worker`."""
 
 LEAVE = "leave"
@@ -50,6 +56,33 @@ class Hello(Struct, frozen=True, tag="headrace"):
     host: str = ""
     """The name of its machine."""
     pid: int = 0
+    door: str = ""
+    """HOST:PORT at which a trainer's worker listens for the other ranks."""
+    packages: dict[str, str] = {}
+    """The versions of those that decide what it computes (`packages.py`)."""
+    session: str = ""
+    """The session of a worker that comes back (`sessions/`)."""
+    received: int = 0
+    """The bytes that it has received in it."""
+
+
+class WitnessHello(Struct, frozen=True, tag="headrace witness"):
+    """The first message of a worker's witness (`witness.py`)."""
+
+    version: str
+    token: str
+    session: str
+    """The worker's."""
+
+
+class WordsSaid(Struct, frozen=True):
+    """Words of a worker."""
+
+    at: int
+    """The bytes that it has said before."""
+    data: bytes
+    over: bool = False
+    """Whether its process has ended."""
 
 
 class Terms(Struct, frozen=True):
@@ -61,12 +94,30 @@ class Terms(Struct, frozen=True):
     """The digest of every file that both must have, by name (`joining/same_model.py`)."""
 
 
+class DoctorQuestion(Struct, frozen=True):
+    """A question of `headrace doctor --cluster` to a worker that offers itself (`placed/examined.py`)."""
+
+    method: str
+    values: msgspec.Raw
+
+
+class DoctorAnswer(Struct, frozen=True):
+    value: msgspec.Raw
+
+
 class Welcome(Struct, frozen=True):
     refused: str = ""
     over: bool = False
     """Whether it is refused because the run has ended."""
     terms: Terms | None = None
+    question: DoctorQuestion | None = None
     waiting: bool = False
+    session: str = ""
+    """The worker's session, a secret. In all later messages it is empty."""
+    reconnect: float = 0.0
+    """Seconds in which it may come back if its connection breaks; 0: its bytes travel without segments."""
+    received: int = 0
+    """The bytes that the controller has received in the session of a worker that has come back."""
 
 
 class Agreed(Struct, frozen=True):
@@ -76,16 +127,29 @@ class Agreed(Struct, frozen=True):
     unable: str = ""
 
 
+class WorkerWords(Protocol):
+    """The words of a worker that has a witness."""
+
+    ended: asyncio.Event
+
+    def begin(self, file: Path, title: str) -> None:
+        """Writes them behind those in the file."""
+
+    @property
+    def last_lines(self) -> str: ...
+
+
 class Arrived(NamedTuple):
     """A worker that has taken its place."""
 
     reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    writer: Writer
     hello: Hello
     address: str
     """The address from which it connected."""
     model_dir: str
     """The model's directory on its machine, if it has agreed to terms."""
+    words: WorkerWords | None = None
 
 
 Arrival = asyncio.Future[Arrived]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from pathlib import Path
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.telemetry import Telemetry
@@ -10,32 +12,55 @@ from headrace.orchestration.workers.joining.greeting import LEAVE, SILENCE
 from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.protocols import Heard, Job
 
+LAST_WORDS = 1.0
+"""Seconds for which the last words of a lost worker are awaited. They come over another connection."""
+
 
 class JoinLauncher:
     """Protocol `Launcher`. A worker begins when one that was started elsewhere takes its seat."""
 
-    def __init__(self, arrivals: Arrivals, telemetry: Telemetry, silence: float = SILENCE) -> None:
-        self._arrivals, self._telemetry, self._silence = arrivals, telemetry, silence
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        telemetry: Telemetry,
+        silence: float = SILENCE,
+        away: float = 0.0,
+        logs: Path | None = None,
+    ) -> None:
+        """`away`: seconds for which the connection of a worker may be broken. `logs`: the directory for what workers print; None keeps nothing."""
+        self._logs = logs
+        self._arrivals, self._telemetry, self._silence, self._away = arrivals, telemetry, silence, away
         self._taken: set[str] = set()
         """The seats that had a worker before."""
 
     def worker(self, job: Job, heard: Heard) -> JoinedWorker:
-        if job.kind != "engine" or job.inherited:
-            raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with the trainer's process")
+        if job.kind == "shared trainer" or job.inherited:
+            raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with another process")
         again = job.who in self._taken
         self._taken.add(job.who)
-        return JoinedWorker(job, heard, self._arrivals, self._telemetry, silence=self._silence, again=again)
+        log = self._logs / f"{job.who.replace(' ', '-')}.log" if self._logs else None
+        seated = {"silence": self._silence, "away": self._away}
+        return JoinedWorker(job, heard, self._arrivals, self._telemetry, again=again, log=log, **seated)
 
 
 class JoinedWorker(SeatedWorker):
     """Protocol `Worker`."""
 
     def __init__(
-        self, job: Job, heard: Heard, arrivals: Arrivals, telemetry: Telemetry, *, silence: float, again: bool
+        self,
+        job: Job,
+        heard: Heard,
+        arrivals: Arrivals,
+        telemetry: Telemetry,
+        *,
+        silence: float,
+        away: float,
+        again: bool,
+        log: Path | None,
     ) -> None:
         """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
-        super().__init__(job.who, heard, telemetry, silence)
-        self._job, self._arrivals, self._again = job, arrivals, again
+        super().__init__(job.who, heard, telemetry, silence, away)
+        self._job, self._arrivals, self._again, self._log = job, arrivals, again, log
 
     async def start(self) -> None:
         """Returns when a worker has taken the seat. Raises StalledError."""
@@ -43,12 +68,15 @@ class JoinedWorker(SeatedWorker):
         arrival = self._arrivals.expect(self._job.kind)
         try:
             async with self._telemetry.waits.named(
-                "start", f"an engine to join at {self._arrivals.address} as {self.who}", endless=self._again
+                "start", f"a worker to join at {self._arrivals.address} as {self.who}", endless=self._again
             ):
                 arrived = await arrival
         finally:
             arrival.cancel()
         self._seat(arrived, arrived.model_dir)
+        if arrived.words and self._log:
+            hello = arrived.hello
+            arrived.words.begin(self._log, f"{hello.host}, process {hello.pid}, from {arrived.address}")
 
     async def end(self) -> None:
         """The worker ends by itself when it reads this."""
@@ -63,5 +91,10 @@ class JoinedWorker(SeatedWorker):
 
     async def _how_it_ended(self, wrong: str) -> str:
         assert self._arrived
-        hello = self._arrived.hello
-        return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}"
+        hello, said = self._arrived.hello, ""
+        if (words := self._arrived.words) and self._log:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS):
+                    await words.ended.wait()
+            said = f"; the end of logs/{self._log.name}: {words.last_lines}" if words.last_lines else ""
+        return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}{said}"

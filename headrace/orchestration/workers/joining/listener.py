@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
+import secrets
 import ssl
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,23 +19,45 @@ from headrace.orchestration.workers.joining.greeting import (
     AGREEING,
     HELLO_BYTES,
     HELLO_SECONDS,
+    SAID_BYTES,
     SILENCE,
     SPARES,
     STRANGERS,
     Agreed,
     Arrival,
     Arrived,
+    DoctorAnswer,
+    DoctorQuestion,
     Hello,
+    Kind,
     Terms,
     TurnedAway,
     Welcome,
+    WitnessHello,
+    WordsSaid,
     packed,
 )
+from headrace.orchestration.workers.joining.packages import differing, own_packages
+from headrace.orchestration.workers.joining.sessions.returning import Returning
+from headrace.orchestration.workers.joining.worker_log import WorkerLog
 from headrace.orchestration.workers.wire import HEAD, length_of
 from headrace.types import Struct
 from headrace.version import __version__
 
 M = TypeVar("M", bound=Struct)
+
+Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]], Awaitable[None]]
+"""Asks one worker."""
+
+
+ENGINES: tuple[Kind, ...] = ("engine",)
+
+
+class Spare(NamedTuple):
+    """A worker without a seat."""
+
+    kind: Kind
+    place: asyncio.Future[Arrival]
 
 
 class Listener:
@@ -46,10 +70,14 @@ class Listener:
         port: int = 0,
         *,
         terms: Terms | None = None,
+        kinds: Collection[Kind] = ENGINES,
         tls: ssl.SSLContext | None = None,
+        reconnect: float = 0.0,
+        examine: Examine | None = None,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
-        """`terms`: those of workers that offer themselves; None if all workers have a seat. `say`: is told of the first connection of each
+        """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may. `reconnect`: seconds in which
+        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
         kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
@@ -57,10 +85,15 @@ class Listener:
         self.address = ""
         """HOST:PORT; empty until `open`."""
         self.turned_away: Counter[str] = Counter()
-        self._terms, self._tls, self._say = terms, tls, say
+        self._terms, self._kinds, self._tls, self._say = terms, kinds, tls, say
         self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
-        self._spares: deque[asyncio.Future[Arrival]] = deque()
+        self._spares: deque[Spare] = deque()
         """The workers without a seat, in the order in which they came."""
+        self._reconnect, self._examine = reconnect, examine
+        self._packages = own_packages()
+        self._words: dict[str, WorkerLog] = {}
+        """The logs of workers, by their sessions."""
+        self._sessions: dict[str, Returning] = {}
         self._greetings: set[asyncio.Task[Any]] = set()
         self._strangers = 0
         self._server: asyncio.Server | None = None
@@ -79,10 +112,10 @@ class Listener:
         return arrival
 
     def _enter(self, kind: str, seat: str, arrival: Arrival, first: bool = False) -> None:
-        while self._spares and not seat and self._terms:
-            spare = self._spares.popleft()
-            if not spare.done():
-                spare.set_result(arrival)
+        for spare in [one for one in self._spares if one.kind == kind and not seat]:
+            self._spares.remove(spare)
+            if not spare.place.done():
+                spare.place.set_result(arrival)
                 return
         queue = self._expected[kind, seat]
         queue.appendleft(arrival) if first else queue.append(arrival)
@@ -92,7 +125,7 @@ class Listener:
         if self._server:
             self._server.close()
         for spare in self._spares:
-            spare.cancel()
+            spare.place.cancel()
         if self._greetings:
             await asyncio.wait(self._greetings, timeout=1.0)
         for task in self._greetings:
@@ -111,16 +144,28 @@ class Listener:
 
     async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = await self._introduced(reader)
+        if isinstance(hello, WitnessHello):
+            await self._collect(hello, reader, writer)
+            return
+        if hello.session:
+            self._take_back(hello, reader, writer)
+            return
+        if self._examine:
+            await self._examine(hello, functools.partial(_asked, reader, writer))
+            raise TurnedAway(
+                "over", "the doctor has asked all that it wanted to know; the run takes its workers when it starts"
+            )
         offers = self._terms is not None and not hello.seat
         model_dir = await self._agreed(reader, writer) if offers else ""
         arrival = self._free(hello)
         if arrival is None and offers:
-            arrival = await self._spare(reader, writer)
+            arrival = await self._spare(hello.kind, reader, writer)
         if arrival is None:
             raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
+        session = secrets.token_hex(16) if offers or self._reconnect else ""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                await _say(writer, Welcome())
+                await _say(writer, Welcome(session=session, reconnect=self._reconnect))
         except BaseException:
             if not arrival.done():
                 self._enter(hello.kind, hello.seat, arrival, first=True)
@@ -128,15 +173,55 @@ class Listener:
         if arrival.done():
             raise TurnedAway("seat")
         address = str(writer.get_extra_info("peername")[0])
-        arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+        if not session:
+            arrival.set_result(Arrived(reader, writer, hello, address, model_dir))
+            return
+        words = self._words[session] = WorkerLog()
+        if not self._reconnect:
+            arrival.set_result(Arrived(reader, writer, hello, address, model_dir, words=words))
+            return
+        who = f"the {hello.kind} on {hello.host or address} (process {hello.pid})"
+        stream = self._sessions[session] = Returning(
+            self._reconnect,
+            lambda said: self._say(f"{who}: {said}"),
+            lambda: self._forget(session),
+        )
+        stream.connect(reader, writer)
+        arrival.set_result(Arrived(stream.reader, stream, hello, address, model_dir, words=words))
 
-    async def _introduced(self, reader: asyncio.StreamReader) -> Hello:
+    def _forget(self, session: str) -> None:
+        self._sessions.pop(session, None)
+
+    def _take_back(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        stream = self._sessions.get(hello.session)
+        if stream is None:
+            raise TurnedAway(
+                "session", "the run has given its seat away: it came back too late (orchestration.reconnect)"
+            )
+        stream.connect(reader, writer, hello.received, packed(Welcome(received=stream.received)))
+
+    async def _collect(self, hello: WitnessHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes a worker's words from its witness, until it says that the worker has ended."""
+        words = self._words.get(hello.session)
+        if words is None:
+            raise TurnedAway("session", "the run does not know its worker")
+        with contextlib.suppress(OSError, EOFError):  # the witness connects anew
+            await _say(writer, Welcome())
+            while not words.ended.is_set():
+                words.take(await _first(reader, WordsSaid, SAID_BYTES))
+                await _say(writer, Welcome())
+        stream = self._sessions.get(hello.session)
+        if stream and words.ended.is_set():
+            stream.wait_no_more()
+        writer.close()
+
+    async def _introduced(self, reader: asyncio.StreamReader) -> Hello | WitnessHello:
         self._strangers += 1
         try:
             if self._strangers > STRANGERS:
                 raise TurnedAway("crowd")
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = await _first(reader, Hello)
+                hello: Hello | WitnessHello = await _first(reader, Hello | WitnessHello)  # type: ignore[arg-type]
         finally:
             self._strangers -= 1
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
@@ -146,8 +231,16 @@ class Listener:
                 "version",
                 f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
             )
-        if self._terms and not hello.seat and hello.kind != "engine":
-            raise TurnedAway("seat", f"only engines join runs, and it is a {hello.kind}")
+        if isinstance(hello, WitnessHello) or self._examine:
+            return hello
+        if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
+            raise TurnedAway(
+                "packages", f"it has {differ}: install the same, because other versions compute other numbers"
+            )
+        if self._terms and not hello.seat and hello.kind not in self._kinds:
+            raise TurnedAway(
+                "seat", f'the {hello.kind} of this run is a child of its process (orchestration.trainer = "local")'
+            )
         return hello
 
     async def _agreed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
@@ -167,12 +260,12 @@ class Listener:
         del self._expected[hello.kind, hello.seat]
         return None
 
-    async def _spare(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Arrival:
+    async def _spare(self, kind: Kind, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Arrival:
         """Waits until there is a seat for this worker."""
         if len(self._spares) >= SPARES:
             raise TurnedAway("crowd", f"{SPARES} workers wait for a seat already")
         place: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
-        self._spares.append(place)
+        self._spares.append(spare := Spare(kind, place))
         gone = asyncio.ensure_future(reader.read(1))  # a worker that waits says nothing
         either: list[asyncio.Future[Any]] = [place, gone]
         try:
@@ -181,7 +274,7 @@ class Listener:
                     await _say(writer, Welcome(waiting=True))
                 await asyncio.wait(either, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
-            self._give_back(place)
+            self._give_back(spare)
             raise
         finally:
             gone.cancel()
@@ -189,16 +282,16 @@ class Listener:
         if place.cancelled():
             raise TurnedAway("over", "the run is over")
         if not gone.cancelled():
-            self._give_back(place)
+            self._give_back(spare)
             raise TurnedAway("left")
         return place.result()
 
-    def _give_back(self, place: asyncio.Future[Arrival]) -> None:
+    def _give_back(self, spare: Spare) -> None:
         """Frees the seat that a worker was given while it left."""
-        if place.done() and not place.cancelled():
-            self._enter("engine", "", place.result(), first=True)
-        elif place in self._spares:
-            self._spares.remove(place)
+        if spare.place.done() and not spare.place.cancelled():
+            self._enter(spare.kind, "", spare.place.result(), first=True)
+        elif spare in self._spares:
+            self._spares.remove(spare)
 
     async def _turn_away(self, writer: asyncio.StreamWriter, error: Exception) -> None:
         reason = error.reason if isinstance(error, TurnedAway) else "garbage"
@@ -219,11 +312,18 @@ class Listener:
             self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
 
 
+async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: DoctorQuestion) -> DoctorAnswer:
+    await _say(writer, Welcome(question=question))
+    return await _first(reader, DoctorAnswer)
+
+
 REASONS = {
     "crowd": "there are too many connections",
     "garbage": "it sent something else than a headrace worker would",
     "model": "its worker does not have the run's model (it says why)",
+    "packages": "it has other versions of packages that decide what an engine computes (its worker says which)",
     "seat": "no seat of that kind is free",
+    "session": "its worker came back after its seat was given away",
     "silent": "it introduced itself too late, or not at all",
     "token": "its token is not the run's",
     "version": "it is another version of headrace",
@@ -231,8 +331,8 @@ REASONS = {
 """The reasons for which connections are turned away."""
 
 
-async def _first(reader: asyncio.StreamReader, kind: type[M]) -> M:
-    length = length_of(await reader.readexactly(HEAD), HELLO_BYTES)
+async def _first(reader: asyncio.StreamReader, kind: type[M], limit: int = HELLO_BYTES) -> M:
+    length = length_of(await reader.readexactly(HEAD), limit)
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
 
 

@@ -5,27 +5,53 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.joining.dial import RunOver, dial
-from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN, Kind
+from headrace.orchestration.workers.joining.greeting import (
+    ADDRESS,
+    AGAIN,
+    CA,
+    MODEL,
+    PATIENCE,
+    TOKEN,
+    DoctorAnswer,
+    DoctorQuestion,
+    Kind,
+)
 from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.wire import WorkerEnd
 
-LOST, REFUSED = 1, 2
-"""Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is."""
+LOST, REFUSED, NOBODY = 1, 2, 3
+"""Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is; nobody was there for all
+of its patience (only if it is started again and again)."""
 
-AGAIN = 1.0
+RETRY = 1.0
 """Seconds between two attempts to reach the controller."""
 
 
-def offer(address: str, kind: Kind) -> WorkerEnd:
-    """Returns when this worker has a seat. It tries for some time to reach the controller, which may not have started yet."""
-    token, ca, model = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL))
+def offer(
+    address: str,
+    kind: Kind,
+    seated: Callable[[str], None],
+    examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
+) -> WorkerEnd:
+    """Returns when this worker has a seat; `seated` is called with its session. `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
+    token, ca, model, here, again = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL, ADDRESS, AGAIN))
     deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
     while True:
         try:
-            end = dial(address, kind, token, ca=ca, agree=lambda terms: agree(terms, model))
+            end = dial(
+                address,
+                kind,
+                token,
+                ca=ca,
+                address_here=here,
+                agree=lambda terms: agree(terms, model),
+                seated=seated,
+                examine=examine,
+            )
             print(f"headrace: {kind} of the run at {address}", file=sys.stderr, flush=True)
             return end
         except RunOver as over:
@@ -34,8 +60,8 @@ def offer(address: str, kind: Kind) -> WorkerEnd:
             _end(REFUSED, str(error))
         except OSError as error:
             if time.monotonic() > deadline:
-                _end(LOST, f"the controller at {address} cannot be reached: {error}")
-            time.sleep(AGAIN)
+                _end(NOBODY if again else LOST, f"the controller at {address} cannot be reached: {error}")
+            time.sleep(RETRY)
 
 
 def released() -> None:

@@ -11,6 +11,7 @@ from headrace.observe.facts import WorkerJoined
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.orchestration.workers.joining.greeting import Arrival, Arrived
+from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import Heard
 
 T = TypeVar("T")
@@ -34,8 +35,8 @@ class Arrivals(Protocol):
 class SeatedWorker(ConnectedWorker):
     """Protocol `Worker`, except for its start and its end."""
 
-    def __init__(self, who: str, heard: Heard, telemetry: Telemetry, silence: float) -> None:
-        super().__init__(who, heard, silence)
+    def __init__(self, who: str, heard: Heard, telemetry: Telemetry, silence: float, away: float = 0.0) -> None:
+        super().__init__(who, heard, silence, away)
         self._telemetry = telemetry
         self._arrived: Arrived | None = None
         self._model_dir = ""
@@ -47,11 +48,17 @@ class SeatedWorker(ConnectedWorker):
         hello, clock = arrived.hello, self._telemetry.clock
         self._telemetry.record(WorkerJoined(clock(), self.who, hello.host, hello.pid, arrived.address))
 
+    @property
+    def door(self) -> str:
+        return self._arrived.hello.door if self._arrived else ""
+
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         if method != "start":
             return await super().call(method, payload, returns)
+        own = msgspec.structs.replace(payload, model_dir=self._model_dir)
+        if isinstance(own, TrainerStart):  # what one rank cannot do ends the run
+            return await super().call(method, msgspec.structs.replace(own, door=self.door), returns)
         try:
-            own = msgspec.structs.replace(payload, model_dir=self._model_dir)
             return await super().call(method, own, returns)
         except ConfigError as error:  # another machine may be able to
             self._lost(f"it cannot serve this run: {error}")

@@ -51,13 +51,37 @@ class NodeHost:
         """Returns the seconds since 1970."""
         return time.time()
 
+    async def machine(self) -> dict[str, float]:
+        """Returns the cores that a worker may use here, and the bytes of memory and those of them that are free."""
+        page, found = os.sysconf("SC_PAGE_SIZE"), {"cores": float(os.cpu_count() or 1)}
+        if hasattr(os, "sched_getaffinity"):
+            found["cores"] = len(os.sched_getaffinity(0))
+        for name, pages in (("memory", "SC_PHYS_PAGES"), ("free", "SC_AVPHYS_PAGES")):
+            found[name] = page * os.sysconf(pages)
+        return found
+
+    async def give(self, address: str, token: str, count: int) -> tuple[str, float]:
+        """Sends that many bytes to `address`. Returns why it could not, or an empty string, and the seconds."""
+        began = time.monotonic()
+        host, _, port = address.rpartition(":")
+        try:
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(token.encode() + b">")
+            writer.write(bytes(count))
+            await writer.drain()
+            done = await reader.read(1)
+            writer.close()
+        except OSError as error:
+            return str(error), 0.0
+        return "" if done else "the run has not read all of it", time.monotonic() - began
+
     async def fetch(self, address: str, token: str, count: int) -> tuple[str, float]:
         """Reads that many bytes from `address`. Returns why it could not, or an empty string, and the seconds."""
         began = time.monotonic()
         host, _, port = address.rpartition(":")
         try:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=1 << 20)
-            writer.write(token.encode())
+            writer.write(token.encode() + b"<")
             while count and (data := await reader.read(1 << 20)):
                 count -= len(data)
             writer.close()

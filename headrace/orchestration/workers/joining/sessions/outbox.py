@@ -1,0 +1,52 @@
+"""Segments of a stream, and those that may have to be sent again."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator
+
+from headrace.errors import HeadraceError
+
+_HEAD = struct.Struct("<IQ")
+HEAD = _HEAD.size
+
+SEGMENT = 1 << 16
+"""Most bytes of a segment. A small one is soon complete, so that a slow connection shows that it is alive."""
+
+
+def head_of(data: bytes) -> tuple[int, int]:
+    """Returns the length of a segment, and the bytes that its sender has received. Raises HeadraceError for what is no head."""
+    length, received = _HEAD.unpack(data)
+    if not 0 < length <= SEGMENT:
+        raise HeadraceError(f"received a segment of {length} bytes; the limit is {SEGMENT}")
+    return length, received
+
+
+def segment(piece: bytes, received: int) -> bytes:
+    return _HEAD.pack(len(piece), received) + piece
+
+
+class Outbox:
+    """The pieces that were sent and that the other end has not acknowledged."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._acknowledged = 0
+
+    def put(self, data: bytes) -> list[bytes]:
+        """Returns the data in pieces, each for one segment."""
+        pieces = [data[begin : begin + SEGMENT] for begin in range(0, len(data), SEGMENT)]
+        self._pieces += pieces
+        return pieces
+
+    def acknowledge(self, received: int) -> None:
+        """The other end has received so many bytes in all. Raises HeadraceError if it cannot have."""
+        while self._acknowledged < received and self._pieces:
+            self._acknowledged += len(self._pieces.popleft())
+        if self._acknowledged != received:
+            raise HeadraceError(f"{received} bytes are said to be received, and {self._acknowledged} were sent")
+
+    def rest(self) -> Iterator[bytes]:
+        """Returns the pieces that the other end has not received, in order."""
+        return iter(tuple(self._pieces))

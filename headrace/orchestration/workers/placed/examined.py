@@ -1,0 +1,51 @@
+"""A worker that offered itself, as `headrace doctor --cluster` asks it: both ends. Its answers are those of a `NodeHost`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.orchestration.workers.joining.greeting import Agreed, DoctorAnswer, DoctorQuestion, Terms
+from headrace.orchestration.workers.placed.cluster import HostLost
+from headrace.orchestration.workers.placed.host import NodeHost
+
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "look": (tuple[()], dict[str, str]),
+    "machine": (tuple[()], dict[str, float]),
+    "clock": (tuple[()], float),
+    "agree": (tuple[Terms], Agreed),
+    "fetch": (tuple[str, str, int], tuple[str, float]),
+    "give": (tuple[str, str, int], tuple[str, float]),
+}
+"""The arguments and the answer of each question: only these methods can be called."""
+
+_encode = msgspec.msgpack.encode
+
+
+def answer(question: DoctorQuestion) -> DoctorAnswer:
+    """Returns this machine's answer. Raises HeadraceError for a question that is none."""
+    if question.method not in _KINDS:
+        raise HeadraceError(f"the controller asked for {question.method}, which is no question of this version")
+    values = msgspec.msgpack.decode(question.values, type=_KINDS[question.method][0])
+    return DoctorAnswer(msgspec.Raw(_encode(asyncio.run(getattr(NodeHost(), question.method)(*values)))))
+
+
+class ExaminedWorker:
+    """Protocol `Hosted`."""
+
+    def __init__(self, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
+        self._ask = ask
+
+    async def ask(self, method: str, *values: Any) -> Any:
+        try:
+            said = await self._ask(DoctorQuestion(method, msgspec.Raw(_encode(values))))
+        except (OSError, EOFError) as error:
+            raise HostLost(f"its connection has ended: {error}") from None
+        return msgspec.msgpack.decode(said.value, type=_KINDS[method][1])
+
+    def kill(self) -> None:
+        """Does nothing: whoever started it ends it."""
