@@ -186,9 +186,9 @@ class ProcessEngine:
         if self._held:
             self._keeper.push(self._held, None)
 
-    def went_down(self, forgive: Callable[[], None]) -> None:
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
         there = [name for name in self._sent if not self._book.is_done(name)]
-        given_up = self._suspects.charge(map(ticket_of, there), forgive)
+        given_up = self._suspects.charge(map(ticket_of, there), forgive) if forgive else []
         sent, self._sent = self._sent, {}
         self._held_back = {}
         for name in sent.values():

@@ -43,6 +43,9 @@ CA, MODEL, PATIENCE = "HEADRACE_CA", "HEADRACE_MODEL", "HEADRACE_PATIENCE"
 LEAVE = "leave"
 """The method of the last push to a worker that offered itself: the run needs it no more."""
 
+LEAVING = "leaving"
+"""The method of the push of a worker that is asked to end where it runs (SIGTERM)."""
+
 Kind = Literal["engine", "trainer"]
 
 
