@@ -14,7 +14,7 @@ VENV_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-RECIPE ?= recipes/demo.toml
+RECIPE ?= recipes/demo/demo.toml
 ARGS ?=
 
 .PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup openenv-setup bench-trainer bench-end-to-end docs clean

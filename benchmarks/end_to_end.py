@@ -277,7 +277,7 @@ def to_target(theirs: Json, ours: Json, target: float) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a directory or a known name")
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo" / "demo.toml")
     parser.add_argument("--only", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--target", type=float, default=0.7, help="held-out reward (the model begins at about 0.19)")

@@ -219,7 +219,7 @@ def seconds(value: float) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo" / "demo.toml")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=14)

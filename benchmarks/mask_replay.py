@@ -122,7 +122,7 @@ def draw(source: Path, to: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo" / "demo.toml")
     parser.add_argument("--only", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=40)

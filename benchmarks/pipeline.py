@@ -1,6 +1,6 @@
 """Does the pipeline overlap generation and training as well as it can?
 
-    python benchmarks/pipeline.py [--rounds 2] [--steps 16] [--lags 0 1 2 4] [--config recipes/demo.toml]
+    python benchmarks/pipeline.py [--rounds 2] [--steps 16] [--lags 0 1 2 4] [--config recipes/demo/demo.toml]
 
 The same work (same task, batch, model, seeds; a reward with contrast in every group, a learning rate close to zero) is
 done with `max_lag` 0, 1, 2 and 4, engine and trainer on one core each, interleaved. Let g and t be the seconds that
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--config", type=Path, default=Path("recipes/demo.toml"))
+    parser.add_argument("--config", type=Path, default=Path("recipes/demo/demo.toml"))
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:

@@ -1,6 +1,6 @@
 """Does `headrace plan` predict what a run does?
 
-    python benchmarks/plan.py [--steps 10] [--rates FILE] [--settings 0x1x4 1x1x4 ...] [--config recipes/demo.toml]
+    python benchmarks/plan.py [--steps 10] [--rates FILE] [--settings 0x1x4 1x1x4 ...] [--config recipes/demo/demo.toml]
 
 Measures the machine's rates once (or reads them from FILE), then runs every setting (max_lag x window x groups a step) for real,
 engine and trainer on one core each, and simulates the same number of steps with these rates. Nothing is fitted to the runs: the
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rates", type=Path, help="read them where the file is there, else measure and write them")
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
-    parser.add_argument("--config", type=Path, default=Path("recipes/demo.toml"))
+    parser.add_argument("--config", type=Path, default=Path("recipes/demo/demo.toml"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

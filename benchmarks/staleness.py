@@ -403,7 +403,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--real", type=int, default=0, help="steps of a real run; 0 makes none")
     parser.add_argument("--real-seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--real-policies", default="wait,trim,drop,cancel,unbounded")
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo" / "demo.toml")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a real run may take")
     parser.add_argument("--set", action="append", default=[], help="a setting of headrace for the real runs, a.b=c")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-staleness", help="of results and logs")

@@ -240,7 +240,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "recipes" / "demo.toml")
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "recipes" / "demo" / "demo.toml")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--swaps", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=128)

@@ -2,7 +2,7 @@
 
     import headrace
 
-    headrace.train("recipes/demo.toml")
+    headrace.train("recipes/demo/demo.toml")
     headrace.train("mine.toml", reward=lambda prompts, completions, **columns: [float(len(c)) for c in completions])
 
 Everything is loaded on first use (PEP 562): `import headrace` takes milliseconds and does not load torch.

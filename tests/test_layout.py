@@ -18,7 +18,7 @@ from headrace.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "headrace"
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").glob("*/*.toml"))
 
 # A file imports only from lower floors; parts of one floor never import each other. Inside a folder `ROOMS` has the order.
 FLOORS = {
@@ -494,7 +494,7 @@ def test_every_recipe_loads(recipe):
 
 
 def test_there_are_recipes():
-    assert ROOT / "recipes" / "demo.toml" in RECIPES
+    assert ROOT / "recipes" / "demo" / "demo.toml" in RECIPES
 
 
 # --- the checkers can fail ---------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from beside import PATIENCE, until
 from tiny_run import tiny_config
 
 from headrace.config import dump_config, read_config
@@ -20,26 +20,22 @@ from headrace.observe.facts import PromptChosen
 from headrace.observe.records import read_metrics
 from headrace.orchestration.build import build_task
 
-STEPS, PATIENCE = 9, 600.0
-
 REWARD = "def has_e(completions, **columns): return [float('e' in text) for text in completions]\n"
 
 
 def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
     """Kills the controller when its journal has so many steps."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + PATIENCE
-    while process.poll() is None and count_steps(run_dir) < steps:
-        assert time.monotonic() < until, "the run makes no step"
-        time.sleep(0.02)
-    assert process.poll() is None, "the run ended before it could be killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    try:
+        until(lambda: process.poll() is not None or count_steps(run_dir) >= steps)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL, "the run has no end"
 
 
 @pytest.mark.parametrize("kind", ["contrast", pytest.param("pools", marks=pytest.mark.slow)])
 def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(tmp_path: Path, tiny_llama: Path, kind: str):
-    settings = tiny_config(tmp_path, tiny_llama, train={"steps": STEPS}, curriculum={"kind": kind, "candidates": 3})
+    settings = tiny_config(tmp_path, tiny_llama, train={"steps": 100_000}, curriculum={"kind": kind, "candidates": 3})
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1?"}) for i in range(9)))
     (tmp_path / "reward.py").write_text(REWARD)
     settings["task"]["held_out"], settings["reward"]["function"] = 2, f"{tmp_path / 'reward.py'}:has_e"
@@ -49,8 +45,10 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(tmp_path: Path
     path.write_text(dump_config(config))
     headrace = [sys.executable, "-m", "headrace", "train"]
     killed_after([*headrace, str(path)], run_dir, 3)
-    killed_after([*headrace, "--resume", str(run_dir)], run_dir, 6)
-    done = subprocess.run([*headrace, "--resume", str(run_dir)], capture_output=True, text=True, timeout=PATIENCE)
+    again = [*headrace, "--resume", str(run_dir)]
+    killed_after(again, run_dir, count_steps(run_dir) + 3)
+    end = f"train.steps={count_steps(run_dir) + 3}"
+    done = subprocess.run([*again, "--set", end], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
     reader = open_curriculum(task, config.curriculum, config.rollout.group_size)

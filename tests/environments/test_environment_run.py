@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beside import until
 from server_processes import alive
-from tiny_run import kill_after_a_step, of, tiny_config
+from tiny_run import HOLD, Config, hold, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.config import load_config
@@ -18,11 +18,17 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import Evaluated, GroupEnded
 from headrace.orchestration.runs.rehearse import rehearse
 
-ENV = '''
+ENV = (
+    HOLD
+    + '''
 import asyncio, os
-from pathlib import Path
 
-LOG = Path(__file__).with_name('log')
+LOG = HERE / 'log'
+
+async def in_the_middle():
+    while is_held():
+        (HERE / 'middle').touch()
+        await asyncio.sleep(0.02)
 
 async def play(agent, prompt, answer, **columns):
     reply = await agent.chat(prompt)
@@ -34,7 +40,7 @@ async def slow(agent, prompt, answer):
     with LOG.open("a") as log:
         log.write(f"{os.getpid()} {agent.seed}\\n")
     reply = await agent.chat(prompt)
-    await asyncio.sleep(0.4)
+    await in_the_middle()
     reply = await agent.chat(f"{len(reply.text)}?")
     return reply.text.count("e") / max(len(reply.text), 1)
 
@@ -49,7 +55,8 @@ class Exported:
             return self.prompt
         if len(self.looks) == 2:
             return sum(self.looks) / 1e12
-        await asyncio.sleep(0.2)
+        if self.looks:
+            await in_the_middle()
         with LOG.open("a") as log:
             log.write(f"{os.getpid()} {self.seed} {len(self.looks)}\\n")
         self.looks.append(int.from_bytes(os.urandom(4), "big"))
@@ -76,6 +83,7 @@ async def calls(agent, prompt, answer):
 
     return float((await agent.chat(prompt, tools=[look])).text == answer)
 '''
+)
 
 
 def config_of(directory: Path, model: Path, function: str = "play", **tables: Any) -> dict[str, Any]:
@@ -118,18 +126,23 @@ def test_an_evaluation_is_played_too(tiny_llama: Path, tmp_path: Path) -> None:
     assert measured.prompts == 3 and not measured.failures and 0 <= measured.reward_mean <= 1.2
 
 
+def killed_in_the_middle(config: Config) -> None:
+    """Its first step is trained, and an episode waits between its turns."""
+    directory = Path(config["out"]).parent
+    hold(directory, 1)
+    kill_when(config, (directory / "middle").exists)
+    release(directory, 1)
+
+
 def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
-    kill_after_a_step(config, directory)
-    deadline = time.monotonic() + 400
+    killed_in_the_middle(config)
     first = [line.split() for line in log.read_text().splitlines()]
-    while any(alive(int(pid)) for pid, _ in first) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(int(pid)) for pid, _ in first), "its processes end with it"
+    until(lambda: not any(alive(int(pid)) for pid, _ in first))  # its processes end with it
     assert headrace.train(resume=directory).reason == "finished"
     again = [line.split()[1] for line in log.read_text().splitlines()[len(first) :]]
-    assert {seed for _, seed in first} & set(again), "no episode was under way: kill it at another moment"
+    assert {seed for _, seed in first} & set(again), "an episode was under way"
     steps = list(read_steps(directory))
     assert len(steps) == 4 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))
     for one in (one for step in steps for group in step.groups for one in group.scored):
@@ -140,15 +153,14 @@ def test_a_run_killed_in_the_middle_of_episodes_goes_on_there(tiny_llama: Path, 
 def test_a_class_that_exports_its_state_goes_on_in_its_turn(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "Exported", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
-    kill_after_a_step(config, directory)
-    while any(alive(int(line.split()[0])) for line in log.read_text().splitlines()):
-        time.sleep(0.05)
+    killed_in_the_middle(config)
+    until(lambda: not any(alive(int(line.split()[0])) for line in log.read_text().splitlines()))
     before = [tuple(line.split()[1:]) for line in log.read_text().splitlines()]
     assert headrace.train(resume=directory).reason == "finished"
     lines = [tuple(line.split()[1:]) for line in log.read_text().splitlines()]
     looked = {seed for seed, _ in before}
     went_on = {seed for seed, look in lines[len(before) :] if look == "1"} & looked
-    assert went_on, "no episode was between its looks: kill it at another moment"
+    assert went_on, "an episode was between its looks"
     twice = {line for line in lines if lines.count(line) > 1 and line[0] != "0"}  # 0: the rehearsal's
     over = {(seed, str(int(look) - 1)) for seed, look in before}
     assert not twice & over, "a step was taken again, though a later one had begun"

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import textarena
-from tiny_run import kill_after_a_step, of, tiny_config
+from tiny_run import has_step, held_reward, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.durable.journal import read_steps
@@ -85,10 +85,12 @@ def test_games_branch_and_go_on_after_a_kill(tiny_llama: Path, tmp_path: Path) -
         rollout={"group_size": 3, "max_tokens": 3, "forks": {"alternatives": 2}},
         staleness={"groups_per_step": 2, "max_lag": 1},
         train={"steps": 3},
+        reward=held_reward(tmp_path, 1),
     )
     config["task"] = {"kind": "seeds"}
     directory = tmp_path / "runs" / "tiny"
-    kill_after_a_step(config, directory)
+    kill_when(config, lambda: has_step(directory))
+    release(tmp_path, 1)
     assert headrace.train(resume=directory).reason == "finished"
     steps = list(read_steps(directory))
     assert len(steps) == 3 and not any(fact.lost_tokens or fact.failures for fact in of(directory, GroupEnded))

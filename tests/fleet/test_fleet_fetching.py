@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from beside import until
 from server_processes import checked_run
 from tiny_run import engines_of, of, tiny_config, when_step
 
@@ -20,23 +21,6 @@ WIDE = 65536
 
 SLICE = 0.002
 """Seconds for which an engine runs until it is looked at again. Its 25 MB take several of these on any machine."""
-
-
-PATIENT = """
-import json, time
-from pathlib import Path
-
-def share_of_e(prompts, completions, **columns):
-    here = Path(__file__).parent
-    while (here / "killed").exists() and not back(here / "runs" / "tiny" / "metrics.jsonl"):
-        time.sleep(0.05)
-    return [text.count("e") / max(len(text), 1) for text in completions]
-
-def back(facts):
-    moved = [line for line in facts.read_text().splitlines() if '"MemberMoved"' in line]
-    return any(json.loads(line)["state"] == "serving" for line in moved)
-"""
-"""A reward that keeps the run from its end until the engine that was killed is back."""
 
 
 @pytest.fixture(scope="module")
@@ -79,44 +63,49 @@ def waiting_bytes(pid: int) -> int:
 
 def kill_while_it_fetches(pid: int) -> None:
     """Lets an engine run in slices until it is stopped in the middle of a version, and kills it there."""
-    end = time.monotonic() + 600
-    while time.monotonic() < end:
+
+    def is_met() -> bool:
         os.kill(pid, signal.SIGSTOP)
         if waiting_bytes(pid):
-            os.kill(pid, signal.SIGKILL)
-            return
+            return True
         os.kill(pid, signal.SIGCONT)
         time.sleep(SLICE)
-    raise AssertionError("no engine was met in the middle of a version")
+        return False
+
+    until(is_met)
+    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "broadcast"])
 def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: Path, tmp_path: Path) -> None:
     """It leaves the rotation, the other one goes live and takes its requests, and it comes back with the newest weights: a full copy,
     though differences are published."""
-    run, steps = tmp_path / "runs" / "tiny", 10
+    run = tmp_path / "runs" / "tiny"
     config: dict[str, Any] = tiny_config(
         tmp_path,
         wide_llama,
         engine={"replicas": 2, "dtype": "bfloat16", "path": "hf"},
         weight_sync={"kind": kind, "encoding": "delta", "anchor_every": 1},
-        train={"steps": steps, "learning_rate": 1e-6, "path": "torch", "dtype": "float32"},
+        train={"steps": 100_000, "learning_rate": 1e-6, "path": "torch", "dtype": "float32"},
         staleness={"groups_per_step": 2},
-        reward={"function": f"{tmp_path / 'patient.py'}:share_of_e", "timeout": 900.0},
     )
-    (tmp_path / "patient.py").write_text(PATIENT)
     killed: list[int] = []
 
     def kill() -> None:
         killed.append(engines_of(os.getpid())[0])
         kill_while_it_fetches(killed[0])
-        (tmp_path / "killed").write_text("")
+
+    def enough(step: headrace.Step) -> None:
+        """One version has gone live in both since the engine is back."""
+        back = [fact.t for fact in of(run, MemberMoved) if fact.state == "serving"]
+        if back and len([fact for fact in of(run, WeightsLive) if fact.t > back[0]]) > 1:
+            raise headrace.StopTraining("the engine is back")
 
     thread = when_step(run, 2, kill)
-    result = headrace.train(config)
+    result = headrace.train(config, on_step=enough)
     thread.join()
-    assert result.step == steps and killed
-    checked_run(run, steps)
+    assert killed
+    checked_run(run, result.step, "interrupted")
     moves = [(fact.member, fact.state) for fact in of(run, MemberMoved)]
     (victim,) = {member for member, _ in moves}
     assert moves == [(victim, "away"), (victim, "serving")]

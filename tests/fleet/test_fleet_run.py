@@ -5,36 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beside import PATIENCE, until
 from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import engines_of, held_reward, of, release, tiny_config, when_step
+from tiny_run import HOLD, at_steps, engines_of, hold, of, release, tiny_config, until_noted, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded
 from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
 
-SLOWLY = """
-import time
-
+SLOWLY = (
+    HOLD
+    + """
 def share_of_e(prompts, completions, **columns):
     time.sleep(1.0)
+    while is_held():
+        time.sleep(0.1)
     return [text.count("e") / max(len(text), 1) for text in completions]
 """
-"""A reward that gives the run time enough for what is done to its servers."""
-
-DEADLINE = 600.0
-"""Seconds for what should take a few."""
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+)
+"""A reward that lets the run go on while its servers are stopped and killed."""
 
 
 def moves(run: Path) -> list[tuple[str, str]]:
@@ -47,7 +40,6 @@ def test_one_server_is_stopped_and_one_is_killed(tiny_llama: Path, tmp_path: Pat
     with serving(headrace_server(tiny_llama, cache)) as one, serving(headrace_server(tiny_llama, cache)) as two:
         engine = {"urls": [one.url, two.url], "member_patience": 20.0}
         config = config_for(tmp_path, tiny_llama, one, engine=engine, train={"steps": steps, "learning_rate": 1e-2})
-        (tmp_path / "reward.py").write_text(SLOWLY)
 
         def stop_and_go_on() -> None:
             os.kill(one.process.pid, signal.SIGSTOP)
@@ -56,7 +48,11 @@ def test_one_server_is_stopped_and_one_is_killed(tiny_llama: Path, tmp_path: Pat
             os.kill(one.process.pid, signal.SIGCONT)
             until(lambda: (one.url, "serving") in moves(run))
             two.kill()
+            until(lambda: (two.url, "away") in moves(run))
+            release(tmp_path, steps - 2)
 
+        (tmp_path / "reward.py").write_text(SLOWLY)
+        hold(tmp_path, steps - 2)
         thread = when_step(run, 2, stop_and_go_on)
         result = headrace.train(config)
         thread.join()
@@ -77,17 +73,15 @@ def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: P
             one,
             engine={"urls": [one.url, two.url]},
             train={"steps": steps, "learning_rate": 1e-2},
-            reward=held_reward(tmp_path),
         )
 
         def change() -> None:
-            added = ask(run, PoolQuestion("add", three.url), DEADLINE)
+            added = ask(run, PoolQuestion("add", three.url), PATIENCE)
             assert not added.error, added.error
-            removed = ask(run, PoolQuestion("remove", one.url), DEADLINE)
+            removed = ask(run, PoolQuestion("remove", one.url), PATIENCE)
             assert not removed.error and [member.name for member in removed.members] == [two.url, three.url]
-            release(tmp_path)
 
-        thread = when_step(run, 2, change)
+        thread = at_steps(config, {2: change})
         assert headrace.train(config).step == steps
         thread.join()
         checked_run(run, steps)
@@ -109,8 +103,9 @@ def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -
         assert len(pids) == 2
         killed.append(pids[0])
         os.kill(pids[0], signal.SIGKILL)
+        until_noted(run, MemberMoved)
 
-    thread = when_step(run, 2, kill)
+    thread = at_steps(config, {2: kill})
     result = headrace.train(config)
     thread.join()
     assert result.step == steps and killed

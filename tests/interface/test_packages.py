@@ -14,7 +14,6 @@ from zipfile import ZipFile
 import pytest
 
 from headrace.cli import main
-from headrace.commands.running.demo_command import recipes_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,30 +58,21 @@ def test_the_sdist_holds_what_its_tests_need(packages: Path):
     }
 
 
-def test_recipes_are_listed_and_copied_with_the_files_that_they_name(tmp_path: Path, capsys, monkeypatch):
+def test_recipes_are_listed_and_copied_as_folders(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
+    assert all(folder.name in listed for folder in (ROOT / "recipes").iterdir())
+    assert "learns to add and subtract" in listed
+    assert main(["recipes", "tools"]) == 0
+    assert "now: headrace train tools/tools.toml" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "tools").iterdir()} >= {"tools.toml", "calculator.py", "README.md"}
     assert (
-        all(path.stem in listed for path in (ROOT / "recipes").glob("*.toml"))
-        and "learns to add and subtract" in listed
+        main(["recipes", "service.toml", "--to", "my/own"]) == 0 and (tmp_path / "my/own/reward_service.py").is_file()
     )
-    assert main(["recipes", "sums", "--to", "mine"]) == 0
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"sums.toml", "sums.jsonl", "proposer.py"}
-    assert (
-        main(["recipes", "service.toml", "--to", "mine"]) == 0 and (tmp_path / "mine" / "reward_service.py").is_file()
-    )
-    assert main(["recipes", "sums", "--to", "mine"]) == 2
-    assert "sums.toml, sums.jsonl, proposer.py exists in mine already" in capsys.readouterr().err
-    assert main(["recipes", "sum"]) == 2 and "there are: agent, " in capsys.readouterr().err
-
-
-def test_every_file_of_the_recipes_is_named_by_one():
-    """Files that no recipe names would not be copied with it."""
-    texts = "".join(path.read_text() for path in recipes_directory().iterdir() if path.suffix in (".toml", ".py"))
-    assert [
-        path.name for path in recipes_directory().iterdir() if path.suffix != ".toml" and path.name not in texts
-    ] == []
+    assert main(["recipes", "tools"]) == 2
+    assert "tools exists already; name another directory by --to" in capsys.readouterr().err
+    assert main(["recipes", "tool"]) == 2 and "there are: agent, " in capsys.readouterr().err
 
 
 def test_the_citation_the_changelog_and_the_package_state_one_version():

@@ -7,14 +7,15 @@ import math
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_run import Config, of, tiny_config, when_step
+from beside import until
+from tiny_run import Config, of, tiny_config, until_noted, when_step
 
 import headrace
 from headrace.batches import Group
@@ -70,27 +71,37 @@ def said_by(model_dir: Path) -> Callable[[tuple[int, ...], tuple[int, ...]], tor
     return score
 
 
-def worker_of(log_name: str) -> int:
-    """The process that writes that log."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if Path(os.readlink(entry / "fd" / "1")).name == log_name:
-                    return int(entry.name)
-            except OSError:
-                continue
-    raise AssertionError(f"nobody writes {log_name}")
+def writers_of(log: Path) -> list[int]:
+    """The processes that write it."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            if Path(os.readlink(entry / "fd" / "1")) == log:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_the_teacher(run: Path) -> None:
+    """As soon as there is one."""
+    log = run / "logs" / "teacher-north.log"
+    until(lambda: writers_of(log))
+    os.kill(writers_of(log)[0], signal.SIGKILL)
 
 
 def test_a_run_without_any_reward_learns_from_a_teacher_that_is_killed_on_the_way(
     config: Config, other_llama: Path, tmp_path: Path
 ) -> None:
     config["teachers"] = [{"name": "north", "path": str(other_llama)}]
-    config["train"]["steps"] = 15
+    config["train"]["steps"] = 100_000
     config["rollout"]["group_size"] = 8
     directory = tmp_path / "runs" / "taught"
-    kill = when_step(directory, 5, lambda: os.kill(worker_of("teacher-north.log"), signal.SIGKILL))
-    assert headrace.train(config).step == 15
+
+    def enough(step: headrace.Step) -> None:
+        if step.step >= 15 and of(directory, WorkerLost):
+            raise headrace.StopTraining("its teacher was killed, and it has learned")
+
+    kill = when_step(directory, 5, lambda: kill_the_teacher(directory))
+    assert headrace.train(config, on_step=enough).step >= 15
     kill.join()
     lost = of(directory, WorkerLost)
     assert [(one.who, one.deaths) for one in lost] == [("teacher north", 1)]
@@ -117,22 +128,15 @@ def test_a_teacher_that_keeps_dying_stops_the_run_with_a_checkpoint(
     config["train"]["steps"] = 100_000
 
     def kill_twice() -> None:
-        first = worker_of("teacher-north.log")
-        os.kill(first, signal.SIGKILL)
-        for _ in range(3000):
-            time.sleep(0.01)
-            try:
-                if (again := worker_of("teacher-north.log")) != first:
-                    os.kill(again, signal.SIGKILL)
-                    return
-            except AssertionError:
-                continue
+        kill_the_teacher(directory)
+        until_noted(directory, WorkerLost)
+        kill_the_teacher(directory)
 
-    kill = when_step(tmp_path / "runs" / "taught", 2, kill_twice)
+    directory = tmp_path / "runs" / "taught"
+    kill = when_step(directory, 2, kill_twice)
     with pytest.raises(WorkerDied, match=r"the teacher north process .* its death no\. 2"):
         headrace.train(config)
     kill.join()
-    directory = tmp_path / "runs" / "taught"
     ended = of(directory, RunEnded)[-1]
     assert ended.accounting.balance() == 0 and ended.step >= 2
     assert (directory / "checkpoints" / f"step-{ended.step:06d}").is_dir(), "what was learned until then is not lost"

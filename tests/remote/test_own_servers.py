@@ -11,7 +11,7 @@ from typing import Any
 import fake_servers
 import pytest
 from server_processes import servers
-from tiny_run import of, tiny_config, when_step
+from tiny_run import at_steps, of, tiny_config, until_noted
 
 import headrace
 from headrace.errors import ConfigError
@@ -43,9 +43,11 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
     def kill() -> None:
         ((server, *_),) = servers().values()
         os.kill(server, signal.SIGKILL)
+        until_noted(run, WorkerLost)
 
-    killer = when_step(run, 2, kill)
-    headrace.train(config_for(tmp_path, tiny_llama, "vllm", lora={"rank": 4}))
+    config = config_for(tmp_path, tiny_llama, "vllm", lora={"rank": 4})
+    killer = at_steps(config, {1: kill})
+    headrace.train(config)
     killer.join()
     checked(run, deaths=1)
     (lost,) = of(run, WorkerLost)
@@ -59,10 +61,12 @@ def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny
     def kill() -> None:
         (one, *_), _ = servers().values()
         os.kill(one, signal.SIGKILL)
+        until_noted(run, WorkerLost)
 
-    killer = when_step(run, 2, kill)
     engine = {"replicas": 2, "cores": sorted(os.sched_getaffinity(0))[:2]}
-    headrace.train(config_for(tmp_path, tiny_llama, kind, engine=engine))
+    config = config_for(tmp_path, tiny_llama, kind, engine=engine)
+    killer = at_steps(config, {1: kill})
+    headrace.train(config)
     killer.join()
     checked(run, deaths=1)
     assert of(run, MemberMoved)[0].state == "away"

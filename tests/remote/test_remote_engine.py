@@ -33,7 +33,7 @@ from headrace.types import Fork, Request, Sampling
 from headrace.web.limits import ServerLimits
 from headrace.weights import AdapterSpec, WeightUpdate
 
-LENGTH = 60
+LENGTH, ENDLESS = 60, 10_000
 
 
 def update(version: int, number: int | None = None, adapter: AdapterSpec | None = None) -> WeightUpdate:
@@ -46,8 +46,8 @@ def update(version: int, number: int | None = None, adapter: AdapterSpec | None 
     )
 
 
-def request(name: str, **more: Any) -> Request:
-    return Request(name, (1, 7, 8), Sampling(max_tokens=LENGTH, seed=3), **more)
+def request(name: str, tokens: int = LENGTH, **more: Any) -> Request:
+    return Request(name, (1, 7, 8), Sampling(max_tokens=tokens, seed=3), **more)
 
 
 class Machine:
@@ -64,7 +64,7 @@ class Machine:
 
     async def start(self) -> None:
         """A process that has its own weights as version 0 and knows of no others."""
-        self.engine = FakeEngine(seconds_per_token=self.speed, length=lambda rng: LENGTH)
+        self.engine = FakeEngine(seconds_per_token=self.speed, length=lambda rng: ENDLESS)
         self.serving = Serving(
             engine=self.engine, encoder=ChatEncoder(self.model), name="tiny", limits=self.limits, dtype="float32"
         )
@@ -192,14 +192,14 @@ def test_completions_scores_and_versions_are_those_of_the_server(tiny_tokenizer:
 
 def test_cancelling_aborting_and_draining(tiny_tokenizer: Path) -> None:
     async def case(engine: RemoteEngine, machine: Machine) -> None:
-        asking = [asyncio.ensure_future(engine.generate(request(name))) for name in "abc"]
+        asking = [asyncio.ensure_future(engine.generate(request(name, ENDLESS))) for name in "abc"]
         await until(lambda: min(so_far(engine, name) for name in "abc") > 3)
         asking[0].cancel()
         await until(lambda: len(machine.engine.unfinished()) == 2)
         await engine.abort()
         for one in asking[1:]:
             completion = await one
-            assert completion.stop == "interrupted" and 3 < len(completion.tokens) < LENGTH
+            assert completion.stop == "interrupted" and len(completion.tokens) > 3
         await until(lambda: not machine.engine.unfinished())
 
         begun = asyncio.ensure_future(engine.generate(request("d")))

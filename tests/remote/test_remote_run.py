@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from server_processes import checked_run, config_for, headrace_server, serving
-from tiny_run import of, when_step
+from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied
@@ -22,8 +22,9 @@ def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_l
         def kill_and_start_again() -> None:
             server.kill()
             server.start()
+            until_noted(run, WorkerLost)
 
-        killer = when_step(run, 2, kill_and_start_again)
+        killer = at_steps(config, {2: kill_and_start_again})
         result = headrace.train(config)
         killer.join()
     assert result.step == 6

@@ -10,8 +10,10 @@ import pytest
 from labelled_engine import ENDS, LENGTH, Kind, request, so_far, until, update
 
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialects.labelled import UNLABELLED
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.sglang_facts import statistics
+from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.strangers import open_control
 from headrace.errors import ConfigError, HeadraceError, IdentityError
@@ -134,6 +136,22 @@ def test_a_label_that_somebody_else_sets_ends_the_run(tiny_tokenizer: Path, tmp_
                 await one
 
     run(tiny_tokenizer, tmp_path, case, speed=0.01)
+
+
+def test_a_new_process_is_met_once_and_before_it_is_given_a_label(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """However many requests look when the one before has ended, and though an update was under way."""
+
+    async def case(engine: RemoteEngine, server: FakeSglang, directory: Path) -> None:
+        dialect, connection = engine._dialect, engine._connection
+        server.label = UNLABELLED
+        with pytest.raises(Unreachable, match="it was started anew"):
+            await dialect.load(connection, update(directory, 1), 60)
+        states = await asyncio.gather(*(dialect.look(connection, 60) for _ in range(5)))
+        assert len({state.boot for state in states}) == 1 and server.label.endswith("-2-none")
+        await engine.load(update(directory, 1))
+        assert "-2-v1-" in server.label
+
+    run(tiny_tokenizer, tmp_path, case)
 
 
 def test_weights_that_sglang_cannot_load_end_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from server_processes import checked_run, config_for, serving, sglang
-from tiny_run import of, when_step
+from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.errors import ConfigError, IdentityError
@@ -26,9 +26,11 @@ def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(
         def kill_and_start_again() -> None:
             server.kill()
             server.start()
+            until_noted(run, WorkerLost)
 
-        killer = when_step(run, 2, kill_and_start_again)
-        result = headrace.train(config_for(tmp_path, tiny_llama, server, **tables))
+        config = config_for(tmp_path, tiny_llama, server, **tables)
+        killer = at_steps(config, {2: kill_and_start_again})
+        result = headrace.train(config)
         killer.join()
     assert result.step == 6
     checked_run(run, 6)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from server_processes import checked_run, config_for, serving, vllm
-from tiny_run import of, when_step
+from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.errors import ConfigError, IdentityError
@@ -23,9 +23,11 @@ def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path
         def kill_and_start_again() -> None:
             server.kill()
             server.start()
+            until_noted(run, WorkerLost)
 
-        killer = when_step(run, 2, kill_and_start_again)
-        result = headrace.train(config_for(tmp_path, tiny_llama, server))
+        config = config_for(tmp_path, tiny_llama, server)
+        killer = at_steps(config, {2: kill_and_start_again})
+        result = headrace.train(config)
         killer.join()
     assert result.step == 6
     checked_run(run, 6)
@@ -48,10 +50,12 @@ def test_weights_are_fetched_over_http(encoding: str, tiny_llama: Path, tmp_path
         def kill_and_start_again() -> None:
             server.kill()
             server.start()
+            until_noted(run, WorkerLost)
 
-        killer = when_step(run, 2, kill_and_start_again)
         ways = {"weight_sync": {"kind": "http", "encoding": encoding}, "watch": {"identity_every": 1}}
-        result = headrace.train(config_for(tmp_path, tiny_llama, server, **ways))
+        config = config_for(tmp_path, tiny_llama, server, **ways)
+        killer = at_steps(config, {2: kill_and_start_again})
+        result = headrace.train(config)
         killer.join()
     assert result.step == 6
     checked_run(run, 6)

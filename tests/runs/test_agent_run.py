@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beside import Beside, until
 from server_processes import alive, config_for, serving, vllm
-from tiny_run import kill_after_a_step, of, tiny_config
+from tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 
 import headrace
 from headrace.commands.running.gateway_command import use_gateway
@@ -18,12 +17,12 @@ from headrace.durable.journal import read_steps
 from headrace.environments.kinds import ADDRESS_FILE
 from headrace.observe.facts import Evaluated, GroupEnded
 
-AGENT = """
-import json, os, sys, time
-from pathlib import Path
+AGENT = (
+    HOLD
+    + """
+import os, sys
 from urllib.request import Request, urlopen
 
-HERE = Path(__file__).parent
 given = json.load(sys.stdin)
 mode = sys.argv[1]
 number = int(given["columns"]["answer"]) if not given["prompt"].startswith("None") else 0
@@ -46,12 +45,13 @@ def streamed(messages):
 
 pieces = 0
 talk = [{"role": "user", "content": given["prompt"]}]
-if mode == "slow":
+if mode == "logs":
     with (HERE / "log").open("a") as log:
         log.write(f"{os.getpid()} {given['seed']} {os.getcwd()}\\n")
 talk.append(chat(talk))
-if mode == "slow":
-    time.sleep(0.4)
+while is_held():
+    (HERE / "middle").touch()
+    time.sleep(0.02)
 talk.append({"role": "user", "content": "more?"})
 talk.append(streamed(talk) if mode == "stream" else chat(talk))
 text = talk[-1]["content"]
@@ -60,6 +60,7 @@ if mode == "half" and given["seed"] % 2:
 print("some words of the agent")
 print(json.dumps({"e": text.count("e") / max(len(text), 1), "length": 0.01 * len(text), "pieces": pieces * 1e-9}))
 """
+)
 
 
 def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -> dict[str, Any]:
@@ -80,7 +81,8 @@ def config_of(directory: Path, model: Path, mode: str = "play", **tables: Any) -
 
 def test_a_command_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
     """The second turn is a stream, whose pieces arrive while it is sampled."""
-    result = headrace.train(config_of(tmp_path, tiny_llama, "stream", eval={"prompts": 2, "samples": 1}))
+    tables = {"eval": {"prompts": 2, "samples": 1}, "rollout": {"max_tokens": 40}}
+    result = headrace.train(config_of(tmp_path, tiny_llama, "stream", **tables))
     assert result.reason == "finished"
     directory = tmp_path / "runs" / "tiny"
     steps = list(read_steps(directory))
@@ -121,15 +123,12 @@ def test_agents_that_nobody_starts_take_the_rollouts_of_a_run(tiny_llama: Path, 
     address = directory / "logs" / ADDRESS_FILE
 
     def elsewhere() -> None:
-        deadline = time.monotonic() + 400
-        while not address.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(address.exists)
         ended.append(use_gateway(str(directory), command, 4))
 
-    agents = threading.Thread(target=elsewhere)
-    agents.start()
+    agents = Beside(elsewhere)
     assert headrace.train(config).reason == "finished"
-    agents.join(400)
+    agents.join()
     assert ended == [0] and not address.exists()
     steps = list(read_steps(directory))
     scored = [one for step in steps for group in step.groups for one in group.scored]
@@ -150,19 +149,16 @@ def test_agents_that_fail_are_data_with_their_last_words(tiny_llama: Path, tmp_p
 
 
 def test_a_run_killed_in_the_middle_of_episodes_starts_them_again(tiny_llama: Path, tmp_path: Path) -> None:
-    config = config_of(tmp_path, tiny_llama, "slow", train={"steps": 4})
+    config = config_of(tmp_path, tiny_llama, "logs", train={"steps": 4})
     directory, log = tmp_path / "runs" / "tiny", tmp_path / "log"
-    kill_after_a_step(config, directory)
-    deadline = time.monotonic() + 400
+    hold(tmp_path, 1)
+    kill_when(config, (tmp_path / "middle").exists)
+    release(tmp_path, 1)
     first = [line.split() for line in log.read_text().splitlines()]
-    while (
-        left := [one for one in first if alive(int(one[0])) or Path(one[2]).exists()]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left, "agents and their directories end with the run"
+    until(lambda: not any(alive(int(one[0])) or Path(one[2]).exists() for one in first))  # they end with the run
     assert headrace.train(resume=directory).reason == "finished"
     again = [line.split()[1] for line in log.read_text().splitlines()[len(first) :]]
-    assert {seed for _, seed, _ in first} & set(again), "no episode was under way: kill it at another moment"
+    assert {seed for _, seed, _ in first} & set(again), "an episode was under way"
     steps = list(read_steps(directory))
     assert len(steps) == 4 and not any(fact.failures for fact in of(directory, GroupEnded))
     assert not any(fact.lost_tokens for fact in of(directory, GroupEnded)), "the agent asked for the same turns"

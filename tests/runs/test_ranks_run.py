@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from tiny_run import Config, of, ranks_of, tiny_config, when_step
+from tiny_run import Config, at_steps, of, ranks_of, tiny_config
 
 import headrace
 from headrace.commands.again.replay import replay
@@ -70,7 +70,7 @@ def test_a_run_on_two_stages_ends_at_the_weights_of_two_ranks(
     """A pipeline trains, publishes and saves what FSDP2 does. Its last stage is killed, and the run goes on."""
     config = config_of(tmp_path, tiny_llama, "piped", parallel={"pipeline": 2}, max_deaths=1)
     directory = Path(config["out"]) / "piped"
-    harm = when_step(directory, 3, lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL))
+    harm = at_steps(config, {3: lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)})
     assert headrace.train(config).reason == "finished"
     harm.join()
     assert "the trainer process of rank 1 was killed by SIGKILL" in capsys.readouterr().err
@@ -146,13 +146,13 @@ def test_ranks_that_die_or_are_stopped_cost_no_step(
     """Rank 1 is killed, later rank 0 is stopped. The run goes on by itself, to weights that are bit-identical."""
     config = config_of(tmp_path, tiny_llama, "harmed", parallel={"shard": 2}, max_deaths=2)
     directory = Path(config["out"]) / "harmed"
-    harm = [
-        when_step(directory, 2, lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL)),
-        when_step(directory, 4, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGSTOP)),
-    ]
+    acts = {
+        2: lambda: os.kill(ranks_of(os.getpid())[1], signal.SIGKILL),
+        4: lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGSTOP),
+    }
+    harm = at_steps(config, acts)
     result = headrace.train(config)
-    for one in harm:
-        one.join()
+    harm.join()
     assert result.reason == "finished" and not ranks_of(os.getpid())
     said = capsys.readouterr().err
     assert "the trainer process of rank 1 was killed by SIGKILL" in said and "trainer-rank-1.log" in said
@@ -168,7 +168,7 @@ def test_ranks_that_die_or_are_stopped_cost_no_step(
 def test_the_death_after_the_last_allowed_one_ends_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, tiny_llama, "ended", parallel={"shard": 2}, max_deaths=0)
     directory = Path(config["out"]) / "ended"
-    harm = when_step(directory, 3, lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGKILL))
+    harm = at_steps(config, {3: lambda: os.kill(ranks_of(os.getpid())[0], signal.SIGKILL)})
     with pytest.raises(WorkerDied, match="the trainer process of rank 0 was killed by SIGKILL") as caught:
         headrace.train(config)
     harm.join()

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_run import Config, of, seconds_to_import, tiny_config, when_step, workers_of
+from beside import until
+from server_processes import alive
+from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 import headrace
 from headrace import cli
@@ -27,7 +29,7 @@ from headrace.errors import (
     StalledError,
     WorkerDied,
 )
-from headrace.observe.facts import CheckpointSaved, Evaluated, IdentityChecked, RunEnded, Warned, WorkerLost
+from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.records import StepRow
 from headrace.orchestration.store.snapshots import load_controller
 
@@ -131,34 +133,32 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished
     assert_complete(directory, 6)
 
 
+def kill_the_engine(run: Path, noted: int) -> None:
+    """Returns when the run has noted so many deaths."""
+    os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)
+    until_noted(run, WorkerLost, noted)
+
+
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
-    config["train"]["steps"] = 12
-    killers = [
-        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL))
-        for step in (2, 6)
-    ]
+    config["train"]["steps"] = 10
+    killer = at_steps(config, {2: lambda: kill_the_engine(directory, 1), 6: lambda: kill_the_engine(directory, 2)})
     result = headrace.train(config)
-    for killer in killers:
-        killer.join()
+    killer.join()
     lost = of(directory, WorkerLost)
     assert [fact.deaths for fact in lost] == [1, 2] and all("SIGKILL" in fact.how for fact in lost)
     assert result.reason == "finished"
-    assert_complete(directory, 12)
+    assert_complete(directory, 10)
 
 
 def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 500
     config["engine"]["max_deaths"] = 1
-    killers = [
-        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL))
-        for step in (3, 8)
-    ]
+    killer = at_steps(config, {3: lambda: kill_the_engine(directory, 1), 8: lambda: kill_the_engine(directory, 1)})
     with pytest.raises(WorkerDied, match=r"death no. 2 \(engine.max_deaths allows 1\)") as caught:
         headrace.train(config)
-    for killer in killers:
-        killer.join()
+    killer.join()
     assert any("--resume" in note for note in caught.value.__notes__)
     last = of(directory, RunEnded)[-1]
     assert of(directory, CheckpointSaved)[-1].step == last.step
@@ -169,7 +169,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
 def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"] |= {"steps": 10, "max_deaths": 0}
-    killer = when_step(directory, 5, lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL))
+    killer = at_steps(config, {5: lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL)})
     with pytest.raises(WorkerDied, match="trainer process was killed by SIGKILL") as caught:
         headrace.train(config)
     killer.join()
@@ -181,13 +181,12 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
 
 def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
+    headrace.train(config)  # imports what workers are forked with: to wait for that takes longer than what follows
     config["train"]["steps"] = 5000
-    # Longer than the slowest honest wait, which is that for the imports of a worker: so long does it take here and now.
-    stop_after = max(10, round(2.5 * seconds_to_import("headrace.engine.native.core")))
-    config["watch"] = {"warn_after": stop_after / 2, "stop_after": float(stop_after)}
-    hang = when_step(directory, 3, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
+    config["watch"] = {"warn_after": 5.0, "stop_after": 10.0}
+    hang = when_step(directory, 8, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
     with pytest.raises(StalledError, match=r"has waited \d+ s for .*engine"):
-        headrace.train(config)
+        headrace.train(config, resume=directory)
     hang.join()
     assert any("has waited" in fact.message for fact in of(directory, Warned)), "it was said before it was acted on"
     assert not workers_of(os.getpid())
@@ -209,9 +208,13 @@ def headrace_toml(config: Config) -> str:
 def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
-    def start(*more: str) -> subprocess.Popen[str]:
+    def start(*more: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            command(config, tmp_path, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command(config, tmp_path, *more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **variables},
         )
         started.append(process)
         return process
@@ -221,13 +224,8 @@ def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subproc
         process.kill()
 
 
-def until_gone(pids: list[int], seconds: float = 200) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
+def until_gone(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)))
 
 
 def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
@@ -247,7 +245,7 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
 
     when_step(directory, 4, kill).join()
     assert process.wait(60) == -signal.SIGKILL and len(pids) == 2
-    assert until_gone(pids), "a worker outlived its controller"
+    until_gone(pids)  # no worker outlives its controller
     steps = config["train"]["steps"] = newest_step(directory) + 5
     result = headrace.train(config, resume=directory)
     assert result.reason == "finished"
@@ -277,14 +275,28 @@ def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
     assert_complete(directory, ended.step + 3)
 
 
+def ready(run: Path) -> int:
+    """Groups that were ready to be trained, whatever became of them."""
+    return sum(fact.outcome == "ready" for fact in of(run, GroupEnded))
+
+
 def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_scored(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
     directory = Path(config["out"]) / "tiny"
-    config["train"] |= {"steps": 5000, "microbatch_tokens": 1}  # a slow trainer: groups wait for it
+    config["train"]["steps"] = 5000
     config["staleness"]["max_lag"] = 2
     process = controller()
-    when_step(directory, 3, lambda: process.send_signal(signal.SIGINT)).join()
+
+    def interrupt_while_groups_wait() -> None:
+        """The trainer is stopped until four groups wait, besides those of its step."""
+        trainer = workers_of(process.pid)["trainer"]
+        os.kill(trainer, signal.SIGSTOP)
+        until(lambda: ready(directory) >= 4 * trained_steps(directory) + 8)
+        process.send_signal(signal.SIGINT)
+        os.kill(trainer, signal.SIGCONT)
+
+    when_step(directory, 3, interrupt_while_groups_wait).join()
     process.communicate(timeout=600)
     step = of(directory, RunEnded)[-1].step
     waiting = load_controller(directory / "checkpoints" / f"step-{step:06d}").buffer.ready
@@ -328,7 +340,7 @@ def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     ended = of(directory, RunEnded)[-1]
     assert ended.reason == "interrupted" and newest_step(directory) == ended.step
     assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
-    assert until_gone(pids)
+    until_gone(pids)
 
 
 def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
@@ -363,17 +375,26 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
     pids = list(workers_of(process.pid).values())
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 130, output
-    assert until_gone(pids)
+    until_gone(pids)
+
+
+NEVER_LOADS = """
+import os, sys, time
+parent = os.getppid()
+while "headrace.orchestration.workers.fork_server" in sys.orig_argv and os.getppid() == parent:
+    time.sleep(0.05)
+"""
+"""A `sitecustomize.py` with which workers are never ready: the process that they are forked from does not begin with its imports."""
 
 
 def test_ctrl_c_while_the_model_is_loaded_leaves_no_directory(
-    config: Config, controller: Callable[..., subprocess.Popen[str]]
+    config: Config, controller: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    directory = Path(config["out"]) / "tiny"
-    process = controller()
-    deadline = time.monotonic() + 120
-    while not (directory / "logs" / "engine.log").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    directory, site = Path(config["out"]) / "tiny", tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NEVER_LOADS)
+    process = controller(PYTHONPATH=os.pathsep.join([str(site), *filter(None, sys.path)]))
+    until((directory / "logs" / "engine.log").exists)
     assert not (directory / "config.toml").exists(), "it does not look like a run yet"
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=600)[0]
@@ -393,7 +414,7 @@ def test_two_runs_in_one_directory_are_refused(
     pids = list(workers_of(process.pid).values())
     process.kill()
     process.wait()
-    assert until_gone(pids)
+    until_gone(pids)
     with pytest.raises(ConfigError, match="already holds a run"):
         headrace.train(config)
 

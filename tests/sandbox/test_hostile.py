@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from beside import until
 
 from headrace.sandbox.isolation import examine_isolation
 from headrace.sandbox.sandbox import Sandbox, SandboxLost
@@ -152,21 +152,19 @@ def test_files_on_the_disk_are_watched():
 
 def test_no_process_outlives_its_caller():
     code = (
-        "import os, threading, time\nfrom headrace.sandbox.sandbox import Sandbox\nfrom tests.sandbox.test_hostile import LIMITS\n"
-        "own = Sandbox(LIMITS._replace(seconds=1000.0))\n"
+        "import os, threading, time\nfrom headrace.sandbox.sandbox import Sandbox, SandboxLimits\n"
+        f"own = Sandbox({LIMITS._replace(seconds=1000.0)})\n"
         "threading.Thread(target=own.run, args=('import os, time\\nos.setsid()\\ntime.sleep(1000)',), daemon=True).start()\n"
-        "time.sleep(1.0)\nprint('ready', flush=True)\ntime.sleep(1000)"
+        "print('ready', flush=True)\ntime.sleep(1000)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None and caller.stdout.readline() == "ready\n"
+    until(lambda: any(os.getsid(pid) == pid for pid in descendants(caller.pid)[1:]))
     below = descendants(caller.pid)
     assert len(below) == 2  # the one that makes calls, and the call
     caller.send_signal(signal.SIGKILL)
     caller.wait()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in below):
-        assert time.monotonic() < deadline, below
-        time.sleep(0.01)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in below))
 
 
 def descendants(pid: int) -> list[int]:

@@ -111,7 +111,7 @@ def test_the_doctor_names_each_kind():
 
 
 def test_every_problem_of_the_recipe_is_solved_by_its_answer_and_by_nothing_else():
-    rows = [json.loads(line) for line in (ROOT / "recipes" / "code.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (ROOT / "recipes" / "code" / "code.jsonl").read_text().splitlines()]
     own = Sandbox(LIMITS)
     for row in rows:
         tests, code = "\n".join(row["tests"]), code_block(row["answer"])

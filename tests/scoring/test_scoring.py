@@ -520,7 +520,7 @@ def _runs(pid: int) -> bool:
 
 
 async def _until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -22,6 +22,7 @@ from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
 from headrace.serve.training.models import Model
 from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.store import CheckpointFacts, Store
+from headrace.simulate import virtual_time
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused
 
@@ -155,7 +156,7 @@ def test_a_session_ends_without_heartbeats_and_is_freed_once() -> None:
         await sessions.close()
         assert freed == [one.id, two.id]
 
-    asyncio.run(go())
+    virtual_time.run(go())
 
 
 def tensor(message: Any, values: Any, dtype: Any, kind: int) -> None:

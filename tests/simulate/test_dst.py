@@ -19,6 +19,8 @@ from headrace.faultsim.lives import trial
 from headrace.orchestration.store import recovery
 
 CHUNKS, SEEDS = 12, 150
+SLOW = range(6, 12)
+"""Chunks of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such
 
@@ -123,7 +125,7 @@ PINNED = {
 """By their names in `docs/simulation.md`."""
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [*range(SLOW.start), *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
 def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
     findings = fuzz(chunk * SEEDS, SEEDS, float("inf"))
     assert not findings, capsys.readouterr().out

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from beside import Beside, until
 from safetensors.torch import load_file
 
 from headrace.durable.journal import count_steps
@@ -20,12 +19,24 @@ from headrace.observe.records import read_metrics
 
 Config = dict[str, Any]
 
-REWARD = """
-import time
+HOLD = """
+import json, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
+def is_held():
+    if not (HERE / "hold.json").exists():
+        return False
+    metrics, steps = json.loads((HERE / "hold.json").read_text())
+    trained = Path(metrics).read_text().count('"StepTrained"') if Path(metrics).exists() else 0
+    return any(trained >= step and not (HERE / f"released-{step}").exists() for step in steps)
+"""
+"""Code of a user's file with which its functions can hold a run (`hold`)."""
+
+REWARD = (
+    HOLD
+    + """
 def share_of_e(prompts, completions, **columns):
     return [text.count("e") / max(len(text), 1) for text in completions]
 
@@ -33,11 +44,11 @@ def share_of_o(prompts, completions, **columns):
     return [text.count("o") / max(len(text), 1) for text in completions]
 
 def held(prompts, completions, **columns):
-    metrics = HERE / "runs" / "tiny" / "metrics.jsonl"
-    while metrics.exists() and metrics.read_text().count('"StepTrained"') >= 2 and not (HERE / "released").exists():
-        time.sleep(0.05)
+    while is_held():
+        time.sleep(0.02)
     return share_of_e(prompts, completions)
 """
+)
 
 
 def tiny_config(directory: Path, model: Path, **tables: Any) -> Config:
@@ -64,25 +75,67 @@ def tiny_config(directory: Path, model: Path, **tables: Any) -> Config:
     return config
 
 
-def held_reward(directory: Path) -> Config:
-    """The table `reward` of a run that does not get far beyond its second step until `release` is called, however slow the machine is."""
+# -- holding a run, and acting on it from outside -------------------------------------------------------------------------------
+
+
+def hold(directory: Path, *steps: int, name: str = "tiny") -> None:
+    """The run of that name gets little beyond each of these steps until it is released there, however slow the machine is: `is_held` is
+    then true in the user's files of that directory. What was scored before is still trained: at most `max_lag` steps more."""
+    (directory / "hold.json").write_text(json.dumps([str(directory / "runs" / name / "metrics.jsonl"), steps]))
+
+
+def release(directory: Path, step: int = 2) -> None:
+    (directory / f"released-{step}").touch()
+
+
+def held_reward(directory: Path, *steps: int, name: str = "tiny") -> Config:
+    """The table `reward` of a run that is held at these steps, or at its second one."""
+    hold(directory, *(steps or (2,)), name=name)
     return {"function": f"{directory / 'reward.py'}:held", "timeout": 900.0}
 
 
-def release(directory: Path) -> None:
-    (directory / "released").write_text("")
+def trained_steps(run: Path) -> int:
+    """How many steps the metrics show. A step that was trained again after a death counts again."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count('"StepTrained"') if metrics.exists() else 0
+
+
+def when_step(run: Path, step: int, act: Callable[[], object]) -> Beside:
+    """Does something from outside as soon as the metrics show that step. The run must not be over by then, however long this takes: it has
+    no end by itself, or is held (`at_steps`)."""
+
+    def watch() -> None:
+        until(lambda: trained_steps(run) >= step)
+        act()
+
+    return Beside(watch)
+
+
+def at_steps(config: Config, acts: Mapping[int, Callable[[], object]]) -> Beside:
+    """Does something from outside at each of these steps, while the run goes on. It is held one step later until that is done, so it
+    needs `max_lag` + 2 steps behind the last of them."""
+    directory, name = Path(config["out"]).parent, config["name"]
+    config["reward"] = held_reward(directory, *(step + 1 for step in acts), name=name)
+
+    def watch() -> None:
+        for step, act in acts.items():
+            try:
+                until(lambda step=step: trained_steps(directory / "runs" / name) >= step)  # type: ignore[misc]
+                act()
+            finally:
+                release(directory, step + 1)
+
+    return Beside(watch)
+
+
+def until_noted(run: Path, kind: type, count: int = 1) -> None:
+    """Returns when the metrics have so many facts of that kind."""
+    until(lambda: len(of(run, kind)) >= count)
 
 
 def of(directory: Path, kind: type) -> list[Any]:
     """What the metrics have of that kind."""
     return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
-
-
-def seconds_to_import(module: str) -> float:
-    """In a process of its own, on the machine as busy as it is now."""
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
-    return time.monotonic() - began
 
 
 def workers_of(pid: int) -> dict[str, int]:
@@ -120,23 +173,6 @@ def ranks_of(pid: int) -> list[int]:
     return sorted(found)
 
 
-def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
-    """Does something from outside as soon as the metrics show that step."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + 600
-        while time.monotonic() < deadline:
-            metrics = directory / "metrics.jsonl"
-            if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
-                act()
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
 _CHILD = """
 import json, sys, headrace
 headrace.train(json.loads(sys.argv[1]))
@@ -160,13 +196,10 @@ def has_step(directory: Path) -> bool:
     return (directory / "journal.jsonl").is_file() and count_steps(directory) > 0
 
 
-def kill_after_a_step(config: Config, directory: Path) -> None:
-    """Runs it in a process of its own, and kills that with SIGKILL as soon as its journal has a step."""
-    deadline = time.monotonic() + 400
+def kill_when(config: Config, true: Callable[[], object]) -> None:
+    """Runs it in a process of its own, and kills that with SIGKILL when it is true. The run has no end before."""
     with killed_at_end(config) as child:
-        while not has_step(directory):
-            assert child.poll() is None and time.monotonic() < deadline, "it ended before it was killed"
-            time.sleep(0.01)
+        until(lambda: child.poll() is not None or true())
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:

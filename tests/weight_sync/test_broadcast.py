@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from beside import Beside
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.config import Encoding
@@ -79,7 +81,12 @@ def serve() -> None:
 class Process:
     def __init__(self, transport: Broadcast) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         self._say(msgspec.to_builtins(transport))
 
@@ -128,11 +135,9 @@ def all_at_once(receivers: list[FetchingReceiver], update: WeightUpdate) -> list
         assert torch.equal(views["w"], weights(update.version)[0][1].bfloat16())
         found[number] = receivers[number].received - before
 
-    threads = [threading.Thread(target=receive, args=(number,)) for number in range(len(receivers))]
+    threads = [Beside(partial(receive, number)) for number in range(len(receivers))]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
+        thread.join()
     return [found[number] for number in range(len(receivers))]
 
 
@@ -200,10 +205,9 @@ def test_a_slow_receiver_holds_a_round_up_only_while_it_moves(monkeypatch: pytes
         slow.receive(update)
         done.append(slow.received)
 
-    thread = threading.Thread(target=receive, name="slow")
-    thread.start()
+    thread = Beside(receive, name="slow")
     assert all_at_once([quick], update) == [MANIFESTS[""].nbytes]
-    thread.join(120)
+    thread.join()
     assert done == [MANIFESTS[""].nbytes]
 
 
@@ -212,10 +216,9 @@ def test_whoever_never_answers_is_left_and_the_others_go_on() -> None:
     ends = Ends()
     update = ends.sender.send(0, weights(0))
     silent = Link((update.where["host"], update.where["port"]), ends.transport.token, PATIENCE)
-    waiting = threading.Thread(target=lambda: silent._joined(silent.ask("", update.fingerprint, "full")))  # type: ignore[arg-type]
-    waiting.start()
+    waiting = Beside(lambda: silent._joined(silent.ask("", update.fingerprint, "full")))  # type: ignore[arg-type]
     assert all_at_once([ends.receiver(), ends.receiver()], update) == [MANIFESTS[""].nbytes] * 2
-    waiting.join(60)
+    waiting.join()
     assert all_at_once([ends.receiver()], ends.sender.send(1, weights(1))) == [MANIFESTS[""].nbytes]
     silent.close()
 

@@ -8,11 +8,13 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from beside import Beside
 
 from headrace.errors import IdentityError
 from headrace.protocols import Transport, WeightSender
@@ -310,11 +312,9 @@ def test_an_engine_that_dies_or_stops_reading_midway_delays_nobody(tcp: Both) ->
         dead.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes([1, 0, 0, 0, 0, 0, 0, 0]))  # a reset, as at a kill
         dead.close()
     engines = [tcp.receiver() for _ in range(4)]
-    fetching = [threading.Thread(target=received, args=(engine, update)) for engine in engines]
+    fetching = [Beside(partial(received, engine, update)) for engine in engines]
     for thread in fetching:
-        thread.start()
-    for thread in fetching:
-        thread.join(120)
+        thread.join()
     assert all(engine.received >= PAYLOAD for engine in engines)
     slow.close()
 

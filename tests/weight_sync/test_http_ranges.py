@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 import torch
+from beside import Beside
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.config import FULL
@@ -138,11 +140,13 @@ def test_engines_fetch_from_each_other(ends: Ends) -> None:
     assert is_right(first, ends.update)
     with held_busy(ends):
         others = [ends.receiver() for _ in range(3)]
-        fetching = [threading.Thread(target=is_right, args=(one, ends.update)) for one in others]
+
+        def fetch(one: HttpReceiver) -> None:
+            assert is_right(one, ends.update)
+
+        fetching = [Beside(partial(fetch, one)) for one in others]
         for thread in fetching:
-            thread.start()
-        for thread in fetching:
-            thread.join(120)
+            thread.join()
         assert all(one.received == NBYTES for one in others)
         assert all(one.from_others for one in others), "the trainer was busy all the time"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import Config, kill_after_a_step, of, tiny_config
+from tiny_run import Config, has_step, kill_when, of, tiny_config
 
 import headrace
 from headrace import cli
@@ -69,7 +69,7 @@ def test_killed_resumed_and_replayed(tiny_llama: Path, tmp_path: Path, capsys: p
     config = config_of(tmp_path, tiny_llama, "tcp", "delta", checkpoint={"every": 1})
     config["train"]["steps"] = 500
     directory = tmp_path / "runs" / "tiny"
-    kill_after_a_step(config, directory)
+    kill_when(config, lambda: has_step(directory))
     done = max(fact.update.version for fact in of(directory, WeightsLive))
     config["train"]["steps"] = done + 4
     assert headrace.train(config, resume=directory).reason == "finished"

@@ -55,6 +55,8 @@ class Tokens(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
+    """The result of a loss: its values [M], one per token of a `Tokens`, and which tokens it clipped or took out."""
+
     loss: Tensor
     """[M]"""
     clipped: Tensor

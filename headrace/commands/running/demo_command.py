@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import headrace
@@ -16,12 +16,10 @@ from headrace.settings.extras import install, is_installed
 DEMO = "demo"
 DEMO_IS = "a first run: a small model learns to add, in about six minutes"
 RECIPES_ARE = "runs to start from: list, or copy one"
-NAMED = re.compile(r'(?:"|recipes/)(\w[\w-]*\.(?:py|jsonl))\b')
-"""A file that a recipe or its Python file names; such files lie beside it."""
 
 
 def recipes_directory() -> Path:
-    """The folder of recipes: inside the installed package, or beside it in a checkout."""
+    """The folder of recipes, each a folder with NAME.toml in it: inside the installed package, or beside it in a checkout."""
     package = Path(headrace.__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
@@ -48,29 +46,30 @@ def demo(train: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Names
 
 def add_recipes_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="copy this one; if left out: list them")
-    parser.add_argument("--to", type=Path, metavar="DIR", default=Path(), help="where to (default: here)")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="a new directory for it (default: its name, here)")
 
 
 def recipes(arguments: argparse.Namespace) -> int:
-    """Lists the recipes, or copies one with the files that it names. Raises ConfigError if a file is there already."""
+    """Lists the recipes, or copies the folder of one. Raises ConfigError if the target is there already."""
     if not arguments.recipe:
         width = max(len(one.stem) for one in _all())
         for one in _all():
             print(f"{one.stem:<{width}}  {_first_words(one)}")
         return 0
-    files = list(_with_named_files(recipe(arguments.recipe)))
-    there = [one.name for one in files if (arguments.to / one.name).exists()]
-    if there:
-        raise ConfigError(f"{', '.join(there)} exists in {arguments.to} already; name another directory by --to")
-    arguments.to.mkdir(parents=True, exist_ok=True)
+    chosen = recipe(arguments.recipe)
+    target = arguments.to or Path(chosen.stem)
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name another directory by --to")
+    target.mkdir(parents=True)
+    files = sorted(one for one in chosen.parent.iterdir() if one.is_file())
     for one in files:
-        shutil.copyfile(one, arguments.to / one.name)
-    print(f"{', '.join(one.name for one in files)}; now: headrace train {arguments.to / files[0].name}")
+        shutil.copyfile(one, target / one.name)
+    print(f"{target} holds {', '.join(one.name for one in files)}; now: headrace train {target / chosen.name}")
     return 0
 
 
 def recipe(name: str) -> Path:
-    """The file of a recipe. Raises ConfigError, with the names that there are."""
+    """The config of a recipe. Raises ConfigError, with the names that there are."""
     known = {one.stem: one for one in _all()}
     if name.removesuffix(".toml") not in known:
         raise ConfigError(f"there is no recipe {name}; there are: {', '.join(known)}")
@@ -78,7 +77,8 @@ def recipe(name: str) -> Path:
 
 
 def _all() -> list[Path]:
-    return sorted(recipes_directory().glob("*.toml"))
+    folders = sorted(one for one in recipes_directory().iterdir() if one.is_dir())
+    return [file for one in folders if (file := one / f"{one.name}.toml").is_file()]
 
 
 def _first_words(one: Path) -> str:
@@ -89,15 +89,3 @@ def _first_words(one: Path) -> str:
             break
         lines.append(line[2:].strip())
     return re.split(r"(?<=[.:]) ", " ".join(lines), maxsplit=1)[0]
-
-
-def _with_named_files(first: Path) -> Iterator[Path]:
-    """A recipe and, through it, all files of the folder that it names."""
-    found, unread = [first], [first]
-    while unread:
-        for name in NAMED.findall(unread.pop().read_text(encoding="utf-8")):
-            path = first.parent / name
-            if path.is_file() and path not in found:
-                found.append(path)
-                unread.append(path)
-    yield from found

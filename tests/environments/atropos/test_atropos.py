@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from atropos_client import GROUP, Env, played
@@ -189,13 +189,26 @@ def test_what_cannot_be_trained_is_a_failure_with_its_reason(more: dict[str, Any
         assert all(isinstance(one, Failure) and words in one.detail for one in found)
 
 
+class Held(asyncio.Event):
+    """Counts the turns that it holds back."""
+
+    turns = 0
+
+    async def wait(self) -> Literal[True]:
+        self.turns += 1
+        return await super().wait()
+
+
 def test_an_environment_that_leaves_in_the_middle_of_a_turn_fails_its_rollouts(tmp_path: Path) -> None:
+    hold = Held()
+
     async def case(env: Env) -> None:
         asking = asyncio.ensure_future(env.generate(PROMPT))
-        await asyncio.sleep(0.3)
+        while hold.turns < GROUP:
+            await asyncio.sleep(0.01)
         asking.cancel()
 
-    (found,), _ = played(tmp_path, case, distinct, hold=asyncio.Event)
+    (found,), _ = played(tmp_path, case, distinct, hold=lambda: hold)
     assert rewards(found) == ["agent_failed"] * GROUP
 
 

@@ -385,6 +385,56 @@ def test_a_run_trains_on_a_taskset(tiny_llama: Path, tmp_path: Path) -> None:
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
+ROLES = """
+TASKS = [{"prompt": f"Say {letter}"} for letter in "abcdefghijkl"]
+
+async def episode(task, run):
+    asks, solves = run("agent"), run("judge")
+    said = await asks.ask(task.prompt)
+    answer = await solves.ask("Answer " + said)
+    asks.give("drawn", sum(map(ord, said)) % 89 / 89)
+    solves.give("drawn", sum(map(ord, answer)) % 97 / 97)
+"""
+
+
+def test_a_run_credits_each_agent_of_an_environment(tiny_llama: Path, tmp_path: Path) -> None:
+    """The advantages of a role are its own rewards less their mean over the group, each times one number."""
+    (tmp_path / "letters.py").write_text(ROLES)
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment={
+            "kind": "verifiers",
+            "name": str(tmp_path / "letters.py"),
+            "python": str(fake_verifiers.interpreter(tmp_path)),
+            "options": {"id": "judged"},
+            "max_turns": 2,
+            "workers": 1,
+        },
+        algo={"credit": "agent"},
+        engine={"context_length": 192},
+        train={"steps": 2},
+        eval={"prompts": 0},
+    )
+    config["task"] = {"kind": "seeds", "held_out": 0}
+    assert headrace.train(config).reason == "finished"
+    groups = [group for step in read_steps(tmp_path / "runs" / "tiny") for group in step.groups]
+    compared = 0
+    for group in groups:
+        assert [turn.agent for one in group.scored for turn in one.episode.turns] == ["agent", "judge"] * len(
+            group.scored
+        )
+        for role, name in enumerate(("agent.drawn", "judge.drawn")):
+            rewards = [one.rewards[name] for one in group.scored]
+            mean = sum(rewards) / len(rewards)
+            advantages = [row.advantages[row.mask.index(True)] for row in group.rows[role::2]]
+            scales = [got / (given - mean) for got, given in zip(advantages, rewards, strict=True) if given != mean]
+            assert scales == pytest.approx([scales[0]] * len(scales), rel=1e-3) if scales else not any(advantages)
+            compared += bool(scales)
+    assert compared > len(groups), "both roles had contrast in some group"
+
+
 REAL = """
 import verifiers.v1 as vf
 

@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from beside import PATIENCE
 from redis_server import a_redis_server
-from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
+from tiny_run import SYNCHRONOUS, at_steps, held_reward, kill_when, of, release, tiny_config, trained_steps, weights_of
 
 import headrace
 from headrace.durable.journal import SteppedRecord, read_only
 from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined
-
-PATIENCE = 600.0
 
 
 @contextmanager
@@ -88,15 +87,14 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
         run = tmp_path / "runs" / "tiny"
         config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 12}, rollout={"max_tokens": 24})
         with hosts(bus, 2) as (killed, drained), hosts(bus, 0) as later:
-            first = when_step(run, 3, lambda: os.kill(killed.pid, signal.SIGKILL))
 
             def drain() -> None:
                 later.append(subprocess.Popen([*drained.args, "--groups", "8"], text=True, stderr=subprocess.PIPE))  # type: ignore[misc]
                 drained.terminate()
 
-            second = when_step(run, 6, drain)
+            thread = at_steps(config, {3: killed.kill, 6: drain})
             result = headrace.train(config)
-            first.join(), second.join()
+            thread.join()
             said = drained.communicate(timeout=PATIENCE)[1]
             assert drained.returncode == 0 and "SIGTERM: taking no more" in said
             assert later[0].wait(PATIENCE) == 0
@@ -160,8 +158,9 @@ def test_redis_is_killed_in_the_middle_of_a_run_and_started_again(tiny_llama: Pa
 
         run = tmp_path / "runs" / "tiny"
         with hosts(server.url, 2) as both:
-            thread = when_step(run, 3, again)
-            result = headrace.train(on_bus(tmp_path, tiny_llama, server.url, train={"steps": 10}))
+            config = on_bus(tmp_path, tiny_llama, server.url, train={"steps": 10})
+            thread = at_steps(config, {3: again})
+            result = headrace.train(config)
             thread.join()
             assert [one.wait(PATIENCE) for one in both] == [0, 0]
         assert result.step == 10
@@ -174,12 +173,10 @@ def test_redis_is_killed_in_the_middle_of_a_run_and_started_again(tiny_llama: Pa
 def test_a_run_that_is_killed_is_resumed_with_the_same_hosts(tiny_llama: Path, tmp_path: Path) -> None:
     """C7: they notice its new process, and open their engines anew."""
     bus, run = f"jsonl:{tmp_path / 'bus'}", tmp_path / "runs" / "tiny"
-    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 10})
-    code = f"import headrace; headrace.train({config!r})"
+    config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 10}, reward=held_reward(tmp_path, 4))
     with hosts(bus, 2) as both:
-        first = subprocess.Popen([sys.executable, "-c", code])
-        when_step(run, 4, first.kill).join()
-        first.wait()
+        kill_when(config, lambda: trained_steps(run) >= 4)
+        release(tmp_path, 4)
         result = headrace.train(resume=run)
         assert [one.wait(PATIENCE) for one in both] == [0, 0]
     assert result.step == 10

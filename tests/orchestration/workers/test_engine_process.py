@@ -75,11 +75,11 @@ async def opened(
         transport.close()
 
 
-LONG = 500
-"""Tokens of a request that something happens to in its middle: this process may not run for a second on a busy machine."""
+LONG = 200
+"""Tokens of a request that may end at any time."""
 
 ENDLESS = 10_000
-"""Tokens of a request that must not end before it is aborted."""
+"""Tokens of a request that must not end before something happens to it: this process may not run for seconds on a busy machine."""
 
 
 @pytest.fixture
@@ -172,10 +172,10 @@ def test_the_fake_is_controlled_alike() -> None:
 
 def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, open_launcher(tmp_path), context_length=LONG + 100) as (engine, _):
+        async with opened(long_llama, open_launcher(tmp_path), context_length=ENDLESS + 100, kv_gib=0.1) as (engine, _):
             alone = await engine.generate(request("alone", PROMPT, LONG, seed=1))
             plain = asyncio.ensure_future(engine.generate(request("plain", PROMPT, LONG, seed=1, prompt_logprobs=True)))
-            fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=LONG, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
+            fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=ENDLESS, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
             before = await sampled(engine)
 
             async def begun() -> bool:
@@ -200,13 +200,16 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_
     asyncio.run(go())
 
 
-def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(tiny_llama: Path, tmp_path: Path) -> None:
+def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(tiny_llama, open_launcher(tmp_path), context_length=256) as (engine, publish):
+        async with opened(long_llama, open_launcher(tmp_path), context_length=ENDLESS + 100, kv_gib=0.1) as (
+            engine,
+            publish,
+        ):
             outputs: list[StepOutput] = []
             engine.listen(lambda told: outputs.append(msgspec.msgpack.decode(told, type=StepOutput)))
             running = [
-                asyncio.ensure_future(engine.generate(request(f"r{i}", PROMPT, 240, seed=1))) for i in range(60)
+                asyncio.ensure_future(engine.generate(request(f"r{i}", PROMPT, ENDLESS, seed=1))) for i in range(10)
             ]  # most wait
 
             async def begun() -> bool:

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from beside import PATIENCE, Beside, until
 from cutting import Cut, cutting
-from tiny_run import SYNCHRONOUS, of, tiny_config, weights_of, when_step
+from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 import headrace
 from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
-
-PATIENCE = 600.0
 
 
 def free_port() -> int:
@@ -108,8 +105,9 @@ def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
         def kill() -> None:
             seated.append(of(run, WorkerJoined)[0].pid)
             os.kill(seated[0], end)
+            until_noted(run, WorkerLost)
 
-        thread = when_step(run, 2, kill)
+        thread = at_steps(config, {2: kill})
         result = headrace.train(config)
         thread.join()
         (other,) = [one for one in workers if one.pid != seated[0]]
@@ -182,13 +180,7 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
     told: list[tuple[int, str]] = []
 
     def come() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()  # a port scan
-                break
-            except OSError:
-                time.sleep(0.1)
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))  # a port scan
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             plain.recv(100)
@@ -197,8 +189,7 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
         with offering(tmp_path, port, "--ca", str(cert)) as (worker,):
             told.append((worker.wait(PATIENCE), ""))
 
-    thread = threading.Thread(target=come)
-    thread.start()
+    thread = Beside(come)
     result = headrace.train(config)
     thread.join()
     assert result.step == 2

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from beside import PATIENCE, Beside, until
 from test_forking import gone, stat
-from test_joining_run import PATIENCE, SYNCHRONOUS, free_port, joining, offering, weights_of
-from tiny_run import of, tiny_config, when_step
+from test_joining_run import free_port, joining, offering
+from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
 from headrace.errors import ConfigError
@@ -129,18 +129,20 @@ def test_two_engines_are_on_two_nodes_and_one_more_is_refused_with_what_there_is
         joined = [list(ancestors(one.pid)) for one in of(tmp_path / "runs" / "tiny", WorkerJoined)]
         nodes.extend(raylet_of(node) for node in cluster.worker_nodes for pids in joined if raylet_of(node) in pids)
 
-    thread = when_step(tmp_path / "runs" / "tiny", 1, look)
-    result = headrace.train(placed(tmp_path, tiny_llama, cluster, engine={"replicas": 2}))
+    config = placed(tmp_path, tiny_llama, cluster, engine={"replicas": 2})
+    thread = at_steps(config, {1: look})
+    result = headrace.train(config)
     thread.join()
     assert result.step == 6 and len(set(nodes)) == 2
 
 
 def test_a_node_is_removed_while_its_engine_generates(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
-    thread = when_step(run, 2, lambda: remove(cluster, run))
-    result = headrace.train(placed(tmp_path, tiny_llama, cluster, train={"steps": 12}))
+    config = placed(tmp_path, tiny_llama, cluster, train={"steps": 6})
+    thread = at_steps(config, {2: lambda: remove(cluster, run)})
+    result = headrace.train(config)
     thread.join()
-    assert result.step == 12
+    assert result.step == 6
     assert_went_on(run, "is lost")
 
 
@@ -165,14 +167,11 @@ def test_a_node_is_removed_while_its_rollouts_are_scored(cluster: Cluster, tiny_
     (tmp_path / "slow.py").write_text(REMOVED_IN_SCORING.format(asked=str(asked), done=str(done)))
 
     def act() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not asked.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(asked.exists)
         remove(cluster, run)
         done.touch()
 
-    thread = threading.Thread(target=act)
-    thread.start()
+    thread = Beside(act)
     result = headrace.train(
         placed(
             tmp_path,
@@ -196,10 +195,9 @@ def test_a_node_is_removed_while_weights_are_on_their_way(cluster: Cluster, tiny
         os.kill(of(run, WorkerJoined)[-1].pid, signal.SIGSTOP)
         cluster.remove_node(node, allow_graceful=False)
 
-    thread = when_step(run, 2, act)
-    result = headrace.train(
-        placed(tmp_path, tiny_llama, cluster, staleness={"max_lag": 0, "groups_per_step": 2}, train={"steps": 5})
-    )
+    config = placed(tmp_path, tiny_llama, cluster, staleness={"max_lag": 0, "groups_per_step": 2}, train={"steps": 5})
+    thread = at_steps(config, {2: act})
+    result = headrace.train(config)
     thread.join()
     assert result.step == 5
     assert_went_on(run, "is lost")
@@ -221,8 +219,9 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_its_seat_is_placed_on_the_o
             if pid == raylet_of(node):
                 return
 
-    thread = when_step(run, 2, act)
-    result = headrace.train(placed(tmp_path, tiny_llama, cluster, train={"steps": 8}))
+    config = placed(tmp_path, tiny_llama, cluster, train={"steps": 8})
+    thread = at_steps(config, {2: act})
+    result = headrace.train(config)
     thread.join()
     assert result.step == 8
     assert_went_on(run, "is lost: it was silent for")

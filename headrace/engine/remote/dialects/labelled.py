@@ -77,7 +77,7 @@ class LabelledDialect(ABC):
         self._live: dict[str, Live] = {}
         """The live weights by adapter; the base model's go by the empty name."""
         self._state: ServerState | None = None
-        self._loading = asyncio.Lock()
+        self._loading, self._meeting = asyncio.Lock(), asyncio.Lock()
 
     @property
     def _facts(self) -> ServerFacts:
@@ -98,6 +98,16 @@ class LabelledDialect(ABC):
         if self._known is not None and label != UNLABELLED:
             raise IdentityError(self._shared(url, label))
         return False
+
+    @abstractmethod
+    async def _label_of(self, connection: Connection, seconds: float) -> str:
+        """Returns the label of the process that answers now."""
+
+    async def _check_met(self, connection: Connection, seconds: float) -> None:
+        """Called before a process is given the label of an update. Raises Unreachable if it took the place of another during the update:
+        nobody has met it, and nobody would miss what the other one had."""
+        if not self._is_met(connection.url, await self._label_of(connection, seconds)):
+            raise Unreachable("it was started anew")
 
     def _met(self, facts: ServerFacts) -> str:
         """Notes a new process of the server. Returns the label to give it."""

@@ -34,15 +34,20 @@ class SglangDialect(LabelledDialect):
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises IdentityError where somebody else has labelled the weights meanwhile."""
-        label = str((await connection.get("/model_info", seconds)).get("weight_version"))
+        label = await self._label_of(connection, seconds)
         if self._loading.locked() and self._state:  # its scheduler answers nobody while it reads weights
             return self._state
         info = await connection.get("/get_server_info", seconds)  # answered by the scheduler: it lives
         if not self._is_met(connection.url, label):
-            relabel = {"new_version": self._met(meet(connection.url, info)), "abort_all_requests": False}
-            await connection.tell("/update_weight_version", relabel, seconds)
+            async with self._meeting:  # several requests look when a process has ended: they meet the next one once
+                if not self._is_met(connection.url, await self._label_of(connection, seconds)):
+                    relabel = {"new_version": self._met(meet(connection.url, info)), "abort_all_requests": False}
+                    await connection.tell("/update_weight_version", relabel, seconds)
         metrics = await connection.text("/metrics", seconds) if self._facts.metrics else ""
         return self._seen(statistics(metrics))
+
+    async def _label_of(self, connection: Connection, seconds: float) -> str:
+        return str((await connection.get("/model_info", seconds)).get("weight_version"))
 
     # -- requests -----------------------------------------------------------------------------------------------------------
 
@@ -119,6 +124,7 @@ class SglangDialect(LabelledDialect):
             "flush_cache": True,
         }
         await connection.tell("/pause_generation", {"mode": "abort"}, seconds)
+        await self._check_met(connection, seconds)
         await connection.tell("/update_weights_from_disk", weights, seconds)
         await connection.tell("/continue_generation", {}, seconds)
 

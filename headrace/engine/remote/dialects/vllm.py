@@ -56,19 +56,23 @@ class VllmDialect(LabelledDialect):
         if self._loading.locked() and self._state:  # its engine answers nobody while it reads weights
             await connection.text("/health", seconds)
             return self._state
+        if not self._is_met(connection.url, await self._label_of(connection, seconds)):
+            async with self._meeting:  # several requests look when a process has ended: they meet the next one once
+                if not self._is_met(connection.url, await self._label_of(connection, seconds)):
+                    if self._token:
+                        await find_transfer_engine(connection, seconds)
+                    await self._label(connection, self._met(await meet(connection, seconds)), seconds)
+        return self._seen(statistics(await connection.text("/metrics", seconds)))
+
+    async def _label_of(self, connection: Connection, seconds: float) -> str:
         try:
-            label = str((await connection.get("/weight_info", seconds))["weight_version"])
+            return str((await connection.get("/weight_info", seconds))["weight_version"])
         except Unreachable as error:
             if error.status == 404:
                 raise ConfigError(
                     f"{connection.url} has no /weight_info; start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1"
                 ) from None
             raise
-        if not self._is_met(connection.url, label):
-            if self._token:
-                await find_transfer_engine(connection, seconds)
-            await self._label(connection, self._met(await meet(connection, seconds)), seconds)
-        return self._seen(statistics(await connection.text("/metrics", seconds)))
 
     async def _label(self, connection: Connection, label: str, seconds: float) -> None:
         await connection.tell("/update_weight_version", {"new_version": label}, seconds)
@@ -151,6 +155,7 @@ class VllmDialect(LabelledDialect):
         ):
             await self._checksums.compare(connection, update, seconds)
             self._compared = self._boots
+        await self._check_met(connection, seconds)
         await self._label(connection, label, seconds)
         await connection.tell("/resume", None, seconds)
 

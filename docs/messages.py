@@ -1,0 +1,145 @@
+"""The page of all messages, made from the sources when the site is built (`site_pages.py`), and the check of those in troubleshooting.md.
+
+A message is a text that the source gives to one of `ERRORS`, or to the log as a warning; its parts that differ are shown as ‹name›.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent / "headrace"
+ERRORS = {
+    "ConfigError": "refused before anything is written",
+    "IdentityError": "the engine does not serve what was published (contract C3)",
+    "CheckpointError": "a checkpoint cannot be used",
+    "StalledError": "a wait took too long (contract C6)",
+    "TrainingError": "a step cannot be trained",
+    "RunPaused": "too much failed; the run goes on with --resume",
+}
+INNER = ("faultsim", "simulate", "plan")
+"""Parts that simulate the others: nobody meets their messages."""
+HOLE = "\0"
+"""Stands in a template for a part that differs."""
+ANYTHING = "…"
+"""The same in troubleshooting.md."""
+INTRODUCTION = """\
+# All messages
+
+Every sentence with which headrace refuses a run or ends one, from the sources of this version, by the part that says it. The sentence itself names the
+remedy; [Troubleshooting](troubleshooting.md) has more about the frequent ones. ‹…› stands for what differs.
+"""
+
+
+class Message(NamedTuple):
+    """A text of the source."""
+
+    error: str
+    """A key of `ERRORS`."""
+    part: str
+    """The folder, or file, of the package below which it stands."""
+    text: str
+
+
+def page() -> str:
+    """The page of all messages."""
+    parts, every = [INTRODUCTION], sorted(set(messages()))
+    for error, about in ERRORS.items():
+        parts += [f"## {error}", f"*{about}*"]
+        own = [one for one in every if one.error == error]
+        for part in sorted({one.part for one in own}):
+            parts += [f"### {error}: {part}", "\n".join(f"- {_code(one.text)}" for one in own if one.part == part)]
+    return "\n\n".join(parts) + "\n"
+
+
+def messages() -> Iterator[Message]:
+    """Yields every text that is given to one of `ERRORS`."""
+    for path, tree in _trees():
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for node in ast.walk(tree):
+            if part not in INNER and isinstance(node, ast.Call) and _raised(node):
+                text = template(node.args[0], shown=True)
+                if len(text.strip("‹›… ")) > 12:
+                    yield Message(_raised(node), part, " ".join(text.split()))
+
+
+def _raised(call: ast.Call) -> str:
+    """The error that a call makes; empty for any other call."""
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    return name if name in ERRORS and call.args else ""
+
+
+def unknown(quoted: Iterable[str]) -> list[str]:
+    """Returns those of the messages that no text of the sources can have become. `…` stands for any text."""
+    known = _templates()
+    return [one for one in quoted if not any(could_be(one, template) for template in known)]
+
+
+def quoted(page: str) -> list[str]:
+    """The messages of troubleshooting.md: its headings of the third level, whose text is code."""
+    return re.findall(r"^### ``? ?(.+?) ?``?$", page, flags=re.MULTILINE)
+
+
+def could_be(message: str, template: str) -> bool:
+    """Whether the fixed pieces of the message stand in the template, in their order."""
+    at = 0
+    for piece in (part.strip() for part in message.split(ANYTHING)):
+        found = template.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True
+
+
+@cache
+def _templates() -> frozenset[str]:
+    """Every text of the sources that is longer than a few words."""
+    found = set()
+    for _, tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp) and len(text := template(node)) > 12:
+                found.add(" ".join(text.split()))
+    return frozenset(found)
+
+
+@cache
+def _trees() -> tuple[tuple[Path, ast.Module], ...]:
+    gc.disable()  # it would look through the growing trees again and again, which takes half of the time
+    try:
+        return tuple((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py")))
+    finally:
+        gc.enable()
+
+
+def template(node: ast.expr, *, shown: bool = False) -> str:
+    """The text of a literal. Parts that differ are HOLE, or with `shown` a name in ‹›."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(template(one, shown=shown) for one in values)
+        case ast.FormattedValue(value=value):
+            return f"‹{_name(value)}›" if shown else HOLE
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left, shown=shown) + template(right, shown=shown)
+        case ast.Name() | ast.Attribute() | ast.Call() | ast.IfExp():
+            return f"‹{_name(node)}›" if shown else HOLE
+    return ""
+
+
+def _name(value: ast.expr) -> str:
+    match value:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_").lower().replace("_", " ")
+        case ast.Call(func=ast.Attribute(attr="join")):
+            return ANYTHING
+    return ANYTHING
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"

@@ -1,0 +1,122 @@
+"""Every recipe starts, as `headrace recipes` copies it, and its README has what the gallery shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from headrace.config import load_config
+from headrace.errors import ConfigError
+from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(folder for folder in (ROOT / "recipes").iterdir() if folder.is_dir())
+NEED_MORE = {
+    "openenv": "environment.name",
+    "verifiers": "environment.python",
+}
+"""Recipes that need something else to be started or installed: the refusal names this."""
+PLAIN = (
+    "train.minutes=0",
+    "engine.context_length=4096",
+    "engine.kv_gib=0.01",
+    "engine.dtype=float32",
+    "train.dtype=float32",
+)
+"""Nothing is measured, and prompts have one token a character."""
+
+
+STARTS_PROCESSES = ("attempts", "game", "gym", "openenv", "proposer", "self_play", "verifiers", "agent", "atropos")
+"""Recipes whose environment is played once by a process: seconds each."""
+
+
+def starting() -> Iterator[object]:
+    for folder in FOLDERS:
+        if folder.name not in NEED_MORE:
+            marks = (pytest.mark.slow,) if folder.name in STARTS_PROCESSES else ()
+            yield pytest.param(folder.name, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with room for prompts that are tokenised by character."""
+    directory = tmp_path_factory.mktemp("roomy") / "model"
+    shutil.copytree(tiny_llama, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    return directory
+
+
+@contextmanager
+def reward_service(folder: Path) -> Iterator[str]:
+    """Serves the recipe's own rewards on a free port."""
+    handler = runpy.run_path(str(folder / "reward_service.py"))["Handler"]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/score"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def started(folder: Path, model: Path, *sets: str) -> Rehearsal:
+    config = load_config(folder / f"{folder.name}.toml", [f"model.path={json.dumps(str(model))}", *PLAIN, *sets])
+    return asyncio.run(rehearse(config))
+
+
+def copied(name: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
+    monkeypatch.chdir(here)
+    assert main(["recipes", name]) == 0
+    return here / name
+
+
+@pytest.mark.parametrize("name", list(starting()))
+def test_a_recipe_starts(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = copied(name, monkeypatch, tmp_path)
+    if name == "service":
+        with reward_service(folder) as url:
+            found = started(folder, model, f'reward.services=[{{name="exact", url="{url}"}}]')
+    else:
+        if name == "distill":
+            (folder / "teacher").symlink_to(model)
+        found = started(folder, model)
+    assert found.problems == [] and {"Run", "Prompts", "Algorithm", "Memory"} <= {
+        part.partition(",")[0] for part in found.sections
+    }
+
+
+@pytest.mark.parametrize("name", NEED_MORE)
+def test_a_recipe_that_needs_more_says_so(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = copied(name, monkeypatch, tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        started(folder, model, *(['environment.name="http://127.0.0.1:9"'] if name == "openenv" else []))
+    assert name in str(refused.value) or NEED_MORE[name] in str(refused.value)
+
+
+def test_the_gallery_shows_every_recipe_with_its_record():
+    made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
+    page, shelved = made["gallery"](), [name for names in made["SHELVES"].values() for name in names]
+    assert sorted(shelved) == [folder.name for folder in FOLDERS]
+    for folder in FOLDERS:
+        card = made["card"]((folder / "README.md").read_text())
+        assert f"[{card.title}](recipes/{folder.name}.md)" in page and all(card.rows.values())
+        assert f"headrace recipes {folder.name}\n" in (folder / "README.md").read_text()
+
+
+def test_a_readme_without_its_record_is_refused():
+    read = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["card"]
+    whole = (ROOT / "recipes" / "demo" / "README.md").read_text()
+    with pytest.raises(ValueError, match="memory"):
+        read("\n".join(line for line in whole.splitlines() if not line.startswith("| memory")))

@@ -1,0 +1,147 @@
+"""Python processes with headrace's libraries loaded from their start, for what tests need beside that which they test: servers, runs to kill.
+
+A new interpreter imports torch and transformers for seconds, and the process from which it forks its workers does so again. Here one
+process does it once for all tests of a process, and is forked: the copy is the program, and forks the server of its workers (`fork_server.py`)
+from itself. A command whose own start is tested is started as a person starts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.observe.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
+from headrace.orchestration.workers.launch import preloaded
+from headrace.orchestration.workers.launch.child import environment
+from headrace.orchestration.workers.launch.clone import can_fork_for_parent
+from headrace.orchestration.workers.launch.forked_process import ForkedProcess
+from headrace.orchestration.workers.launch.preloaded import OWN, ROOM, ForkReply, ForkRequest
+
+MODULES = ("headrace.cli", "headrace.serve.start", "headrace.serve.fakes.fake_vllm", "headrace.serve.fakes.fake_sglang")
+"""Those that the programs need, besides the libraries of workers."""
+
+
+def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Starts a program that prints nowhere, with these variables besides those of this process. `words`: the words behind `python`."""
+    if not can_fork_for_parent():
+        nowhere = subprocess.DEVNULL
+        return subprocess.Popen(
+            [sys.executable, *words], stdout=nowhere, stderr=nowhere, env={**os.environ, **(variables or {})}
+        )
+    answer, reply = os.pipe()
+    files = [reply, os.open(".", os.O_RDONLY), os.open(os.devnull, os.O_WRONLY)]
+    asked = ForkRequest(list(words), dict(variables or {}), sorted(os.sched_getaffinity(0)), [1, 2])
+    socket.send_fds(_template(), [msgspec.msgpack.encode(asked)], [*files, files[-1]])
+    for file in files:
+        os.close(file)
+    said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
+    os.close(answer)
+    assert said.pid, said.refused
+    return ForkedProcess(said.pid)
+
+
+@cache
+def _template() -> socket.socket:
+    """The process that is forked; it ends when this end of the connection is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), ROOM],
+            pass_fds=[theirs.fileno()],
+            env={**environment(()), **of_this_process()},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return ours
+
+
+# -- in the process that is forked, and in its copies -----------------------------------------------------------------------------
+
+
+def main() -> None:
+    from headrace.orchestration.workers import fork_server
+
+    gc.disable()
+    signal_me_when_orphaned(signal.SIGKILL)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for kind in fork_server.KINDS:
+        fork_server.preload(kind)
+    for module in (*MODULES, *(f"transformers.models.{family}.modeling_{family}" for family in fork_server.MODELS)):
+        importlib.import_module(module)
+    gc.freeze()
+    found = fork_server.serve(requests, fork_server._unfit(requests.fileno()))
+    if found is None:
+        return
+    request, files = found
+    fork_server.become(request, files)
+    os.environ.pop(PARENT, None)
+    os.environ.update(request.variables)
+    if _fork_the_server():
+        gc.enable()
+        _run(request.words)
+
+
+def _fork_the_server() -> bool:
+    """Forks the process from which the first workers of this program are forked. Returns False in a worker that is over."""
+    from headrace.orchestration.workers import fork_server, worker
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = os.getpid()
+    if not (pid := os.fork()):
+        ours.close()
+        os.setsid()
+        os.environ[PARENT] = str(program)
+        signal_me_when_orphaned(signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if (found := fork_server.serve(theirs, fork_server._unfit(theirs.fileno()))) is not None:
+            fork_server.become(*found)
+            worker.main()
+        return False
+    theirs.close()
+    begin, owner = preloaded.ForkServer.__init__, os.getpid()
+    names = {name: value for name, value in environment(()).items() if name not in OWN}
+
+    def adopt(server: Any, wanted: Mapping[str, str]) -> None:
+        """The first server of this program: it is there already, if its libraries have read the same environment."""
+        preloaded.ForkServer.__init__ = begin  # type: ignore[method-assign]
+        if dict(wanted) != names:
+            begin(server, wanted)
+            return
+        server._owner, server._requests, server._process = owner, ours, ForkedProcess(pid)
+        server._printed, server.has_forked = tempfile.TemporaryFile(), False  # noqa: SIM115
+        server.close = weakref.finalize(server, preloaded._end, server._process, ours, owner)
+
+    preloaded.ForkServer.__init__ = adopt  # type: ignore[method-assign]
+    return True
+
+
+def _run(words: Sequence[str]) -> None:
+    """As `python WORDS`."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = list(words)
+        sys.path[0] = str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
