@@ -91,9 +91,10 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     names = arguments.names or [run.name for run in arguments.runs]
-    shown = [
-        (f"{name}: drawn (line), held out (dots)", *curve(run)) for name, run in zip(names, arguments.runs, strict=True)
-    ]
+    shown = []
+    for name, run in zip(names, arguments.runs, strict=True):
+        line, dots = curve(run)
+        shown.append((f"{name}: drawn (line){', held out (dots)' if dots else ''}", line, dots))
     arguments.to.write_text(picture(shown), encoding="utf-8")
 
 

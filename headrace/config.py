@@ -36,6 +36,7 @@ from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.bus_problems import bus_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
+from headrace.settings.placement_problems import placement_problems
 from headrace.settings.process_config import (
     CheckpointConfig,
     ChosenConfig,
@@ -43,12 +44,13 @@ from headrace.settings.process_config import (
     OrchestrationConfig,
     WatchConfig,
     elsewhere_problems,
+    trainer_problems,
 )
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
 from headrace.trainer.parallel import parallel_problems
-from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, weight_sync_problems
+from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -160,10 +162,9 @@ def check(config: RunConfig) -> list[str]:
     """Returns a sentence with a remedy for each pair of settings that cannot work together."""
     if config.adapters:
         return list(dict.fromkeys(_adapter_problems(config)))
+    itself = any(teacher.student for teacher in config.teachers)
     problems = [
-        *lora_problems(
-            config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
-        ),
+        *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
         *curriculum_problems(
             config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
         ),
@@ -177,11 +178,13 @@ def check(config: RunConfig) -> list[str]:
             cores=config.engine.cores,
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
+        *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
         *bus_problems(config),
+        *placement_problems(config, way_of(config.weight_sync, config.ends).kind),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
-        *parallel_problems(config.train, config.lora, itself=any(one.student for one in config.teachers)),
+        *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
         *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
@@ -357,6 +360,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.orchestration.bus:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
+    if config.orchestration.placement == "shared":
+        yield 'orchestration.placement = "shared" is for one policy; remove it, or train the adapters in runs of their own'
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

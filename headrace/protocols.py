@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from headrace.batches import Batch, Failure
-from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
+from headrace.reports import Capabilities, EngineStats, LoadReport, SleepReport, TrainReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Episode, Prompt, Request, Scored
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
@@ -162,6 +162,10 @@ class Worker(Protocol):
     def kill(self) -> None:
         """Kills the worker at once. `end` still has to be called."""
 
+    @property
+    def door(self) -> str:
+        """HOST:PORT at which a trainer's worker elsewhere listens for the other ranks; empty for all others."""
+
 
 Heard = Callable[[str, "msgspec.Raw"], None]
 """A function that is called with method and payload (msgpack) of every push of a worker."""
@@ -304,6 +308,12 @@ class EngineCore(Protocol):
 
     def unload(self, adapter: str) -> None: ...
 
+    def sleep(self, keep: bool) -> SleepReport:
+        """Gives the memory of its device back. `keep`: the KV entries of requests go to the host, else they are computed again."""
+
+    def wake(self) -> SleepReport:
+        """Takes it again; weights are swapped in afterwards."""
+
     def pause(self) -> None: ...
 
     def drain(self) -> None: ...
@@ -353,6 +363,12 @@ class TrainerCore(Protocol):
         """Returns the adapters that are trained and published beside the base."""
 
     def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]: ...
+
+    def sleep(self) -> SleepReport:
+        """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""
+
+    def wake(self) -> SleepReport:
+        """Takes it again."""
 
     def save(self, directory: Path, adapter: str = "") -> None:
         """Writes weights, optimizer, RNG and schedule. Files are flushed to disk; the caller renames the directory."""

@@ -200,6 +200,19 @@ class LoadReport(Struct, frozen=True):
     """Bytes that travelled to this engine for the update. 0 where none do, and where it is not known."""
 
 
+class SleepReport(Struct, frozen=True):
+    """The report of a worker that gave the devices up, or took them back (`orchestration.placement = "shared"`).
+
+    >>> slept = SleepReport(seconds=0.25, memory=1 << 30, moved=1 << 20)
+    """
+
+    seconds: float = 0.0
+    memory: int = 0
+    """Bytes that the change freed, or took again: those that torch has reserved on a GPU, else the resident memory of the process."""
+    moved: int = 0
+    """Bytes that were copied to the host's memory, or back."""
+
+
 class Capabilities(Struct, frozen=True):
     """The abilities of an engine. A run that needs more is refused at its start with a sentence (`orchestration/needs.py`).
 

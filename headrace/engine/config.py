@@ -77,7 +77,8 @@ class EngineConfig:
     """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
     new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
-    """Number of engine processes that may die before the run stops."""
+    """Number of processes of an engine that may die in a row before the run stops, or its fleet gives it up. Those before an hour of work do
+    not count."""
     ticket_deaths: int = Field(default=3, gt=0)
     """Number of engine processes, or of rollout hosts on a bus, that may die while they work on one ticket. Then the ticket is given up: its
     rollouts fail with the reason `engine_died`, and these deaths do not count for `max_deaths` (docs/cluster.md). 1 gives up all that an

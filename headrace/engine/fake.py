@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.reports import EngineStats, LoadReport, capable
+from headrace.reports import EngineStats, LoadReport, SleepReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
 from headrace.types import Completion, Request, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
@@ -31,6 +31,8 @@ class _Pending(Transcript):
 
     nap: asyncio.Future[None] | None = None
     aborted: bool = False
+    kv: int = -1
+    """The version that computed its KV cache; -1 where there is none."""
 
     def wake(self) -> None:
         if self.nap and not self.nap.done():
@@ -42,16 +44,43 @@ class _Interrupted(Exception):
 
 
 class _Presence:
-    """Whether a fake engine answers."""
+    """Whether a fake engine answers, and whether it is awake."""
+
+    _pending: dict[str, _Pending]
 
     def __init__(self) -> None:
+        self.sleep_seconds = 0.0
+        """Seconds that it takes to fall asleep, and to wake."""
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._stopped, self._away = False, ""
+        self.kills = 0
+        """How often it was killed."""
         self._answers, self._absent = asyncio.Event(), asyncio.Event()
         self._answers.set()
 
     async def _answering(self) -> None:
         while not self._answers.is_set():
             await self._answers.wait()
+
+    async def _working(self) -> None:
+        """Returns when it answers and is awake."""
+        await self._answering()
+        await self._awake.wait()
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        await self._answering()
+        await asyncio.sleep(self.sleep_seconds)
+        self._awake.clear()
+        for pending in () if keep else self._pending.values():
+            pending.kv = -1
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        await self._answering()
+        await asyncio.sleep(self.sleep_seconds)
+        self._awake.set()
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
 
     @property
     def stopped(self) -> bool:
@@ -79,6 +108,11 @@ class _Presence:
     async def absence(self) -> str:
         await self._absent.wait()
         return self._away
+
+    def kill(self) -> None:
+        """Ends the process. Its replacement answers."""
+        self.kills += 1
+        self.stopped = False
 
 
 @dataclass
@@ -181,15 +215,16 @@ class FakeEngine(_Presence):
         length = self.length(rng) if script is None else len(script)
         wanted = min(max(1, length), request.sampling.max_tokens)
         fails, own = rng.random() < self.failure_rate, rng.getrandbits(64)
-        kv = self._live(request)
+        pending.kv = self._live(request)
         for place in range(len(request.prefix), wanted):
             number = _mixed_up(own + place)
             if (number >> 32) / 2**32 < self.outage_rate:
                 await self._pass(pending, self.outage_seconds)
-                kv = self._live(request)
+                pending.kv = self._live(request)
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
+            kv = pending.kv = live if pending.kv < 0 else pending.kv
             columns: dict[str, Any] = {"versions": (live,), "mixed": self._mixed, "details": _details(request, token)}
             self._tell(StepOutput(self.version, (request.id,), (token,), (-1.0,), (kv,), **columns))
         if fails:
@@ -221,7 +256,7 @@ class FakeEngine(_Presence):
             await pending.nap
         finally:
             timer.cancel()
-        await self._answering()
+        await self._working()
         await self._until(pending, lambda: not self._paused)
         if pending.aborted:
             raise _Interrupted
@@ -245,7 +280,7 @@ class FakeEngine(_Presence):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
         self._asked[update.adapter.name if update.adapter else ""] = update
         await asyncio.sleep(self.load_seconds / parts)
-        await self._answering()
+        await self._working()
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
         before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
@@ -270,7 +305,7 @@ class FakeEngine(_Presence):
         return self._sampled - before if self.version >= 0 else 0
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
-        await self._answering()
+        await self._working()
         version = self.adapters[adapter] if adapter else self.version
         spans = (VersionSpan(0, version, version, self._mixed),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
@@ -325,9 +360,6 @@ class FakeEngine(_Presence):
         """Fails as an engine whose process was killed and is not restarted."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
-
-    def kill(self) -> None:
-        pass
 
     async def close(self) -> None:
         pass

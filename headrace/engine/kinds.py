@@ -12,15 +12,15 @@ from headrace.protocols import EngineCore
 ENGINES = {
     "native": "headrace.engine.native.core:NativeEngine",
 }
-"""A class of protocol `EngineCore` that is made of a model's directory and an `EngineConfig`. By name, because only the process
-that serves it imports it."""
+"""A class of protocol `EngineCore` that is made of a model's directory, an `EngineConfig`, and whether it begins asleep. By name,
+because only the process that serves it imports it."""
 
 
 SERVERS = ("headrace", "vllm", "sglang")
 """Engines behind HTTP: values of `engine.kind` that need `engine.urls`. Their dialects are in `remote/`."""
 
 
-def core_class(kind: str) -> Callable[[Path, Any], EngineCore]:
+def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:
     module, _, name = ENGINES[kind].partition(":")
-    found: Callable[[Path, Any], EngineCore] = getattr(importlib.import_module(module), name)
+    found: Callable[[Path, Any, bool], EngineCore] = getattr(importlib.import_module(module), name)
     return found

@@ -68,7 +68,8 @@ class Case(Struct, frozen=True):
 
     poisoned: tuple[int, ...] = ()
     """Tickets whose requests end every engine process that begins one."""
-
+    shared: Literal["", "host", "drop"] = ""
+    """Whether engine and trainer take turns on the same devices, and what becomes of the KV cache meanwhile. For one engine."""
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
 
@@ -137,6 +138,8 @@ def case_of(seed: int) -> Case:
         stragglers=rng.choice([0, 0, 2, 3, 5]),
         members=rng.choice([1, 1, 2, 2, 3]),
     )
+    if case.members == 1 and seed % 3 == 1:
+        case = replace(case, shared="host" if seed % 2 else "drop")
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
     case = replace(case, curriculum=rng.choice(["pools", "contrast"])) if _chooses(rng, case) else case
     return _served(rng, case) if rng.randrange(4) == 0 else case

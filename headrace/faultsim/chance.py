@@ -52,6 +52,28 @@ class Chance:
         return 2 if self.due("repeat", number) else 1
 
 
+class OneAtATime:
+    """Devices that engine and trainer may share. Then they have room for one of them, and `wrong` says who used them beside another."""
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._has: list[Process] = []
+        self.wrong: list[str] = []
+
+    def take(self, process: Process) -> None:
+        others = [one.who for one in self._has if one.alive and one is not process]
+        if self._shared and others:
+            self.wrong.append(f"the {process.who} takes devices that the {others[0]} has")
+        self._has = [*(one for one in self._has if one is not process), process]
+
+    def leave(self, process: Process) -> None:
+        self._has = [one for one in self._has if one is not process]
+
+    def use(self, process: Process, what: str) -> None:
+        if process not in self._has:
+            self.wrong.append(f"the {process.who} is asleep, and is asked to {what}")
+
+
 class Process(FakeProcess):
     """A worker process with faults."""
 

@@ -9,14 +9,16 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from headrace.errors import IdentityError
-from headrace.faultsim.chance import Chance, Process
+from headrace.faultsim.chance import Chance, OneAtATime, Process
 from headrace.orchestration.workers.fake import Died
 from headrace.orchestration.workers.wire import Frame, unpack
-from headrace.reports import EngineStats, LoadReport, capable
+from headrace.orchestration.workers.worker_messages import EngineStart
+from headrace.reports import EngineStats, LoadReport, SleepReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput
 from headrace.types import Request, RolloutKey
 from headrace.weights import WeightUpdate
@@ -113,6 +115,7 @@ class _Row:
     fails: bool
     place: int
     kv: int
+    """The version that computed its cache; -1 where that was dropped."""
 
 
 class SimulatedEngineProcess(Process):
@@ -124,11 +127,13 @@ class SimulatedEngineProcess(Process):
         memory: dict[int, str],
         truth: Truth,
         turns: Callable[[], int],
+        *,
+        devices: OneAtATime,
         poisoned: Collection[int] = (),
     ) -> None:
-        """`poisoned`: tickets whose requests end the process when it begins them."""
+        """`devices`: those that it uses while it is awake. `poisoned`: tickets whose requests end the process when it begins them."""
         super().__init__(chance)
-        self._poisoned = poisoned
+        self._devices, self._poisoned = devices, poisoned
         self._memory, self._truth, self._turns = memory, truth, turns
         self._version, self._weights = -1, ""
         self._pass = chance.random.choice([0.01, 0.1, 0.5])
@@ -145,7 +150,10 @@ class SimulatedEngineProcess(Process):
         self._weights_thread = asyncio.Lock()
 
     async def serve(self) -> None:
-        self.reply(await self.receive(), capable(1000, "simulated", exact=True))
+        start = await self.receive()
+        if not unpack(start.payload, EngineStart).asleep:
+            self._devices.take(self)
+        self.reply(start, capable(1000, "simulated", exact=True))
         while True:
             await self.step_into(self._turns())
             while not (self.inbox or self._swaps or self._has_work()):
@@ -166,7 +174,7 @@ class SimulatedEngineProcess(Process):
 
     def _has_work(self) -> bool:
         admitted = self._running or any(map(self._may_begin, self._waiting.values()))
-        return bool(self._ended or admitted)
+        return bool(self._ended or (admitted and self._weights))
 
     def _may_begin(self, request: Request) -> bool:
         return (self._admits or bool(request.prefix)) and len(self._running) < MAX_RUNNING
@@ -180,9 +188,9 @@ class SimulatedEngineProcess(Process):
                 self._waiting.pop(name, None)
                 self._running.pop(name, None)
             case "load":
-                task = asyncio.get_running_loop().create_task(self._load(frame))
-                self._loads.add(task)
-                task.add_done_callback(self._loads.discard)
+                self._enter(self._load(frame))
+            case "sleep" | "wake":
+                self._enter(self._turn(frame))
             case "stats":
                 self.reply(frame, self._stats())
             case "resume":
@@ -196,6 +204,12 @@ class SimulatedEngineProcess(Process):
                 self.reply(frame, None)
             case method:
                 raise AssertionError(f"unknown message {method}")
+
+    def _enter(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work of the weights thread."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
 
     def _add(self, request: Request) -> None:
         if request.id in self._waiting or request.id in self._running:
@@ -216,9 +230,13 @@ class SimulatedEngineProcess(Process):
     def _forward(self) -> StepOutput:
         self._passes += 1
         ended, self._ended = self._ended, []
+        if not self._weights:
+            return StepOutput(self._version, finished=tuple(ended))
         scores: list[PromptScores] = []
         self._admit(ended, scores)
         rows = list(self._running.values())
+        for row in rows:
+            row.kv = self._version if row.kv < 0 else row.kv
         tokens = [self._sample(row, ended) for row in rows]
         names = tuple(row.request.id for row in rows)
         kvs = tuple(row.kv for row in rows)
@@ -288,11 +306,33 @@ class SimulatedEngineProcess(Process):
             await asyncio.sleep(self.chance.seconds(0.1))
 
         def swap() -> None:
+            self._devices.use(self, "load weights")
             self._version, self._weights, self._mixed = update.version, update.fingerprint, False
             self.reply(frame, LoadReport(update.version, 0.0, 0.0, self._sampled - before))
 
         self._swaps.append(swap)
         self.wake()
+
+    async def _turn(self, frame: Frame) -> None:
+        """Falls asleep, or wakes, after the updates before it."""
+        async with self._weights_thread:
+            await asyncio.sleep(self.chance.seconds(0.1))
+
+            def change() -> None:
+                if frame.method == "sleep":
+                    self._fall_asleep(keep=unpack(frame.payload, bool))
+                else:
+                    self._devices.take(self)
+                self.reply(frame, SleepReport())
+
+            self._swaps.append(change)
+            self.wake()
+
+    def _fall_asleep(self, keep: bool) -> None:
+        self._devices.leave(self)
+        self._weights = ""
+        for row in () if keep else self._running.values():
+            row.kv = -1
 
     def _begin_mixed(self) -> None:
         self._mixed = True

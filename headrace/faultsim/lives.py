@@ -24,7 +24,7 @@ from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
-from headrace.faultsim.chance import Chance
+from headrace.faultsim.chance import Chance, OneAtATime
 from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
@@ -43,6 +43,7 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
@@ -50,7 +51,7 @@ from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
-from headrace.protocols import Engine, Job, Task, Trainer
+from headrace.protocols import Engine, Job, Task
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
@@ -62,7 +63,6 @@ PATIENCE = 600.0
 
 ENDLESS = 40_000
 """Turns of the loop in one life at most. Without a bug a life takes a tenth of that."""
-
 
 SILENCE = 30.0
 """Virtual seconds after which a fleet goes on without a member that does not answer."""
@@ -76,7 +76,8 @@ class Life:
         faults = tuple(one for one in case.faults if one.life == number)
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
-        self._engine_turns, self._trainer_turns = itertools.count(), itertools.count()
+        self._turn_counts = itertools.count().__next__, itertools.count().__next__
+        self.devices = OneAtATime(bool(case.shared))
         self.finished = False
 
     async def run(self) -> None:
@@ -174,16 +175,11 @@ class Life:
         return checkpoint, saved
 
     def _workers(self) -> tuple[ProcessTrainer, list[ProcessEngine]]:
-        chance, memory, truth = self.chance, self._memory, self._history.truth
-
-        def engine_process() -> SimulatedEngineProcess:
-            turns, poisoned = lambda: next(self._engine_turns), self._case.poisoned
-            return SimulatedEngineProcess(chance, memory, truth, turns, poisoned)
-
-        def trainer_process() -> SimulatedTrainerProcess:
-            return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
-
-        launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
+        chance, memory, devices = self.chance, self._memory, self.devices
+        first, second, truth, case = *self._turn_counts, self._history.truth, self._case
+        engine = lambda: SimulatedEngineProcess(chance, memory, truth, first, devices=devices, poisoned=case.poisoned)  # noqa: E731
+        trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
+        launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
         start = TrainerStart(
             model_dir="",
@@ -207,7 +203,7 @@ class Life:
         """Opens the engine of the case."""
         for part in parts:
             await part.launch()
-            await part.open(EngineStart("", {}, {}))
+            await part.open(EngineStart("", {}, {}, asleep=bool(self._case.shared)))
         if len(parts) == 1:
             return parts[0]
         names = {str(number): part for number, part in enumerate(parts)}
@@ -215,7 +211,7 @@ class Life:
         await fleet.open()
         return fleet
 
-    def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
+    def _join(self, trainer: ProcessTrainer, engine: Engine) -> Pipeline:
         case, referee, storage = self._case, self._referee, self._storage
         forks = ForksConfig(alternatives=case.alternatives)
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, forks=forks, patience=1000)
@@ -253,9 +249,14 @@ class Life:
             journal=cast(Journal, referee.journal),
             snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
+            turns=self._turns(trainer, engine),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
+
+    def _turns(self, trainer: ProcessTrainer, engine: Engine) -> Turns:
+        keep, one = self._case.shared == "host", cast(ProcessEngine, engine)
+        return Turns(SharedDevices(one, trainer, keep=keep, telemetry=self._telemetry) if self._case.shared else None)
 
     def _scorer(self) -> SeededScorer:
         case = self._case
@@ -346,6 +347,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
             kinds |= {"engine_dies"} if case.poisoned else set()
             assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
+        assert not life.devices.wrong, f"devices: {life.devices.wrong[0]}"
         history.befell += life.chance.befell
         history.passes_lost |= disk.was_full or disk.lost_power
         history.lost_power |= disk.lost_power
@@ -385,11 +387,11 @@ def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
     try:
         loop.run_until_complete(task)
     finally:
-        _forget(loop)
+        forget(loop)
     assert not lost, f"C6: nobody heard of {lost[0]}"
 
 
-def _forget(loop: VirtualTimeLoop) -> None:
+def forget(loop: VirtualTimeLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         for _ in range(3):  # a task that awaits in its clean-up does not end at the first close

@@ -13,11 +13,11 @@ import xxhash
 
 from headrace.batches import Batch
 from headrace.errors import HeadraceError
-from headrace.faultsim.chance import Chance, Process
+from headrace.faultsim.chance import Chance, OneAtATime, Process
 from headrace.faultsim.engine_worker import opinion
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.reports import TrainReport
+from headrace.reports import SleepReport, TrainReport
 from headrace.weights import WeightUpdate
 
 WEIGHTS = "weights.txt"
@@ -29,9 +29,11 @@ SKIPPED = "nonfinite_gradient"
 class SimulatedTrainerProcess(Process):
     who = "trainer"
 
-    def __init__(self, chance: Chance, memory: dict[int, str], turns: Callable[[], int], skips: bool) -> None:
+    def __init__(
+        self, chance: Chance, memory: dict[int, str], turns: Callable[[], int], skips: bool, devices: OneAtATime
+    ) -> None:
         super().__init__(chance)
-        self._memory, self._turns, self._skips = memory, turns, skips
+        self._memory, self._turns, self._skips, self._devices = memory, turns, skips, devices
         self._version, self._weights = 0, "begin"
         self._copied: WeightUpdate | None = None
         self._seconds = chance.random.choice([0.1, 1.0, 5.0])
@@ -62,7 +64,12 @@ class SimulatedTrainerProcess(Process):
             case "publish":
                 update, self._copied = self._copied or self._publish(), None
                 return update
+            case "sleep" | "wake":
+                await asyncio.sleep(self.chance.seconds(0.1))
+                self._devices.take(self) if frame.method == "wake" else self._devices.leave(self)
+                return SleepReport()
             case "score":
+                self._devices.use(self, "score")
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(self._weights, len(tokens) - 1))
             case "save":
@@ -81,13 +88,16 @@ class SimulatedTrainerProcess(Process):
         )
 
     def _start(self, start: TrainerStart) -> TrainerReady:
+        self._devices.take(self)
         if checkpoint := start.restore.get(""):
             version, self._weights = (Path(checkpoint) / WEIGHTS).read_text().split()
             self._version = int(version)
         return TrainerReady({}, self._version)
 
     async def _step(self, batch: Batch) -> TrainReport:
+        self._devices.use(self, "train")
         await asyncio.sleep(self.chance.seconds(self._seconds))
+        self._devices.use(self, "train")
         assert batch.step == self._version, f"step {batch.step} is asked of weights of version {self._version}"
         learned = msgspec.structs.replace(batch, skippable=True)  # the flag is not part of the batch's content
         weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned))

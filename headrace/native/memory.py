@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +30,24 @@ def keep_freed_memory() -> None:
         mallopt(mmap_threshold, 1 << 30)
         mallopt(trim_threshold, -1)  # never
         mallopt(arenas, 1)  # a thread's own arena would return its memory all the same
+
+
+def trim() -> None:
+    """Returns freed memory to the system, in spite of `keep_freed_memory`."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if give_back is not None:
+        give_back(0)
+
+
+def held(device: torch.device) -> int:
+    """Bytes that this process has of a GPU, or else of the machine's memory, without pages that it shares with other processes."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
 def touch(tensor: torch.Tensor) -> torch.Tensor:

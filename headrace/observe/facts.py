@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.batches import Group
-from headrace.reports import EngineStats, LoadReport, PromptChoice, TrainReport
+from headrace.reports import EngineStats, LoadReport, PromptChoice, SleepReport, TrainReport
 from headrace.types import Struct
 from headrace.weights import WeightUpdate
 
@@ -277,6 +277,21 @@ class WorkerJoined(Fact, frozen=True):
     """The address from which it connected."""
 
 
+class Slept(Fact, frozen=True):
+    """A worker has given up the devices that engine and trainer share."""
+
+    who: str
+    """`engine` or `trainer`."""
+    report: SleepReport
+
+
+class Woke(Fact, frozen=True):
+    """A worker has taken the devices that engine and trainer share."""
+
+    who: str
+    report: SleepReport
+
+
 class Waited(Fact, frozen=True):
     """A named wait is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
 
@@ -369,6 +384,8 @@ AnyFact = (
     | CheckpointSaved
     | WorkerLost
     | WorkerJoined
+    | Slept
+    | Woke
     | Waited
     | Warned
     | Planned

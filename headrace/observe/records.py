@@ -30,11 +30,13 @@ from headrace.observe.facts import (
     RunEnded,
     RunStarted,
     ScorerAsked,
+    Slept,
     StepTrained,
     TicketDrawn,
     Waited,
     Warned,
     WeightsLive,
+    Woke,
     WorkerJoined,
     WorkerLost,
 )
@@ -106,6 +108,8 @@ MetricsFact = (
     | CheckpointSaved
     | WorkerLost
     | WorkerJoined
+    | Slept
+    | Woke
     | Waited
     | Warned
     | Planned

@@ -155,8 +155,10 @@ async def go_live(
     async with telemetry.waits.named("start", "the first weights to be live"):
         if serve_base:
             await serve_base()
-        update = await parts.trainer.publish(adapter)
-        expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
+        async with parts.turns.take(telemetry.clock):
+            update = await parts.trainer.publish(adapter)
+            expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
+        await parts.turns.over()
         load = await parts.engine.load(update)
         telemetry.record(WeightsLive(telemetry.clock(), update, load))
         return await parts.probe.engine_side(parts.engine, update.version, expected)

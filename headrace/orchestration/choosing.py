@@ -49,7 +49,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
         config = _one_arithmetic(config)
     on_cpu = {
         "engine": not config.engine.is_server and machine.device("engine.device", config.engine.device) == "cpu",
-        "train": machine.device("train.device", config.train.device) == "cpu",
+        "train": config.orchestration.trains_here and machine.device("train.device", config.train.device) == "cpu",
     }
     asked = [own for part, own in (("engine", config.engine), ("train", config.train)) if on_cpu[part]]
     if not config.train.minutes and not any("auto" in (own.dtype, own.path) for own in asked):

@@ -13,10 +13,11 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.needs import check_needs, check_parity
-from headrace.orchestration.seats import open_seats
+from headrace.orchestration.seats import open_seats, ranks_of, threads_of_rank
 from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
@@ -51,6 +52,7 @@ class Pools:
         async with self._serving:
             if not self._base_is_live:
                 update = await self.trainer.publish()
+                await self.turns.over()
                 load = await self.engine.load(update)
                 telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
@@ -90,14 +92,19 @@ async def open_pools(
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
         ending = await undo.enter_async_context(AsyncExitStack())
-        engines = await ending.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
+        seats = await ending.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
         starting = start_engine(
-            config, model_dir=model_dir, launcher=engines, transport=transports[0], logs=logs, telemetry=telemetry
+            config, model_dir=model_dir, launcher=seats.engines, transport=transports[0], logs=logs, telemetry=telemetry
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
-        trainer = ProcessTrainer(launcher, trainer_start(config, model_dir, restore, *transports), config.train.cores)
+        trainer = ProcessTrainer(
+            seats.trainer,
+            trainer_start(config, model_dir, restore, *transports),
+            config.train.cores,
+            shared=logs.parent if ranks_of(config) else None,
+        )
         undo.push_async_callback(trainer.close)
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
@@ -115,8 +122,19 @@ async def open_pools(
         transports=transports,
         trainer_dtype=ready.dtype,
         shadow=shadow,
+        turns=Turns(devices_of(config, engine, trainer, telemetry)),
         ending=ending,
     )
+
+
+def devices_of(
+    config: RunConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
+) -> SharedDevices | None:
+    """The devices that engine and trainer share; None if each has its own."""
+    if config.orchestration.placement != "shared":
+        return None
+    assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
+    return SharedDevices(engine, trainer, keep=config.orchestration.kv == "host", telemetry=telemetry)
 
 
 def trainer_start(
@@ -127,15 +145,16 @@ def trainer_start(
     shadow: Transport | None = None,
 ) -> TrainerStart:
     """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, if that is a teacher."""
+    threads = threads_of_rank(config) if ranks_of(config) else config.train.threads
     return TrainerStart(
         model_dir=str(model_dir),
-        train=dataclasses.asdict(config.train),
+        train=dataclasses.asdict(dataclasses.replace(config.train, threads=threads)),
         algo=algo_settings(config),
         seed=config.seed,
         serving_dtype=config.engine.serving_dtype,
         keep_routing=config.rollout.keep_routing,
         transport=transport,
-        restore={name: str(checkpoint) for name, checkpoint in restore.items()},
+        restore={name: str(checkpoint.absolute()) for name, checkpoint in restore.items()},
         shadow=shadow_of(config, shadow) if shadow else None,
         adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
         ranks=config.train.parallel.ranks,

@@ -1,4 +1,5 @@
-"""The seats of a run's engines that are taken from elsewhere (`orchestration.kind`): by workers that join, or that Ray places."""
+"""The seats of a run's engines, and of its trainer's ranks, that are taken from elsewhere (`orchestration.kind`): by workers that join, or
+that Ray places."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
@@ -46,6 +48,11 @@ def check_seats(config: OrchestrationConfig) -> None:
         raise ConfigError(f'orchestration.kind = "ray" needs Ray, which is not installed: {install("ray")}')
 
 
+class Seats(NamedTuple):
+    engines: Launcher
+    trainer: Launcher
+
+
 def threads_elsewhere(config: RunConfig) -> int:
     """Returns the threads of an engine on another machine. 0: as many as that has cores."""
     if config.orchestration.kind == "ray":  # the CPUs of its bundle
@@ -53,14 +60,30 @@ def threads_elsewhere(config: RunConfig) -> int:
     return 0 if "engine.threads" in config.chosen.wishes else config.engine.threads
 
 
+def threads_of_rank(config: RunConfig) -> int:
+    """Returns the threads of a rank on another machine. 0: as many as that has cores for each of its ranks."""
+    own = 0 if "train.threads" in config.chosen.wishes else config.train.threads
+    if own or config.orchestration.kind != "ray":
+        return own
+    return max(1, usable_cores() // config.train.parallel.ranks)  # the CPUs of its bundle
+
+
+def ranks_of(config: RunConfig) -> list[str]:
+    """Returns the seats of the trainer that are taken from elsewhere."""
+    ranks = config.train.parallel.ranks
+    if config.orchestration.trains_here:
+        return []
+    return ["trainer"] if ranks == 1 else [f"trainer rank {rank}" for rank in range(ranks)]
+
+
 @asynccontextmanager
 async def open_seats(
     config: RunConfig, model_dir: Path, local: Launcher, logs: Path, telemetry: Telemetry
-) -> AsyncIterator[Launcher]:
-    """The launcher of the run's engines: `local`, or one whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or
-    if no cluster can place them."""
+) -> AsyncIterator[Seats]:
+    """The launchers of the run's engines and of its trainer: `local`, or such whose workers come from elsewhere. Raises ConfigError if it
+    cannot listen there, or if no cluster can place them."""
     if not config.orchestration.elsewhere:
-        yield local
+        yield Seats(local, local)
         return
     check_seats(config.orchestration)
     terms = terms_of(config.model.path, model_dir)
@@ -69,30 +92,37 @@ async def open_seats(
         if config.orchestration.kind == "join"
         else _placed(config, terms, logs, telemetry)
     )
-    async with opened as launcher:
-        yield launcher
+    async with opened as seats:
+        yield seats if ranks_of(config) else seats._replace(trainer=local)
 
 
 @asynccontextmanager
-async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Seats]:
     place = config.orchestration
     token, tls = secrets_of(place)
-    async with _listening(
-        place,
-        Listener(token, place.host, place.port, terms=terms, tls=tls, reconnect=place.reconnect, say=telemetry.warn),
-        telemetry,
-    ) as listener:
+    opening = Listener(
+        token,
+        place.host,
+        place.port,
+        terms=terms,
+        kinds=["engine", "trainer"] if ranks_of(config) else ["engine"],
+        tls=tls,
+        reconnect=place.reconnect,
+        say=telemetry.warn,
+    )
+    async with _listening(place, opening, telemetry) as listener:
         if not tls and place.host not in LOCAL_HOSTS:
             telemetry.warn(
                 f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
                 "a private network, or set orchestration.cert and orchestration.key"
             )
         telemetry.warn(invitation(config, listener.address))
-        yield JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
+        launcher = JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
+        yield Seats(launcher, launcher)
 
 
 @asynccontextmanager
-async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Launcher]:
+async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Telemetry) -> AsyncIterator[Seats]:
     place = config.orchestration
     cluster = open_cluster(place.address)
     listener = Listener(secrets.token_hex(16), place.host, place.port, say=telemetry.warn)
@@ -100,10 +130,15 @@ async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Teleme
         await cluster.open()
         if problem := await reach_problem(place, cluster):
             raise ConfigError(problem)
-        bundle = NodeShare(threads_elsewhere(config), place.gpus)
-        launcher = PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
-        await launcher.open([f"engine {name}".rstrip() for name in members_of(config.engine)])
-        yield launcher
+
+        def launcher(bundle: NodeShare) -> PlacedLauncher:
+            return PlacedLauncher(cluster, listener, bundle=bundle, terms=terms, logs=logs, telemetry=telemetry)
+
+        engines = launcher(NodeShare(threads_elsewhere(config), place.gpus))
+        ranks = launcher(NodeShare(threads_of_rank(config), place.rank_gpus))
+        await ranks.open(ranks_of(config))  # they wait for each other, so that they are placed first
+        await engines.open(_engines_of(config))
+        yield Seats(engines, ranks)
 
 
 async def reach_problem(config: OrchestrationConfig, cluster: Cluster) -> str:
@@ -135,10 +170,15 @@ async def _listening(config: OrchestrationConfig, listener: Listener, telemetry:
             telemetry.warn(f"connections that were turned away at {listener.address}: {counts}")
 
 
+def _engines_of(config: RunConfig) -> list[str]:
+    return [f"engine {name}".rstrip() for name in members_of(config.engine)]
+
+
 def invitation(config: RunConfig, address: str) -> str:
-    names = ", ".join(f"engine {name}".rstrip() for name in members_of(config.engine))
+    ranks = ranks_of(config)
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
+    offers = "engine, or trainer and --again for a rank" if ranks else "engine"
     return (
-        f"missing until they join: {names}. Start each with: headrace worker --connect {address} --token-file "
-        f"{config.orchestration.token_file} --offers engine{ca}"
+        f"missing until they join: {', '.join([*_engines_of(config), *ranks])}. Start each with: headrace worker --connect {address} "
+        f"--token-file {config.orchestration.token_file} --offers {offers}{ca}"
     )

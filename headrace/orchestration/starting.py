@@ -41,12 +41,12 @@ from headrace.orchestration.workers.build import open_files, open_network, open_
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
+from headrace.settings.process_config import OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
-from headrace.web.tls import first_certificate
-from headrace.weight_sync.config import reached_at, way_of
+from headrace.web.tls import TlsIdentity, first_certificate
+from headrace.weight_sync.config import WeightSyncConfig, reached_at, way_of
 from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.over_tcp.tcp import TlsIdentity
 from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
@@ -56,18 +56,19 @@ DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
 }
 """The dialect of each `engine.kind`, made from the model's directory and `watch.identity_every`."""
 
-FETCHING: dict[str, Callable[[Path, int, str], Dialect]] = {
-    "headrace": lambda model_dir, check_every, token: HeadraceDialect(token),
-    "vllm": lambda model_dir, check_every, token: VllmDialect(end_tokens(model_dir), check_every, token),
+FETCHING: dict[str, Callable[[Path, int, Mapping[str, str]], Dialect]] = {
+    "headrace": lambda model_dir, check_every, access: HeadraceDialect(access),
+    "vllm": lambda model_dir, check_every, access: VllmDialect(end_tokens(model_dir), check_every, access),
 }
-"""The dialect of servers that fetch weights over HTTP, made from the token too that the trainer's server asks for."""
+"""The dialect of servers that fetch weights over HTTP, made from the token too that the trainer's server asks for, and its certificate."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
     way = way_of(config.weight_sync, config.ends)
     if way.kind in ("http", "tcp", "broadcast"):
-        place = config.orchestration
+        place: OrchestrationConfig | WeightSyncConfig = config.orchestration
+        place = place if place.cert else config.weight_sync
         tls = TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key) if place.cert else None
         return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends), tls)
     if way.kind != "files":
@@ -158,7 +159,9 @@ def _process(
     engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), dict(manifests), transport))
+        asleep = config.orchestration.placement == "shared"
+        settings = _engine_settings(config, adapters)
+        await engine.open(EngineStart(str(model_dir), settings, dict(manifests), transport, asleep))
 
     return Starting(engine, engine.launch, finish)
 
@@ -204,7 +207,7 @@ def _server(
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     described = model_dir, config.watch.identity_every
     if isinstance(transport, Http):
-        dialect = FETCHING[settings.kind](*described, transport.token)
+        dialect = FETCHING[settings.kind](*described, transport.access)
     else:
         dialect = DIALECTS[settings.kind](*described)
     engine = RemoteEngine(

@@ -30,14 +30,14 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
     return {
         "controller": "this process",
         "engine": _engine(config, path),
-        "trainer": _trainer(config.train),
+        "trainer": _trainer(config.train, config.orchestration),
         "weights": _weights(config),
         "scorer": _scorer(config.reward),
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
 
 
-def _trainer(train: TrainConfig) -> str:
+def _trainer(train: TrainConfig, place: OrchestrationConfig) -> str:
     parallel = train.parallel
     copies = f"{parallel.replicate} × " if parallel.replicate > 1 else ""
     ways = {
@@ -50,6 +50,9 @@ def _trainer(train: TrainConfig) -> str:
     split = ", ".join(way for way, used in ways.items() if used)
     who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({split})"
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
+    if not place.trains_here:
+        who = "a process" if parallel.ranks == 1 else who
+        return f"{who} {_elsewhere(place, place.rank_gpus)}, {train.device}, {dtype}"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
 
@@ -63,16 +66,18 @@ def _engine(config: RunConfig, path: str) -> str:
         return f"rollout hosts on {config.orchestration.bus}, {engine.serving_dtype}, {path}"
     if config.orchestration.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
-        return f"{count} {_elsewhere(config.orchestration)}, {engine.serving_dtype}, {path}"
+        place = config.orchestration
+        return f"{count} {_elsewhere(place, place.gpus)}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
 
 
-def _elsewhere(place: OrchestrationConfig) -> str:
+def _elsewhere(place: OrchestrationConfig, each: int) -> str:
+    """`each`: GPUs that Ray gives to one of them."""
     if place.kind == "join":
         return f"of other machines, joining at {place.listen}"
-    gpus = f" with {plural(place.gpus, 'GPU')} each" if place.gpus else ""
+    gpus = f" with {plural(each, 'GPU')} each" if each else ""
     return f"placed by Ray ({place.address}){gpus}"
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from headrace.config import RunConfig, load_config
 from headrace.errors import ConfigError
 from headrace.models.resolve import cache_dir
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import read_metrics
+from headrace.plan.alternation import TurnTaking, taking_turns
 from headrace.plan.rates import hardware
 from headrace.plan.rates.hardware import NETWORK
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
@@ -77,6 +80,8 @@ class Answer:
     """None if nothing else was tried."""
     notes: tuple[str, ...]
     """The assumptions, as sentences."""
+    turns: TurnTaking | None
+    """The same with engine and trainer in turns; None for an engine that cannot sleep."""
 
     @property
     def asked(self) -> Option:
@@ -104,9 +109,32 @@ def answer(request: PlanRequest, say: Say) -> Answer:
         first = split(request.trainer_gpus or request.gpus // 2)
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
-        return Answer((try_out(scenario, request.steps),), None, tuple(notes))
+        asked = try_out(scenario, request.steps)
+        return Answer((asked,), None, tuple(notes), _turns(request, asked))
     choices = sweep(scenario, None if request.trainer_gpus else split, say)
-    return Answer(tuple(choices), recommended(choices), tuple(notes))
+    return Answer(tuple(choices), recommended(choices), tuple(notes), _turns(request, choices[0]))
+
+
+def _turns(request: PlanRequest, asked: Option) -> TurnTaking | None:
+    if request.config.engine.is_server:
+        return None
+    return taking_turns(
+        asked.scenario,
+        asked.prediction,
+        request.config,
+        chip=hardware.gpu(request.hardware) if request.hardware else None,
+        model=shape_of(request.model) if request.model else None,
+        change=seconds_of_turns(request.run) if request.run else None,
+        steps=request.steps,
+    )
+
+
+def seconds_of_turns(run: Path) -> float | None:
+    """The mean seconds of a step in which devices changed hands in a run; None if it did not share any."""
+    state = RunState()
+    for fact in read_metrics(run):
+        state.fold(fact)
+    return state.naps.seconds / len(state.rows) if state.naps.turns and state.rows else None
 
 
 def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, float]:

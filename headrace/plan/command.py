@@ -55,6 +55,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
+        *([f"  {found.turns.words}"] if found.turns else []),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -196,6 +197,9 @@ def report(found: Answer, travel: Travel | None, price: float, run_steps: int) -
         "rates": msgspec.to_builtins(found.asked.scenario.rates.source),
         "notes": list(found.notes),
         "weights": {"bytes": travel.bytes, "seconds": travel.seconds} if travel else None,
+        "turns": {"seconds_per_step": found.turns.seconds_per_step, "change": found.turns.change}
+        if found.turns
+        else None,
         "choices": [_entry(choice, price, run_steps) for choice in found.choices],
         "recommended": found.choices.index(found.recommended) if found.recommended else None,
         "reason": recommendation(found.recommended, found.choices)

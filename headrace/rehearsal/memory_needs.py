@@ -60,16 +60,20 @@ class MemoryPlan(NamedTuple):
     """Whether the engines of this machine fetch weights into memory of their own."""
     published: Device = "cpu"
     """The memory that holds published weights."""
+    trains: bool = True
+    """Whether the trainer is on this machine."""
+    shared: bool = False
+    """Whether engine and trainer take turns on the same devices (`orchestration.placement`)."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     """Returns the memory of the run's own processes. `engine_needs` gives that of each teacher."""
     serving = shape.parameters * BYTES[plan.engine.serving_dtype]
     copies = 1 if plan.adapters and not plan.lora.merged else 2
+    between = MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True)
     return [
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
-        *_trainer(shape, plan),
-        MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, plan.published, certain=True),
+        *((*_trainer(shape, plan), between) if plan.trains else ()),
         *_engines(shape, plan),
     ]
 
@@ -115,6 +119,9 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
         optimizer = 12 if train.offload_optimizer else 8
         yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
+        if plan.shared and device == "cuda":
+            away = split * (size + (0 if train.offload_optimizer else optimizer))
+            yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
     yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
@@ -172,14 +179,24 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
         )
 
 
-def notes(found: Sequence[MemoryNeed], machine: Machine) -> Iterator[str]:
-    """Yields what may not fit."""
+def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -> Iterator[str]:
+    """Yields what may not fit. `shared`: engine and trainer take turns, so that only one of them needs all its memory."""
     need = sum(one.bytes for one in found if one.where == "cpu")
+    if shared:
+        need -= min(sum(one.bytes for one in found if _given_back(one, who)) for who in ("engine", "trainer"))
     if need > machine.available:
         yield (
             f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now. If memory runs out, the system kills "
             "one of them: lower engine.kv_gib or train.microbatch_tokens, or train an adapter (lora.rank = 16)"
         )
+
+
+def _given_back(need: MemoryNeed, who: str) -> bool:
+    """Whether it is memory of the machine that a worker gives back while it sleeps."""
+    kept = (
+        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference") if who == "trainer" else ("Python",)
+    )
+    return need.who == who and need.where == "cpu" and not need.what.startswith(kept)
 
 
 def _smaller(plan: MemoryPlan) -> str:

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -57,8 +58,9 @@ class Notebook:
     def __init__(self, adapter: str = "") -> None:
         """`adapter`: the one that the rollouts train; empty if all weights are trained."""
         self._adapter = adapter
-        self._notes: dict[str, list[bytes]] = {}
-        """The notes of each rollout, in order, by the key of its first turn."""
+        self._notes: defaultdict[int, dict[str, list[bytes]]] = defaultdict(dict)
+        """The notes of each rollout, in order, by ticket and by the key of its first turn: thousands of rollouts are in flight in a large
+        run, and a group that ends must not cost a look at all of them."""
         self._write: Callable[[str, bytes], None] | None = None
 
     def listen(self, write: Callable[[str, bytes], None]) -> None:
@@ -72,19 +74,21 @@ class Notebook:
             if self._write:
                 self._write(name, note)
 
-        return Page(self._notes.setdefault(name, []), write, before)
+        return Page(self._notes[ticket].setdefault(name, []), write, before)
 
     def forget_group(self, ticket: int) -> None:
         """Forgets the notes of a group, when it has ended."""
-        for name in [name for name in self._notes if _ticket(name) == ticket]:
-            del self._notes[name]
+        self._notes.pop(ticket, None)
 
     def state(self, tickets: Collection[int]) -> dict[str, tuple[bytes, ...]]:
         """Returns the notes of the groups with these tickets."""
-        return {name: tuple(notes) for name, notes in self._notes.items() if notes and _ticket(name) in tickets}
+        groups = [self._notes[ticket] for ticket in tickets if ticket in self._notes]
+        return {name: tuple(notes) for group in groups for name, notes in group.items() if notes}
 
     def restore(self, notes: Mapping[str, Collection[bytes]]) -> None:
-        self._notes = {name: list(those) for name, those in notes.items()}
+        self._notes.clear()
+        for name, those in notes.items():
+            self._notes[_ticket(name)][name] = list(those)
 
 
 def _ticket(name: str) -> int:

@@ -207,6 +207,11 @@ class Interrupts:
         """Whether a swap ends the groups that have begun."""
         return self._config.mode == "cancel_group"
 
+    @property
+    def replaces_at_once(self) -> bool:
+        """Whether a delivery needs nothing of the weights that it replaces."""
+        return self._config.mode in ("inflight", "cancel_group", "abort_resume", "save_resume")
+
     # -- for checkpoints ------------------------------------------------------------------------------------------------
 
     def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:

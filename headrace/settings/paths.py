@@ -30,6 +30,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(place := tree.get("orchestration"), dict):
         files = {k: _absolute(place[k], base) for k in ("token_file", "cert", "key") if _names_file(place.get(k))}
         changed["orchestration"] = {**place, **files}
+    if isinstance(way := tree.get("weight_sync"), dict):
+        files = {k: _absolute(way[k], base) for k in ("cert", "key") if _names_file(way.get(k))}
+        changed["weight_sync"] = {**way, **files}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):

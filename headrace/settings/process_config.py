@@ -95,12 +95,17 @@ class OrchestrationConfig:
 
     kind: Literal["local", "join", "ray"] = "local"
     """local: the run starts its workers as child processes. join: its engines are started elsewhere, on any machine, with `headrace worker`,
-    and connect to the run. ray: Ray places its engines on the nodes of a cluster. The trainer is a child process with all three."""
+    and connect to the run. ray: Ray places its engines on the nodes of a cluster."""
+    trainer: Literal["local", "elsewhere"] = "local"
+    """local: the trainer, all its ranks, are child processes of the run. elsewhere: they join, or Ray places them, as engines. The run's
+    directory (`out`) must then be one that the machines of all ranks see."""
     address: str = "local"
     """The Ray cluster, with kind = "ray". local: one of the run's own, on this machine; auto: the one that this machine is a node of, or
     its HOST:PORT."""
     gpus: int = Field(default=0, ge=0)
     """GPUs that Ray gives to each engine, beside `engine.threads` CPUs."""
+    rank_gpus: int = Field(default=0, ge=0)
+    """GPUs (0 or 1 are of use) that Ray gives to each rank of a trainer elsewhere, beside `train.threads` CPUs."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT at which the run listens for workers, with kind = "join" or "ray". Only this machine reaches the default; port 0 is any
     free one."""
@@ -110,6 +115,12 @@ class OrchestrationConfig:
     """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
     key: str = ""
     """File with the private key of `cert` (PEM)."""
+    placement: Literal["apart", "shared"] = "apart"
+    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
+    same devices, and the one that waits gives its memory back (docs/turns.md)."""
+    kv: Literal["host", "drop"] = "host"
+    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
+    and back; drop: it is freed, and computed again."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
@@ -171,13 +182,19 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus: for an engine of this process."""
-        return replace(self, bus="", bus_forgets=False, token_file="") if self.bus else self
+        """The same without a bus and without turns, with a trainer of this process: for an engine of this process that is always awake."""
+        awake = replace(self, placement="apart", kv="host", trainer="local", rank_gpus=0)
+        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property
     def elsewhere(self) -> bool:
         """Whether the engines are no children of the run's process."""
         return self.kind != "local"
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether the trainer is a child of the run's process."""
+        return self.trainer == "local"
 
     @property
     def host(self) -> str:
@@ -190,10 +207,39 @@ class OrchestrationConfig:
 
 _ABOUT = {
     **dict.fromkeys(("token_file", "cert", "key", "reconnect"), ("join",)),
-    **dict.fromkeys(("address", "gpus"), ("ray",)),
-    "listen": ("join", "ray"),
+    **dict.fromkeys(("address", "gpus", "rank_gpus"), ("ray",)),
+    **dict.fromkeys(("listen", "trainer"), ("join", "ray")),
 }
 """The kinds of orchestration that each setting is for."""
+
+
+def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:
+    """Yields a sentence for each setting that does not go with a trainer elsewhere. `cores`: `train.cores`; `host`: `weight_sync.host`;
+    `itself`: whether a teacher is the student's older self."""
+    if config.trains_here:
+        if config.rank_gpus:
+            yield 'orchestration.rank_gpus is for orchestration.trainer = "elsewhere"; set that, or remove it'
+        return
+    asks = 'orchestration.trainer = "elsewhere"'
+    if config.cert:
+        yield (
+            f"{asks} lets ranks talk to each other over gloo or NCCL, which encrypt nothing, so that orchestration.cert promises too much; use a "
+            "private network (WireGuard, say) and remove orchestration.cert and key"
+        )
+    if config.kind == "join" and config.port == 0:
+        yield (
+            f'{asks} with orchestration.listen = "{config.listen}": after the death of a rank the run listens anew, and the others must find '
+            "it; name a port"
+        )
+    if cores:
+        yield f"train.cores are cores of this machine, and the trainer is elsewhere ({asks}); remove it"
+    if host not in LOCAL_HOSTS:
+        yield (
+            f"weight_sync.host is an address of this machine, and engines fetch from the ranks, which are elsewhere ({asks}); remove it (each "
+            "rank's own address: headrace worker --address)"
+        )
+    if itself:
+        yield f"{asks}, and a teacher that is the student's older self shares memory with the run; give the teacher a model"
 
 
 def elsewhere_problems(

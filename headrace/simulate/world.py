@@ -32,6 +32,7 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
@@ -90,6 +91,8 @@ class World:
     """The metrics of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    shared: Callable[[Telemetry], SharedDevices] | None = None
+    """Makes the devices that engine and trainer share; None if each has its own."""
     elsewhere: Callable[[Collection[int]], GroupSource] | None = None
     """Makes the source of groups from the tickets in flight, where they are not sampled by `engine`."""
 
@@ -141,6 +144,7 @@ class World:
             journal=journal,
             snapshots=snapshots,
             probe=IdentityProbe([1, 2, 3], self.identity_every, 1e-3, telemetry),
+            turns=Turns(self.shared(telemetry) if self.shared else None),
             noise=self.noise,
             sentinels=self.sentinels,
             elsewhere=self.elsewhere(self.restored.buffer.in_flight) if self.elsewhere else None,

@@ -62,7 +62,7 @@ class TrainConfig:
     cores: tuple[int, ...] = ()
     """CPU cores of the trainer's process, or of its ranks together; if empty, all cores are shared."""
     threads: int = Field(default=0, ge=0)
-    """Number of threads, of all ranks together. 0: as many as `cores`, or as were measured to be fastest."""
+    """Number of threads, of all ranks together (of each, where ranks are elsewhere). 0: as many as `cores`, or as were measured to be fastest."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Number of consecutive skipped steps (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)

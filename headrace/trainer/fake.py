@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.batches import Batch
 from headrace.errors import WorkerDied
-from headrace.reports import LagStats, Noise, TrainReport
+from headrace.reports import LagStats, Noise, SleepReport, TrainReport
 from headrace.weights import AdapterSpec, WeightUpdate
 
 
@@ -26,6 +26,8 @@ class FakeTrainer:
     full: Callable[[int], bool] = lambda attempt: False
     """Returns for each attempted save (counted from 0) whether the disk is full."""
     save_seconds: float = 0.0
+    sleep_seconds: float = 0.0
+    """Seconds that it takes to fall asleep, and to wake."""
     lags: tuple[LagStats, ...] = ()
     noise: Noise | None = None
     """Reported with every step, as `lags`."""
@@ -36,6 +38,7 @@ class FakeTrainer:
         """Versions by adapter; the empty name stands for all weights."""
         self._copied: dict[str, int] = {}
         self._attempts = self.saves = 0
+        self._asleep = False
         self._died: asyncio.Future[None] | None = None
 
     @property
@@ -43,6 +46,7 @@ class FakeTrainer:
         return self.versions.get("", 0)
 
     async def step(self, batch: Batch) -> TrainReport:
+        assert not self._asleep, "a step of a trainer that sleeps"
         await asyncio.sleep(self.seconds_per_step)
         self._attempts += 1
         tokens = sum(len(row.tokens) for row in batch.rows)
@@ -76,6 +80,16 @@ class FakeTrainer:
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)
+
+    async def sleep(self) -> SleepReport:
+        await asyncio.sleep(self.sleep_seconds)
+        self._asleep = True
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
+
+    async def wake(self) -> SleepReport:
+        await asyncio.sleep(self.sleep_seconds)
+        self._asleep = False
+        return SleepReport(self.sleep_seconds, memory=1 << 20)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await asyncio.sleep(self.save_seconds)

@@ -15,9 +15,27 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.types import Struct
 
 _PIECE = 1 << 18
 """Bytes that are relayed at once."""
+
+
+class TlsIdentity(Struct, frozen=True):
+    """The certificate of a server whose clients trust it and no other."""
+
+    certificate: str
+    """PEM. It reaches the clients before they connect, over a connection that was checked."""
+    cert_file: str
+    key_file: str
+    """The files on the server's machine."""
+
+    def serving(self) -> ssl.SSLContext:
+        """Raises ConfigError for files that cannot be used."""
+        return server_context(Path(self.cert_file), Path(self.key_file))
+
+    def trusting(self) -> ssl.SSLContext:
+        return pinned_context(self.certificate)
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:

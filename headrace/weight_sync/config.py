@@ -42,7 +42,13 @@ class WeightSyncConfig:
     """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
     host: str = LOOPBACK
     """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
-    tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but nothing is encrypted: use a private network."""
+    tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but without
+    `cert` nothing is encrypted: use a private network."""
+    cert: str = ""
+    """File with the certificate (PEM) of the trainer's server, which switches TLS on: for servers that fetch over http, and rollout hosts
+    over http or tcp. They are sent it with each update, and trust no other. (For engines that join: `orchestration.cert`.)"""
+    key: str = ""
+    """File with the private key of `cert` (PEM)."""
 
     @property
     def form(self) -> Encoding:
@@ -121,6 +127,13 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
             '= "http"), and this run has none; remove it'
         )
+    if bool(settings.cert) != bool(settings.key):
+        yield "weight_sync.cert and weight_sync.key belong together; set both, or none"
+    elif settings.cert and (ends.joined or not reached or way.kind not in ("http", "tcp")):
+        remedy = (
+            "set orchestration.cert and key instead" if ends.joined else 'set weight_sync.kind = "http", or remove it'
+        )
+        yield f"weight_sync.cert is for servers that fetch over http, and for rollout hosts; {remedy}"
     if settings.encoding == "full":
         if settings.anchor_every != WeightSyncConfig().anchor_every:
             yield 'weight_sync.anchor_every is about weight_sync.encoding = "delta"; set that too, or remove it'

@@ -88,6 +88,8 @@ def _set_data(tensor: Any, data: Any) -> None:
         is_param = isinstance(tensor, torch.nn.Parameter)
         tensor.__class__ = OnDevice
         tensor._is_param = is_param
+    elif isinstance(tensor, OnDevice) and not isinstance(data, OnDevice):
+        tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
 
 
 def _is_device(device: Any) -> bool:

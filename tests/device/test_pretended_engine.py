@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pretend_cuda import PretendedCuda, pretended_cuda
-from test_native_engine import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score  # noqa: F401
+from pretend_cuda import OnDevice, PretendedCuda, pretended_cuda
+from test_native_engine import Answer, drawn, greedy, make_engine, prompts, put, run, saved, score, step  # noqa: F401
 from tiny_models import MODELS
 
 
@@ -38,3 +38,31 @@ def test_tokens_and_log_probs_are_those_of_the_cpu(name: str, saved: Callable[..
     assert {key: one.tokens for key, one in on_gpu.items()} == {key: one.tokens for key, one in on_cpu.items()}
     assert [one.logprobs for one in on_gpu.values()] == [one.logprobs for one in on_cpu.values()]
     assert scored == expected
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_asleep_it_has_nothing_on_the_device_and_requests_go_on(
+    keep: bool,
+    saved: Callable[..., Path],  # noqa: F811
+    cuda: PretendedCuda,
+):
+    def found(naps: bool) -> dict[str, Answer]:
+        engine = make_engine(saved("llama"), device="cuda", path="fused", exact=True)
+        for name, text in zip("ab", prompts(40, 17), strict=True):
+            engine.add(drawn(name, text, 7))
+        answers: dict[str, Answer] = {}
+        for _ in range(5):
+            step(engine, answers)
+        if naps:
+            cache = engine._runner._cache
+            assert isinstance(cache._data, OnDevice) and bool(engine.sleep(keep).moved) == keep
+            assert not cache._data.numel() and engine._runner._decoder is None
+            engine.wake()
+            put(engine, saved("llama"), 0)
+            assert isinstance(cache._data, OnDevice)
+        return run(engine, answers=answers)
+
+    slept, awake = found(True), found(False)
+    assert {name: (one.tokens, one.logprobs) for name, one in slept.items()} == {
+        name: (one.tokens, one.logprobs) for name, one in awake.items()
+    }

@@ -87,6 +87,39 @@ def test_every_way_of_training_is_that_of_the_cpu(
     same(model_dir("qwen3"), tmp_path, cuda, *WAYS[way])
 
 
+def on_device(made: TorchTrainer) -> list[torch.Tensor]:
+    """What lies on the device, of weights and of optimizer state."""
+    states = [one.optimizer.state for one in made._learners.values()]
+    kept = [value for state in states for of_one in state.values() for value in of_one.values()]
+    models = [made._model, *([made._reference.forward.model] if made._reference else [])]
+    kept += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    return [tensor for tensor in kept if isinstance(tensor, OnDevice) and tensor.is_cuda]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_asleep_it_has_nothing_on_the_device_and_goes_on_as_if_it_had_not_slept(
+    way: str,
+    model_dir: Callable[[str], Path],  # noqa: F811
+    tmp_path: Path,
+    cuda: PretendedCuda,
+):
+    found = []
+    for naps in (False, True):
+        made = trainer(model_dir("qwen3"), "cuda", *WAYS[way])
+        made.step(batch(0, 0))
+        there = len(on_device(made))
+        if naps:
+            assert made.sleep().moved > 0 and not on_device(made)
+            made.save(tmp_path)  # without a device
+            assert made.wake().moved > 0
+        assert len(on_device(made)) == there > 0
+        torch.manual_seed(1)  # for stochastic rounding
+        report = made.step(batch(1, 1))
+        weights = [tensor.cpu().tolist() for _, tensor in made.parameters()]
+        found.append((report.loss, report.grad_norm, made.score([5, 9, 3, 7]), weights))
+    assert found[0] == found[1]
+
+
 def test_a_mixture_of_devices_is_an_error_and_numpy_takes_no_tensor_of_the_device(cuda: PretendedCuda):
     here, there = torch.ones(3, device="cuda"), torch.ones(3)
     assert here.is_cuda and here.device == torch.device("cuda", 0) and not there.is_cuda

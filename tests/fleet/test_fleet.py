@@ -222,6 +222,35 @@ def test_a_member_comes_back_with_the_newest_weights() -> None:
     run(case)
 
 
+def test_a_member_that_hangs_for_long_is_killed_and_its_replacement_comes_back() -> None:
+    """Nothing else would ever replace it: its process is there, and says nothing."""
+
+    async def case(flock: Flock) -> None:
+        one = flock.engines[0]
+        one.stopped = True
+        await asyncio.sleep(9 * SILENCE)
+        assert one.kills == 0 and flock.moves() == [("1", "away")]
+        await flock.fleet.load(update(1))
+        await asyncio.sleep(4 * SILENCE)
+        assert one.kills == 1 and one.version == 1 and flock.moves() == [("1", "away"), ("1", "serving")]
+        assert "has not answered for 50 s more; it is killed" in flock.warnings()[-1]
+        await asyncio.sleep(40 * SILENCE)
+        assert one.kills == 1
+
+    run(case)
+
+
+def test_a_member_whose_process_is_being_replaced_is_not_killed() -> None:
+    async def case(flock: Flock) -> None:
+        flock.engines[0].vanish("was killed by SIGKILL")
+        await asyncio.sleep(60 * SILENCE)
+        flock.engines[0].reappear()
+        await asyncio.sleep(1)
+        assert flock.engines[0].kills == 0 and flock.moves() == [("1", "away"), ("1", "serving")]
+
+    run(case)
+
+
 def test_a_member_that_is_away_is_asked_to_load_every_newer_version() -> None:
     """When it is back it restores what it was asked to load last. Of older versions than the two newest there are no files."""
 

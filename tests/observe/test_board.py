@@ -211,6 +211,9 @@ def test_a_resumed_run_begins_its_index_anew(tmp_path: Path):
     first = Recorder(tmp_path, index=NumbersIndex(tmp_path, every=2000))
     for fact in facts[: half + 30]:  # killed: nothing is closed, and what the journal lacks will be cut
         first.record(fact)
+    before = (tmp_path / INDEX).read_bytes()
+    Recorder(tmp_path, resume=standing(facts[:half], 7), waits=True, index=NumbersIndex(tmp_path)).close()
+    assert (tmp_path / INDEX).read_bytes() == before, "a resume that was refused changes nothing"
     resumed = Recorder(tmp_path, resume=standing(facts[:half], 7), index=NumbersIndex(tmp_path, every=2000))
     for fact in facts[half:]:
         resumed.record(fact)
@@ -387,7 +390,7 @@ def test_tokens_have_the_numbers_that_the_trainer_recorded(runs: Path):
     sampled, trained = re.findall(r'data-p="(\S+)" data-a="\S+" data-t="(\S+)"', first)[2]
     assert float(sampled) - float(trained) == pytest.approx(0.02, abs=2e-4)
     assert ' data-t="' not in second and 'value="entropy" disabled' in second
-    assert "this one is not among them" in second and "not recorded" not in first
+    assert "not recorded: a step records those of some of its rollouts" in second and "not recorded" not in first
 
 
 def _tickets_of_step(run_dir: Path, step: int) -> list[int]:

@@ -555,13 +555,14 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("controller", "room on the disk for the last checkpoint"): of_pipeline(
         trainer=FakeTrainer(full=lambda attempt: True)
     ),
+    ("turns", "the * to *"): of_pipeline(kv="host"),
     ("controller", "the engine's statistics"): of_statistics,
     ("evaluation", "the engine"): of_evaluation,
     ("evaluation", "the engine, or *"): functools.partial(of_evaluation, environment=HANDED_OUT),
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
-    ("start", "an engine to join at * as *"): of_joining,
+    ("start", "a worker to join at * as *"): of_joining,
     ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
     ("rollouts", "a rollout host"): over_bus(),
     ("evaluation", "a rollout host"): over_bus(),

@@ -13,10 +13,13 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from tiny_run import Config, at_steps, of, ranks_of, tiny_config
+from tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 
 import headrace
+from headrace import cli
 from headrace.commands.again.replay import replay
+from headrace.config import dump_config, load_config
+from headrace.durable.journal import count_steps
 from headrace.errors import WorkerDied
 from headrace.observe.facts import RunEnded, StepTrained
 
@@ -175,3 +178,23 @@ def test_the_death_after_the_last_allowed_one_ends_the_run(tiny_llama: Path, tmp
     assert any("--resume" in note for note in caught.value.__notes__) and not ranks_of(os.getpid())
     resumed = headrace.train(resume=directory, sets=["train.parallel.shard=1"])  # on another mesh
     assert resumed.reason == "finished"
+
+
+@pytest.mark.slow
+def test_the_mesh_changes_over_a_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
+    """Two ranks, then four, then one, by the command line: weights and optimizer's state are those of one rank all along."""
+    one = config_of(tmp_path, tiny_llama, "one")
+    headrace.train(one)
+    elastic = config_of(tmp_path, tiny_llama, "elastic", steps=2, parallel={"shard": 2})
+    (file := tmp_path / "elastic.toml").write_text(dump_config(load_config(elastic)))
+    run = Path(elastic["out"]) / "elastic"
+    assert cli.main(["train", str(file)]) == 0
+    for steps, ranks in ((4, 4), (STEPS, 1)):
+        sets = ["--set", f"train.steps={steps}", "--set", f"train.parallel.shard={ranks}"]
+        assert cli.main(["train", "--resume", str(run), *sets]) == 0
+    assert count_steps(run) == STEPS
+    expected, found = weights_of(Path(one["out"]) / "one"), weights_of(run)
+    assert {name for name in expected if name.startswith("exp_avg_sq/")}
+    for name, tensor in expected.items():
+        if not name.startswith("rng/"):
+            assert (found[name] - tensor).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max())), name

@@ -40,6 +40,20 @@ for number, case in enumerate(cases, 1):
 """
 
 
+_HUNT_DAYS = """
+import json, sys, headrace
+from headrace.faultsim.cluster.day import run_day
+from headrace.faultsim.cluster.hardware.sizing import ClusterSize
+assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
+for number, seed in enumerate(range(*json.loads(sys.argv[2])), 1):
+    try:
+        run_day(ClusterSize().on(96), 2.0, seed, 300.0)
+    except Exception as error:
+        print(json.dumps([number, f"{type(error).__name__}: {error}"]))
+        break
+"""
+
+
 @dataclass(frozen=True)
 class Hunt:
     planted: Planted
@@ -75,24 +89,26 @@ def apply(planted: Planted, package: Path) -> None:
 
 def hunt(planted: Planted, schedules: range | Case = range(SCHEDULES)) -> Hunt:
     """Runs these, or one case, on a copy with the mistake until one fails."""
-    told = schedules if isinstance(schedules, Case) else [schedules.start, schedules.stop]
+    return _hunt(planted, _HUNT, schedules if isinstance(schedules, Case) else [schedules.start, schedules.stop])
+
+
+def hunt_days(planted: Planted, seeds: range = range(4)) -> Hunt:
+    """Runs days of a small cluster on a copy with the mistake until one fails."""
+    return _hunt(planted, _HUNT_DAYS, [seeds.start, seeds.stop])
+
+
+def _hunt(planted: Planted, script: str, told: object) -> Hunt:
     with tempfile.TemporaryDirectory() as name:
         # Without compiled files: one of an edit in the same second and of the same size would be taken for the original's.
         package = shutil.copytree(
             PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
         )
         apply(planted, package)
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            _HUNT,
-            str(Path(name).resolve()),
-            msgspec.json.encode(told).decode(),
-        ]
+        command = [sys.executable, "-W", "ignore", "-c", script, str(Path(name).resolve())]
         environment = {**os.environ, "PYTHONPATH": str(Path(name).resolve())}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=name)
+        done = subprocess.run(
+            [*command, msgspec.json.encode(told).decode()], capture_output=True, text=True, env=environment, cwd=name
+        )
     assert done.returncode == 0, done.stderr
     return Hunt(planted, *(json.loads(done.stdout) if done.stdout else (None, "")))
 

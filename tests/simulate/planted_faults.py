@@ -404,13 +404,12 @@ NOT_ALL = (
 OF_FLEET = (
     _one(
         "late_stays", FLEET, "C1", "a member that is late with new weights stays, and the version counts as live",
-        "                    self._rotation.expel(loading[task], self._late(update))", "                    return {}",
+        "                self._rotation.expel(loading[task], self._late(update))", "                return {}",
         NOT_ALL,
     ),
     _one(
         "first_suffices", FLEET, "C1", "a version counts as live when the first member has it",
-        "while waiting := [task for task in loading if not task.done()]:",
-        "while (waiting := [task for task in loading if not task.done()]) and deadline is None:",
+        "        if waiting:  # in one wait", "        if not has_it:  # in one wait",
         NOT_ALL,
     ),
     _one(

@@ -59,6 +59,15 @@ class FakeRunner:
         self.cache = np.zeros((blocks, BLOCK), dtype=ENTRY)
         self.cache["token"] = -1
 
+    def free(self) -> None:
+        self.version, self.cache = -1, None
+
+    def take_out(self, blocks: np.ndarray) -> Any:
+        return self.cache[blocks]
+
+    def put_back(self, blocks: np.ndarray, content: Any) -> None:
+        self.cache[blocks] = content
+
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         assert not set(source.tolist()) & set(target.tolist()) and len(set(target.tolist())) == len(target)
         self.cache[target] = self.cache[source]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
 from headrace.orchestration.loops.parts import EarlierMetrics, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.turns import SharedDevices
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.settings.process_config import WatchConfig
@@ -31,9 +32,14 @@ class FakeWorld(World):
     trainer: FakeTrainer = field(default_factory=FakeTrainer)
     scorer: FakeScorer = field(default_factory=FakeScorer)
     task: FakeTask = field(default_factory=FakeTask)
+    kv: Literal["", "host", "drop"] = ""
+    """What becomes of the KV cache while the trainer works, if both share their devices."""
 
     def build(self, resume: bool = False) -> Pipeline:
         """A resumed trainer has the version of its checkpoint, and an engine serves nothing until it has been given weights."""
+        if self.kv:
+            keep, engine, trainer = self.kv == "host", self.engine, self.trainer
+            self.shared = lambda telemetry: SharedDevices(engine, trainer, keep=keep, telemetry=telemetry)
         pipeline = super().build(resume)
         if resume:
             self.trainer.versions[""] = pipeline.step

@@ -5,16 +5,21 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 import torch
 
 from headrace.errors import ConfigError, IdentityError
-from headrace.web.tls import first_certificate
+from headrace.web.tls import TlsIdentity, first_certificate
 from headrace.weight_sync.config import Encoding
-from headrace.weight_sync.over_tcp.tcp import Question, Tcp, TlsIdentity
+from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.over_http.relays import FANOUT
+from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
+from headrace.weight_sync.over_tcp.tcp import Question, Tcp
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import send_message
 from headrace.weights import WeightUpdate
@@ -51,19 +56,33 @@ def tcp(tls: TlsIdentity | None, delta: bool = False) -> Tcp:
     return msgspec.structs.replace(Tcp.open(Encoding(delta)), tls=tls)
 
 
+def http(tls: TlsIdentity | None, delta: bool = False) -> Http:
+    return msgspec.structs.replace(Http.open(Encoding(delta)), tls=tls)
+
+
+MAKERS = pytest.mark.parametrize("make", [tcp, http])
+
+
 class Wire:
-    """Passes one connection on, and remembers all that the trainer sent."""
+    """Passes connections on, and remembers all that the trainer sent."""
 
     def __init__(self, update: WeightUpdate) -> None:
-        self._to, self.seen = (update.where["host"], update.where["port"]), b""
+        url = urlsplit(update.where.get("url", ""))
+        self._to, self.seen = (url.hostname or update.where["host"], url.port or update.where["port"]), b""
         self._listening = socket.create_server(("127.0.0.1", 0))
-        self.update = msgspec.structs.replace(update, where={**update.where, "port": self._listening.getsockname()[1]})
+        port = self._listening.getsockname()[1]
+        where = {"url": f"{url.scheme}://127.0.0.1:{port}"} if url.port else {**update.where, "port": port}
+        self.update = msgspec.structs.replace(update, where=where)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        here, _ = self._listening.accept()
-        there = socket.create_connection(self._to)
-        threading.Thread(target=self._pass, args=(here, there), daemon=True).start()
+        while True:
+            here, _ = self._listening.accept()
+            there = socket.create_connection(self._to)
+            threading.Thread(target=self._pass, args=(here, there), daemon=True).start()
+            threading.Thread(target=self._remember, args=(there, here), daemon=True).start()
+
+    def _remember(self, there: socket.socket, here: socket.socket) -> None:
         while data := there.recv(1 << 16):
             self.seen += data
             here.sendall(data)
@@ -73,11 +92,14 @@ class Wire:
             there.sendall(data)
 
 
+@MAKERS
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_what_travels_cannot_be_read(own: TlsIdentity, encrypted: bool) -> None:
+def test_what_travels_cannot_be_read(
+    make: Callable[[TlsIdentity | None], Tcp | Http], own: TlsIdentity, encrypted: bool
+) -> None:
     """Without TLS the same test finds the weights, so that it can fail."""
-    transport = tcp(own if encrypted else None)
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(transport), type=Tcp)
+    transport = make(own if encrypted else None)
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(transport), type=type(transport))
     wire = Wire(transport.sender(MANIFESTS).send(0, weights(0)))
     views = arrived.receiver(MANIFESTS).receive(wire.update)
     assert torch.equal(views["w"], weights(0)[0][1].bfloat16())
@@ -85,8 +107,9 @@ def test_what_travels_cannot_be_read(own: TlsIdentity, encrypted: bool) -> None:
     assert (values in wire.seen) != encrypted and len(wire.seen) > 140_000
 
 
-def test_differences_travel_over_it_too(own: TlsIdentity) -> None:
-    transport = tcp(own, delta=True)
+@MAKERS
+def test_differences_travel_over_it_too(make: Callable[[TlsIdentity, bool], Tcp | Http], own: TlsIdentity) -> None:
+    transport = make(own, True)
     sender, receiver = transport.sender(MANIFESTS), transport.receiver(MANIFESTS)
     for version in range(3):
         before = receiver.received
@@ -95,8 +118,11 @@ def test_differences_travel_over_it_too(own: TlsIdentity) -> None:
         assert version == 0 or receiver.received - before < 14_000
 
 
-def test_another_certificate_and_none_are_refused(own: TlsIdentity, other: TlsIdentity) -> None:
-    transport = tcp(own)
+@MAKERS
+def test_another_certificate_and_none_are_refused(
+    make: Callable[[TlsIdentity], Tcp | Http], own: TlsIdentity, other: TlsIdentity
+) -> None:
+    transport = make(own)
     update = transport.sender(MANIFESTS).send(0, weights(0))
     for wrong in (other, None):
         engine = msgspec.structs.replace(transport, tls=wrong)
@@ -117,6 +143,31 @@ def test_whoever_speaks_plainly_is_answered_nothing_of_the_weights(own: TlsIdent
         except ConnectionError:
             pass
         assert len(heard) < 100, "an alert of TLS at most"
+
+
+def test_a_server_that_was_started_before_the_run_trusts_the_certificate_that_it_is_sent(
+    own: TlsIdentity, other: TlsIdentity
+) -> None:
+    transport = http(own)
+    update = transport.sender(MANIFESTS).send(0, weights(0))
+    assert update.where["url"].startswith("https://") and own.certificate not in str(update)
+    sent = msgspec.structs.replace(update, where={**update.where, **transport.access})
+    assert torch.equal(UnpreparedReceiver().receive(sent)["w"], weights(0)[0][1].bfloat16())
+    for certificate in (other.certificate, ""):
+        wrong = msgspec.structs.replace(sent, where={**sent.where, "certificate": certificate})
+        with pytest.raises(IdentityError, match="could not be fetched"):
+            UnpreparedReceiver().receive(wrong)
+
+
+def test_engines_do_not_serve_each_other_over_it(own: TlsIdentity) -> None:
+    """They have no certificate, and would send weights that anybody can read."""
+    transport = http(own)
+    update = transport.sender(MANIFESTS).send(0, weights(0))
+    receivers = [transport.receiver(MANIFESTS) for _ in range(FANOUT + 1)]
+    for receiver in receivers:
+        assert torch.equal(receiver.receive(update)["w"], weights(0)[0][1].bfloat16())
+    assert [receiver.from_others for receiver in receivers] == [0] * len(receivers)
+    assert not any(receiver.serves for receiver in receivers)
 
 
 def test_the_key_stays_where_it_is(own: TlsIdentity) -> None:

@@ -18,7 +18,15 @@ from headrace.commands.installed.doctor import GIB, DoctorFinding, print_finding
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.seats import check_seats, invitation, reach_problem, secrets_of, threads_elsewhere
+from headrace.orchestration.seats import (
+    check_seats,
+    invitation,
+    ranks_of,
+    reach_problem,
+    secrets_of,
+    threads_elsewhere,
+    threads_of_rank,
+)
 from headrace.orchestration.workers.build import open_cluster
 from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
 from headrace.orchestration.workers.joining.listener import Listener
@@ -57,23 +65,33 @@ def examine_cluster(config: RunConfig) -> int:
 
 
 async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings]:
-    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine."""
-    place, bundle = config.orchestration, NodeShare(threads_elsewhere(config), config.orchestration.gpus)
+    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine or a rank."""
+    place, ranks = config.orchestration, ranks_of(config)
+    bundle = NodeShare(threads_elsewhere(config), place.gpus)
+    rank = NodeShare(threads_of_rank(config), place.rank_gpus)
+    engines = [f"engine {number}" for number in range(config.engine.replicas)]
     async with aclosing(cluster), sending(place.host) as (address, token):
         await cluster.open()
         nodes = await cluster.nodes()
-        problems = refusal(nodes, bundle, config.engine.replicas, cluster.address), await reach_problem(place, cluster)
+        problems = [
+            refusal(nodes, bundle, engines, cluster.address),
+            refusal(nodes, rank, ranks, cluster.address),
+            await reach_problem(place, cluster),
+        ]
         said = [DoctorFinding("the run", "bad", one) for one in problems if one]
         room = (
             f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
         )
+        ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
         trainer = DoctorFinding(
-            "trainer", "ok", "stays on this machine, as a child of the run: Ray places engines only"
+            "trainer",
+            "ok",
+            ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)",
         )
         found = {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}
         terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
         for node in nodes:
-            if node.holds(bundle):
+            if node.holds(bundle) or (ranks and node.holds(rank)):
                 found[f"Node {node.address} ({node.has}), {node.id[:6]}"] = await _node(
                     cluster, node, (terms, address, token)
                 )

@@ -1,10 +1,11 @@
-"""`headrace worker --connect HOST:PORT --token-file FILE --offers engine`: offers this machine to a run (docs/cluster.md)."""
+"""`headrace worker --connect HOST:PORT --token-file FILE --offers engine|trainer`: offers this machine to a run (docs/cluster.md)."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--connect", required=True, metavar="HOST:PORT", help="where the run listens (orchestration.listen)"
     )
     parser.add_argument("--token-file", required=True, type=Path, metavar="FILE", help="holds the run's token")
-    parser.add_argument("--offers", required=True, choices=OFFERS, help="what this process would be; only engines join")
+    parser.add_argument(
+        "--offers",
+        required=True,
+        choices=OFFERS,
+        help="what this process would be: an engine, or a rank of the trainer",
+    )
     parser.add_argument(
         "--model", default="", metavar="DIR", help="the run's model on this machine; weights need not be there"
     )
@@ -33,17 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to try to reach the run (default: %(default)g)",
     )
+    parser.add_argument(
+        "--again", action="store_true", help="when a run ends, offer itself to the next one, for --patience seconds"
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        metavar="ADDRESS",
+        help="of this machine, at which other ranks and engines reach this one (default: that of its connection to the run)",
+    )
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Becomes the worker: the process keeps its id. Raises ConfigError."""
-    from headrace.orchestration.workers.joining.greeting import CA, MODEL, PATIENCE, TOKEN
+    """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
+    from headrace.observe.health import orphans
+    from headrace.orchestration.workers.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN
     from headrace.orchestration.workers.launch.child import PROGRAM, environment
 
-    if arguments.offers != "engine":
+    if arguments.offers not in ("engine", "trainer"):
         raise ConfigError(
-            f"--offers {arguments.offers}: only engines join a run. The trainer is a child of the run (train.parallel gives it more devices), "
-            "scorers are reached as services (reward.services), and environments as agents (headrace gateway)"
+            f"--offers {arguments.offers}: engines and the trainer's ranks join a run. Scorers are reached as services (reward.services), and "
+            "environments as agents (headrace gateway)"
+        )
+    if arguments.address and arguments.offers != "trainer":
+        raise ConfigError(
+            "--address is where a rank of the trainer is reached; an engine is reached by nobody, leave it out"
         )
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", arguments.connect):
         raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
@@ -52,6 +72,22 @@ def worker(arguments: argparse.Namespace) -> int:
         CA: arguments.ca,
         MODEL: arguments.model,
         PATIENCE: str(arguments.patience),
+        ADDRESS: arguments.address,
+        **({AGAIN: "1"} if arguments.again else {}),
     }
-    words = [sys.executable, "-m", PROGRAM, "engine", "--join", arguments.connect]
-    os.execve(sys.executable, words, environment(()) | given)
+    words = [sys.executable, "-m", PROGRAM, arguments.offers, "--join", arguments.connect]
+    if not arguments.again:
+        os.execve(sys.executable, words, environment(()) | given)
+    return _again_and_again(words, environment(()) | orphans.of_this_process() | given)
+
+
+def _again_and_again(words: list[str], variables: dict[str, str]) -> int:
+    """Starts the worker whenever it has ended, so that what libraries hold of a run (process groups, devices) ends with it."""
+    from headrace.orchestration.workers.joining.offering import NOBODY, REFUSED
+
+    while True:
+        code = subprocess.call(words, env=variables)
+        if code == NOBODY:
+            return 0
+        if code == REFUSED:
+            return code

@@ -15,8 +15,6 @@ from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 
-EVERY = 1.0
-"""Seconds between two questions to a member that serves."""
 AGAIN = 0.5
 """Seconds until an update that a member could not load is loaded again."""
 REFUSALS = 5
@@ -48,7 +46,7 @@ class Care:
 
     async def _turns(self) -> None:
         while True:
-            await self._catch_up()
+            await self._until_fit()
             self._rotation.enter(self._member)
             self._rotation.expel(self._member, await self._until_unwell())
 
@@ -69,7 +67,7 @@ class Care:
     async def _until_silent(self) -> str:
         clock, before = self._rotation.telemetry.clock, self._rotation.telemetry.clock()
         while True:
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(self._rotation.patience.every)
             stats = await self._answer(self._member.engine.stats())
             if stats is None:
                 return f"has not answered for {self._rotation.patience.silence:g} s"
@@ -90,6 +88,30 @@ class Care:
             asked.cancel()
 
     # -- out of it ----------------------------------------------------------------------------------------------------------
+
+    async def _until_fit(self) -> None:
+        """Returns when the member may enter the rotation. Meanwhile an engine that hangs is ended: nothing else would ever replace it."""
+        ending = asyncio.ensure_future(self._end_if_it_hangs())
+        try:
+            await self._catch_up()
+        finally:
+            ending.cancel()  # not awaited: the member may enter only until the next await
+
+    async def _end_if_it_hangs(self) -> None:
+        engine, patience = self._member.engine, self._rotation.patience.hung
+        while True:
+            answer, absence = asyncio.ensure_future(engine.stats()), asyncio.ensure_future(engine.absence())
+            try:
+                await asyncio.wait([answer, absence], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                hangs = not answer.done() and not absence.done()
+            finally:
+                await _cancelled(answer, absence)
+            if hangs:
+                self._rotation.telemetry.warn(
+                    f"engine {self._member.name} has a process that has not answered for {patience:g} s more; it is killed, and replaced"
+                )
+                engine.kill()
+            await asyncio.sleep(patience)
 
     async def _catch_up(self) -> None:
         """Returns when the member may enter the rotation; until the next `await` of the caller, that stays so."""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from headrace.engine.fleet.care import EVERY, Care
+from headrace.engine.fleet.care import Care
 from headrace.engine.fleet.member import Member, MemberEngine
 from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
 from headrace.engine.fleet.totals import Totals, in_common, samples
@@ -25,6 +25,12 @@ from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Transcript
 from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
+
+SAMPLES = 20
+"""Members whose statistics are recorded in one second: those of a thousand, every second, would fill a gigabyte in two hours."""
+
+LAST_WORDS = 1.0
+"""Seconds in which a member that is removed may report its last statistics."""
 
 
 class Fleet:
@@ -116,16 +122,16 @@ class Fleet:
             return report is not None
 
         loading = {asyncio.ensure_future(load(member)): member for member in self._rotation.serving}
-        deadline: float | None = None
-        now = asyncio.get_running_loop().time
-        while waiting := [task for task in loading if not task.done()]:
-            if deadline is None and any(task.done() and task.result() for task in loading):
-                deadline = now() + self._rotation.patience.silence
-            rest = None if deadline is None else max(0.0, deadline - now())
-            await asyncio.wait(waiting, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-            if deadline is not None and now() >= deadline:
-                for task in waiting:
-                    self._rotation.expel(loading[task], self._late(update))
+        waiting, has_it = set(loading), False
+        while waiting and not has_it:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            has_it = any(task.result() for task in done)
+        if waiting:  # in one wait, not in one for each member: these would cost the square of their number
+            _, late = await asyncio.wait(waiting, timeout=self._rotation.patience.silence)
+            for task in [task for task in loading if task in late]:  # a set has another order in each process
+                self._rotation.expel(loading[task], self._late(update))
+            if late:
+                await asyncio.wait(late)
         return {member: error for member, error in errors.items() if member.serves}
 
     def _late(self, update: WeightUpdate) -> str:
@@ -233,7 +239,7 @@ class Fleet:
         if [*self._rotation.serving] in ([], [member]):
             raise ConfigError(f"no other member than {name} serves; add one first, or stop the run")
         with suppress(TimeoutError, HeadraceError):  # one that is away has reported what it could
-            async with asyncio.timeout(EVERY):
+            async with asyncio.timeout(LAST_WORDS):
                 member.stats = await member.engine.stats()
         self._totals.taken(self.members)
         self._rotation.remove(member)
@@ -254,9 +260,12 @@ class Fleet:
         self.capabilities = in_common([member.engine.capabilities for member in self.members])
 
     async def _report(self) -> None:
-        """Records the statistics, as a single engine does."""
-        telemetry = self._telemetry
+        """Records the statistics, as a single engine does; those of single members less often, the more there are."""
+        telemetry, due = self._telemetry, 0.0
         while True:
-            await asyncio.sleep(EVERY)
-            telemetry.record(EngineSample(telemetry.clock(), self._totals.taken(self.members)))
-            telemetry.record(FleetSample(telemetry.clock(), samples(self.members)))
+            await asyncio.sleep(self._rotation.patience.every)
+            now = telemetry.clock()
+            telemetry.record(EngineSample(now, self._totals.taken(self.members)))
+            if now >= due:
+                due = now + len(self.members) / SAMPLES
+                telemetry.record(FleetSample(now, samples(self.members)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.fleet.member import Member
@@ -27,20 +27,23 @@ class Homes:
         self._hosts: OrderedDict[str, tuple[Member, int]] = OrderedDict()
         """The member of each request, and how often it had left the rotation when the request came to it."""
 
-    def choose(self, pending: Pending, serving: Iterable[Member]) -> Member | None:
-        """Returns None if no member may go on with the request yet: it would sample with older weights than its last token's."""
+    def choose(self, pending: Pending, members: Iterable[Member]) -> Member | None:
+        """Returns None if no member may go on with the request yet: it would sample with older weights than its last token's. Members are
+        looked through only for a group without a home: a fleet may have a thousand."""
         request = pending.request
         if request.fork:
             return self._host(request.fork.of)
         key = _key(request)
         home = self._homes.get(key)
         floor = max([home.floor if home else -1, *pending.versions[-1:]])
-        able = [one for one in serving if one.versions.get(request.adapter, -1) >= floor]
-        if not able:
-            return None
-        if home is None or home.member not in able:
-            chosen = min(able, key=lambda one: (len(one.attempts), one.tokens))
-            home = self._homes[key] = _Home(chosen, floor)
+
+        def able(one: Member) -> bool:
+            return one.serves and one.versions.get(request.adapter, -1) >= floor
+
+        if home is None or not able(home.member):
+            if not (found := list(filter(able, members))):
+                return None
+            home = self._homes[key] = _Home(_least_busy(found), floor)
             _forget(self._homes)
         self._homes.move_to_end(key)
         self._hosts[request.id] = home.member, home.member.absences
@@ -56,6 +59,12 @@ class Homes:
         home = self._homes.get(_key(pending.request))
         if home and pending.versions:
             home.floor = max(home.floor, pending.versions[-1])
+
+
+def _least_busy(members: Sequence[Member]) -> Member:
+    """The one with the fewest requests; of several, the one with the fewest tokens, which are counted for these only."""
+    fewest = min(len(one.attempts) for one in members)
+    return min((one for one in members if len(one.attempts) == fewest), key=lambda one: one.tokens)
 
 
 def _key(request: Request) -> object:

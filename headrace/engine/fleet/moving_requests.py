@@ -59,7 +59,7 @@ class Requests:
 
     def _place(self, pending: Pending) -> None:
         request = pending.request
-        member = self._homes.choose(pending, [one for one in self._members if one.serves])
+        member = self._homes.choose(pending, self._members)
         if member is not None:
             self._begin(pending, member)
         elif request.fork:

@@ -33,6 +33,13 @@ class FleetPatience:
     """The fleet may be without any member in its rotation."""
     silence: float = 30.0
     """A member may leave a question unanswered, or be behind the first one with new weights."""
+    every: float = 1.0
+    """Time between two questions to a member that serves, and between two reports of the fleet."""
+
+    @property
+    def hung(self) -> float:
+        """Time for which a member that is away may say nothing, though its process is there. Then the process is killed."""
+        return 10 * self.silence
 
 
 class Rotation:

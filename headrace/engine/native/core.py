@@ -27,9 +27,10 @@ from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.servable import ServableModel, count_blocks, read_model
 from headrace.engine.native.served import Served
+from headrace.engine.native.sleeping import Sleeping
 from headrace.engine.native.stepping import Stepper
 from headrace.errors import ConfigError
-from headrace.reports import EngineStats, capable
+from headrace.reports import EngineStats, SleepReport, capable
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Stop
 from headrace.weights import WeightUpdate
@@ -45,14 +46,14 @@ class Prepared:
 class Core:
     """An `EngineCore` over any model. Weights come through `prepare` and `swap`."""
 
-    def __init__(self, model: ServableModel, config: EngineConfig) -> None:
-        """Raises ConfigError for a KV budget that holds no sequence."""
+    def __init__(self, model: ServableModel, config: EngineConfig, asleep: bool = False) -> None:
+        """`asleep`: it takes no memory of the device before `wake`. Raises ConfigError for a KV budget that holds no sequence."""
         self._model, self._runner, self._config = model, model.runner, config
         blocks = Blocks(count_blocks(model, config.kv_gib))
-        self._runner.allocate(blocks.count)
         running = Running(config.max_running, model.context_length)
         self._served = Served(config.max_adapters)
         self._schedule = Scheduler(blocks, running, self._served)
+        self._sleeping = Sleeping(self._runner, self._schedule, model.device, asleep)
         self._forks = Forks(self._schedule, running, blocks)
         routing = _routing(model, config, blocks.count)
         self._limits = RequestLimits(
@@ -134,8 +135,8 @@ class Core:
             self._schedule.end(sequence)
 
     def has_work(self) -> bool:
-        """False before the first weights: requests wait for them."""
-        return bool(self._ended) or (self._served.base >= 0 and not self._paused and self._schedule.has_work())
+        """False before the first weights, and while it has given its weights back: requests wait for them."""
+        return bool(self._ended) or (self._served.there and not self._paused and self._schedule.has_work())
 
     # -- control ------------------------------------------------------------------------------------------------------------
 
@@ -163,6 +164,16 @@ class Core:
             self._ended.append(self._step.finished(sequence, "interrupted"))
             self._schedule.end(sequence)
 
+    def sleep(self, keep: bool) -> SleepReport:
+        """Gives the memory of the device back until `wake`: weights, and the KV cache. `keep`: entries that requests hold go to the host,
+        else they are computed again. Requests stay, and others are taken. Does nothing while it is asleep."""
+        self._served.there = False
+        return self._sleeping.begin(keep)
+
+    def wake(self) -> SleepReport:
+        """Takes the memory again. Passes go on when weights are swapped in: those that it had, or newer ones."""
+        return self._sleeping.end()
+
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -184,7 +195,13 @@ class Core:
         update, spec = prepared.update, prepared.update.adapter
         if spec is None:
             self._served.check_base(update)
+            assert not self._sleeping.asleep, "weights were swapped in while the engine was asleep"
+            same = not self._served.there and update.version == self._served.base
             self._runner.use(prepared.weights)
+            if same:  # what it gave back when it fell asleep
+                assert update.fingerprint == self._served.fingerprint, "one version has one fingerprint"
+                self._served.set_base(update)
+                return
             self._forks.forget(None)
             if prepared.mixed:
                 self._served.mixed = True
@@ -212,7 +229,7 @@ class Core:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        live = self._served.base >= 0
+        live = self._served.there
         if not live and not self._ended:
             raise RuntimeError("the engine has no weights yet: prepare and swap an update before the first step")
         started = time.perf_counter()
@@ -252,9 +269,9 @@ class Core:
 class NativeEngine(Core):
     """The engine of the model in a directory. It reads the config and the tokenizer, but no weights: those are loaded by updates."""
 
-    def __init__(self, model_dir: Path, config: EngineConfig) -> None:
+    def __init__(self, model_dir: Path, config: EngineConfig, asleep: bool = False) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""
-        super().__init__(read_model(model_dir, config), config)
+        super().__init__(read_model(model_dir, config), config, asleep)
 
 
 def _routing(model: ServableModel, config: EngineConfig, blocks: int) -> RecordedRouting | None:

@@ -86,7 +86,16 @@ class Runner(Protocol):
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
 
     def allocate(self, blocks: int) -> None:
-        """Allocates this many blocks. Called once, before anything else."""
+        """Allocates this many blocks, which hold zeros. Called before anything else, and again after `free`."""
+
+    def free(self) -> None:
+        """Gives the weights and the cache back. `allocate` and `use` come before the next pass; adapters stay."""
+
+    def take_out(self, blocks: np.ndarray) -> torch.Tensor:
+        """Returns a copy of these blocks, all layers, in the host's memory."""
+
+    def put_back(self, blocks: np.ndarray, content: torch.Tensor) -> None:
+        """Writes what `take_out` returned for these blocks."""
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copies block source[i] to block target[i], all layers."""

@@ -22,6 +22,8 @@ class Served:
     def __init__(self, max_adapters: int) -> None:
         self.base = -1
         """Version of the base weights; -1 before there are any."""
+        self.there = False
+        """Whether the base weights can be used: there were some, and they were not given back since."""
         self.fingerprint = ""
         self.mixed = False
         """Whether some parameters are newer than `base`, because an update is being streamed in."""
@@ -76,9 +78,9 @@ class Served:
             )
 
     def set_base(self, update: WeightUpdate) -> None:
-        taken_back = self.mixed and update.version == self.base
-        assert update.version > self.base or taken_back, "versions never go back"
-        self.base, self.fingerprint, self.mixed = update.version, update.fingerprint, False
+        again = update.version == self.base and (self.mixed or not self.there)
+        assert update.version > self.base or again, "versions never go back"
+        self.base, self.fingerprint, self.mixed, self.there = update.version, update.fingerprint, False, True
         self._versions[-1] = update.version
 
     def set_adapter(self, spec: AdapterSpec, version: int) -> int:

@@ -26,7 +26,7 @@ class NumbersIndex:
         self._written: dict[str, int] = {}
         self._changed: set[int] = set()
         self._file: AppendFile | None = None
-        self._failed = False
+        self._failed = self._stepped = False
 
     def recall(self, fact: MetricsFact, state: RunState) -> None:
         """Takes a fact of an earlier process of the run."""
@@ -38,11 +38,13 @@ class NumbersIndex:
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         self.recall(fact, state)
-        if isinstance(fact, StepRow) and self._size() - self._numbers.size >= self._every:
-            self._write()
+        if isinstance(fact, StepRow):
+            self._stepped = True
+            if self._size() - self._numbers.size >= self._every:
+                self._write()
 
     def close(self) -> None:
-        if self._file or self._numbers.columns.names:
+        if self._stepped:  # a resume that was refused leaves every file as it was
             self._write()
         if self._file:
             self._file.close()

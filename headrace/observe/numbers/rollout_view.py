@@ -162,10 +162,10 @@ def _floats(data: bytes) -> tuple[float, ...]:
 
 def _unrecorded(report: TrainReport, row: Row | None) -> str:
     if row is None:
-        return "this rollout was not trained"
+        return "not trained"
     if report.token_numbers is None:
-        return "its step has not been trained yet, or by a release that recorded no numbers of single tokens"
-    return "a step records those of some of its rollouts, and this one is not among them"
+        return "the step was not trained yet, or by an earlier release"
+    return "a step records those of some of its rollouts"
 
 
 class _Piece(NamedTuple):

@@ -25,15 +25,17 @@ from headrace.observe.facts import (
     RunEnded,
     RunStarted,
     ScorerAsked,
+    Slept,
     TicketDrawn,
     Waited,
     Warned,
     WeightsLive,
+    Woke,
     WorkerJoined,
     WorkerLost,
 )
 from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.engine_use import EngineUse, Window
+from headrace.observe.numbers.engine_use import EngineUse, Naps, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Shares
@@ -80,6 +82,7 @@ class RunState:
         """The first failed rollout of each kind; `shares` has the counts."""
         self.tickets = Tickets()
         self.engine = EngineUse()
+        self.naps = Naps()
         self.evals: list[Evaluated] = []
         self.checks: list[IdentityChecked] = []
         self.swaps: list[WeightsLive] = []
@@ -141,6 +144,10 @@ class RunState:
                 self.joined.pop(fact.who, None)
             case WorkerJoined():
                 self.joined[fact.who] = fact
+            case Slept():
+                self.naps.sleep(fact)
+            case Woke():
+                self.naps.wake(fact)
             case Warned():
                 self.warnings.append(fact)
             case Planned():
@@ -156,6 +163,7 @@ class RunState:
     def _start(self, fact: RunStarted) -> None:
         if self.started or fact.resumed_at:
             self.engine.restart()
+            self.naps.restart()
         if fact.books:
             self.tickets.resume(fact.books)
         self.started, self.ended, self._training = fact, None, False

@@ -26,7 +26,7 @@ def gantt(state: RunState) -> str:
         return '<p class="empty">Neither pool was sampled.</p>'
     start, end = 0.0, max(state.now, 1.0)
     left, right = _first_window(state, end)
-    bars = "".join([*_engine(state), *_swaps(state), *_trainer(state), *_others(state)])
+    bars = "".join([*_engine(state), *_swaps(state), *_trainer(state), *_naps(state), *_others(state)])
     labels = "".join(
         f'<span style="top:{top + height / 2:.0f}px">{name}</span>' for name, (top, height) in LANES.items()
     )
@@ -118,6 +118,14 @@ def _trainer(state: RunState) -> Iterable[str]:
             yield _bar(row.t, row.t + seconds, lane="trainer", name="publishes", tip=tip)
 
 
+def _naps(state: RunState) -> Iterable[str]:
+    """Yields the times in which a pool had no devices, because the other one had them."""
+    for nap in state.naps.over[-MAX_BARS:]:
+        freed = f"\n{nap.freed / 2**30:.2g} GiB given back" if nap.freed else ""
+        tip = f"{_clock(nap.start, nap.end)}\nthe {nap.who} asleep{freed}"
+        yield _bar(nap.start, nap.end, lane=nap.who, name="asleep", tip=tip, share=0.15)
+
+
 def _others(state: RunState) -> Iterable[str]:
     for one in state.evals:
         tip = f"held-out reward {one.phase}\n{one.reward_mean:.3f} in {short_time(one.seconds)}"
@@ -158,6 +166,7 @@ def _legend(state: RunState) -> str:
         ("steps", "training"),
         ("publishes", "publishing"),
         ("waits", "waiting for groups"),
+        *([("asleep", "asleep: the other one has the devices")] if state.naps.over else []),
         ("evals", "evaluation"),
         ("saves", "checkpoint"),
         ("death", "worker died"),

@@ -59,7 +59,8 @@ def _curves(data: ReportData) -> str:
 
 def pools(data: ReportData) -> str:
     """Returns the chart of both pools, and who waited for whom."""
-    return gantt(data.state) + _waits(data.state) + _scorers(data.state)
+    turns = f'<p class="note">{escape(data.state.naps.words)}.</p>' if data.state.naps.words else ""
+    return gantt(data.state) + turns + _waits(data.state) + _scorers(data.state)
 
 
 def accounting(data: ReportData) -> str:

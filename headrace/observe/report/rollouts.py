@@ -67,11 +67,8 @@ def _colours(views: Sequence[RolloutView]) -> str:
             ("entropy", "entropy", measured),
         )
     )
-    why = (
-        ""
-        if compared
-        else f'<span class="faint">ratio, |Δ| and entropy are not recorded: {escape(views[0].unrecorded)}</span>'
-    )
+    note = f"ratio, |Δ log-prob| and entropy were not recorded: {views[0].unrecorded}"
+    why = "" if compared else f'<span class="faint">{escape(note)}</span>'
     return f'<label>Tokens coloured by <select class="colour-by">{options}</select></label>{why}'
 
 

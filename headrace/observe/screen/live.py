@@ -185,13 +185,21 @@ def engine(state: RunState) -> list[Text]:
     idle, rate = state.engine.recent()
     parts = [_rate(rate), _idle(idle)]
     parts.append(Text(sparkline([span.sampled for span in state.engine.spans[-16:]], 16), "cyan"))
+    parts += _asleep(state, "engine")
     if last := state.engine.last:
         parts.append(Text(f"{last.running} running, {last.waiting} waiting, kv {percent(last.kv_used)}"))
     return parts
 
 
+def _asleep(state: RunState, who: str) -> list[Text]:
+    slept = state.naps.now.get(who)
+    freed = f", {slept.report.memory / 2**30:.2g} GiB given back" if slept and slept.report.memory else ""
+    return [Text(f"asleep{freed}", FAINT)] if slept else []
+
+
 def trainer(state: RunState) -> list[Text]:
     parts = [_rate(measures.trainer_rate(state, 10)), _idle(measures.recent_trainer_idle(state))]
+    parts += _asleep(state, "trainer")
     if not state.rows:
         return parts
     report = state.rows[-1].report

@@ -159,6 +159,8 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, "Cost", Text(dollars(total), "bold").append(f"   {', '.join(parts)}", "not bold"))
     if left := absences(state.moves):
         _more(table, "Fleet", left)
+    if words := state.naps.words:
+        _more(table, "Devices", words)
     gap = measures.mean_swap(state)
     if gap is not None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)

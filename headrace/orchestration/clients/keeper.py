@@ -1,4 +1,4 @@
-"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times, and then gives the engine up."""
+"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times in a row, and then gives the engine up."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from headrace.errors import HeadraceError, WorkerDied
 from headrace.protocols import Heard, Job, Launcher, Worker
 
 T = TypeVar("T")
+
+FORGIVEN = 3600.0
+"""Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
 
 
 class WorkerOwner(Protocol):
@@ -44,6 +47,8 @@ class Keeper:
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._how = ""
         """How the last process ended."""
+        self._since = 0.0
+        """The time at which the last process was ready."""
 
     async def launch(self) -> None:
         """Starts the process. It imports its libraries while the caller does other work."""
@@ -150,7 +155,12 @@ class Keeper:
             self._set_up(True)
 
     def _set_up(self, up: bool) -> None:
-        if self._up.is_set() and not up:
+        now = asyncio.get_running_loop().time()
+        if up:
+            self._since = now
+        elif self._up.is_set():
+            if now - self._since > FORGIVEN:
+                self._forgiven.update(range(1, self._deaths + 1))
             forgive = functools.partial(self._forgiven.add, self._deaths + 1)
             self._ward.went_down(None if self._worker.left else forgive)
         for event, holds in ((self._up, up), (self._down, not up)):

@@ -21,7 +21,7 @@ from headrace.orchestration.groups.suspects import Suspects, said_of, ticket_of
 from headrace.orchestration.workers.wire import unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Worker
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
@@ -53,6 +53,8 @@ class ProcessEngine:
         """The newest weights of each adapter; those of the base model have the empty name."""
         self._live: dict[str, LoadReport] = {}
         self._held: Literal["", "drain", "pause"] = ""
+        self._awake, self._owes_requests = asyncio.Event(), False
+        """Whether it has its devices; and whether a process that began asleep has not been given the requests yet."""
         self._scorings = itertools.count()
         self._earlier = EngineStats()
         """The totals of processes that died: what is reported never decreases."""
@@ -65,6 +67,8 @@ class ProcessEngine:
 
     async def open(self, start: EngineStart) -> None:
         self._start = start
+        if not start.asleep:
+            self._awake.set()
         await self._keeper.open()
 
     async def generate(self, request: Request) -> Completion:
@@ -73,7 +77,8 @@ class ProcessEngine:
         if (ticket := ticket_of(request.id)) in self._suspects.given_up:
             raise self._poisoned(ticket)
         pending = self._book.enter(request)
-        self._send(request)
+        if not self._owes_requests:
+            self._send(request)
         finished = False
         try:
             completion = await pending.done
@@ -97,7 +102,7 @@ class ProcessEngine:
             self._held_back[request.id] = request
 
     def _send_held_back(self) -> None:
-        if self._keeper.is_up:  # else `resume_in` sends them
+        if self._keeper.is_up and not self._owes_requests:  # else `_reissue` sends them
             held_back, self._held_back = self._held_back, {}
             for request in held_back.values():
                 self._send(request)
@@ -107,6 +112,7 @@ class ProcessEngine:
 
     async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
         check_parts(update, parts)
+        await self._awake.wait()
         name = update.adapter.name if update.adapter else ""
         before = self._wanted.get(name)
         self._wanted[name] = update
@@ -140,6 +146,20 @@ class ProcessEngine:
     async def resume(self) -> None:
         self._held = ""
         await self._keeper.ask("resume", None, type(None))
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        self._awake.clear()
+        self._live.pop("", None)  # adapters stay loaded
+        return await self._keeper.ask("sleep", keep, SleepReport)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        self._awake.set()
+        report = await self._keeper.ask("wake", None, SleepReport)
+        for name in [] if replaced and len(self._wanted) == 1 else list(self._wanted):  # adapters need their base
+            await self._keeper.retrying(lambda worker, name=name: self._load_newest(worker, name))  # type: ignore[misc]
+        if self._owes_requests:
+            self._reissue()
+        return report
 
     async def abort(self) -> None:
         self._book.abort()
@@ -179,12 +199,14 @@ class ProcessEngine:
 
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
+        if self._start.asleep:
+            if not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
+                self._owes_requests = True
+                return
+            await worker.call("wake", None, SleepReport)
         for name in list(self._wanted):  # the base model's was loaded first, and a dict keeps that order
             await self._load_newest(worker, name)
-        for request in self._book.reissued():
-            self._send(request)
-        if self._held:
-            self._keeper.push(self._held, None)
+        self._reissue()
 
     def went_down(self, forgive: Callable[[], None] | None) -> None:
         there = [name for name in self._sent if not self._book.is_done(name)]
@@ -205,6 +227,13 @@ class ProcessEngine:
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
+
+    def _reissue(self) -> None:
+        self._owes_requests = False
+        for request in self._book.reissued():
+            self._send(request)
+        if self._held:
+            self._keeper.push(self._held, None)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

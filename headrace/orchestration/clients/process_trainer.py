@@ -5,25 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from headrace.batches import Batch
+from headrace.durable.shared_directory import check_answer, probing
 from headrace.errors import WorkerDied
 from headrace.orchestration.clients.rank_group import trainer_worker
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Launcher
-from headrace.reports import TrainReport
+from headrace.reports import SleepReport, TrainReport
 from headrace.weights import WeightUpdate
 
 
 class ProcessTrainer:
     """Protocol `Trainer`. A dead trainer cannot be replaced (its optimizer state is gone): the run stops and can be resumed."""
 
-    def __init__(self, launcher: Launcher, start: TrainerStart, cores: Sequence[int] = ()) -> None:
-        self._start = start
+    def __init__(
+        self, launcher: Launcher, start: TrainerStart, cores: Sequence[int] = (), shared: Path | None = None
+    ) -> None:
+        """`shared`: a directory that ranks elsewhere must see as this process does; None for children of this process."""
+        self._start, self._shared = start, shared
         self._worker = trainer_worker(launcher, start, cores)
 
     async def open(self) -> TrainerReady:
         await self._worker.start()
-        return await self._worker.call("start", self._start, TrainerReady)
+        if not self._shared:
+            return await self._worker.call("start", self._start, TrainerReady)
+        with probing(self._shared) as probe:
+            ready = await self._worker.call("start", msgspec.structs.replace(self._start, probe=probe), TrainerReady)
+            check_answer(probe)
+        return ready
 
     async def step(self, batch: Batch) -> TrainReport:
         return await self._worker.call("step", batch, TrainReport)
@@ -41,7 +52,13 @@ class ProcessTrainer:
         return await self._worker.call("score", (list(tokens), adapter), list[float])
 
     async def save(self, directory: Path, adapter: str = "") -> None:
-        await self._worker.call("save", (str(directory), adapter), type(None))
+        await self._worker.call("save", (_for_ranks(directory), adapter), type(None))
+
+    async def sleep(self) -> SleepReport:
+        return await self._worker.call("sleep", None, SleepReport)
+
+    async def wake(self) -> SleepReport:
+        return await self._worker.call("wake", None, SleepReport)
 
     async def watch(self) -> None:
         raise WorkerDied("trainer", await self._worker.watch())
@@ -51,3 +68,8 @@ class ProcessTrainer:
 
     async def close(self) -> None:
         await self._worker.end()
+
+
+def _for_ranks(directory: Path) -> str:
+    """Ranks elsewhere have another working directory."""
+    return str(directory.absolute())

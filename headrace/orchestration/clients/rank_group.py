@@ -19,6 +19,7 @@ import msgspec
 from headrace.errors import WorkerDied
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.stacks import ask, is_stopped
+from headrace.orchestration.workers.wire import pack_payload
 from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import Job, Launcher, Worker
 
@@ -57,16 +58,38 @@ class RankGroup:
         self._ended: asyncio.Future[str] | None = None
         self._watching: list[asyncio.Task[None]] = []
 
+    @property
+    def door(self) -> str:
+        return self._workers[0].door
+
     async def start(self) -> None:
+        """Returns when all have started: the ones elsewhere come when they like. Raises WorkerDied if one is lost before the last has come."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._meeting = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
-        for worker in self._workers:
-            await worker.start()
-        self._watching = [loop.create_task(self._watch(rank)) for rank in range(len(self._workers))]
-        self._watching.append(loop.create_task(self._find_stopped()))
+        self._watching = [loop.create_task(self._find_stopped())]
+        starts = [loop.create_task(self._begin(rank)) for rank in range(len(self._workers))]
+        everyone = asyncio.gather(*starts)
+        try:
+            either: list[asyncio.Future[Any]] = [everyone, self._ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not everyone.done():
+                raise WorkerDied("trainer", await self.watch())
+            await everyone
+        finally:
+            for one in starts:
+                one.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _begin(self, rank: int) -> None:
+        await self._workers[rank].start()
+        self._watching.append(asyncio.get_running_loop().create_task(self._watch(rank)))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        if not isinstance(payload, TrainerStart):
+            payload = pack_payload(
+                payload
+            )  # once: with hundreds of ranks, a batch of gigabytes would be packed as often
         calls: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(worker.call(method, self._own(payload, rank), Any if rank else returns))
             for rank, worker in enumerate(self._workers)
@@ -82,11 +105,13 @@ class RankGroup:
                 one.cancel()
 
     def _own(self, payload: Any, rank: int) -> Any:
-        """The payload of a rank: everyone's, except for its own number at the start."""
+        """The payload of a rank: everyone's, except at the start for its own number, and how many share its machine."""
         if not isinstance(payload, TrainerStart):
             return payload
         assert self._meeting
-        return msgspec.structs.replace(payload, rank=rank, meeting=str(self._meeting / "store"))
+        machines = [worker.door.rpartition(":")[0] for worker in self._workers]
+        place, beside = self.door or str(self._meeting / "store"), machines.count(machines[rank])
+        return msgspec.structs.replace(payload, rank=rank, meeting=place, beside=beside)
 
     async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Raises the error of a call that failed on some rank."""

@@ -55,6 +55,9 @@ _OUTDATED = (
 )
 _GONE = "but the metrics have none; those weights no longer exist, so"
 
+SAVING = "checkpoint"
+"""The work of a trainer that it can do while it sleeps."""
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -176,6 +179,8 @@ class Pipeline:
         delivery: asyncio.Task[None] | None = None
         parts.minutes.begin(self.step)
         while self.step < self._plan.steps and parts.minutes.another(self.step):
+            if parts.turns.alternate and not await self._leaving.unless(self._hand_over(delivery)):
+                break
             waited = self._clock()
             async with parts.telemetry.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
                 with parts.minutes.curfew(self.step, parts.buffer):
@@ -189,6 +194,8 @@ class Pipeline:
             if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
                 break
             delivery = await self._leaving.unless(self._publish(loops))
+            if parts.turns.alternate:
+                await self._leaving.unless(parts.turns.over(bool(delivery) and parts.interrupts.replaces_at_once))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
             self._replan(parts.minutes.stepped(self.step, report.seconds))
@@ -205,6 +212,11 @@ class Pipeline:
         if steps is not None:
             self._plan = dataclasses.replace(self._plan, steps=steps)
             self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
+
+    async def _hand_over(self, delivery: asyncio.Task[None] | None) -> bool:
+        """Gives the devices that both share to the engine. It does not sleep again before new weights are live."""
+        await self._parts.turns.over()
+        return not delivery or await self._delivered(delivery, "the version before")
 
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
         async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
@@ -283,14 +295,15 @@ class Pipeline:
     async def _checkpoint(self) -> str:
         """Writes a checkpoint. Returns the error, or an empty string."""
         began = self._clock()
-        failure = await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        failure = await self._busy(SAVING, self._parts.snapshots.save, self.step, self._parts)
         self._parts.minutes.measured(save=self._clock() - began)
         return failure
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits work of the trainer in this pipeline's turn, under a named wait, and counts its time as busy."""
         parts = self._parts
-        async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
+        turn = parts.turns.take(self._clock, computes=what != SAVING)
+        async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), turn:
             return await work(*given, **named)
 
 

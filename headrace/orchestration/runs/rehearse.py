@@ -303,7 +303,9 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     resolved = replace(
         config,
         engine=replace(config.engine, device=plan.engine_device),
-        train=replace(config.train, device=plan.train_device, dtype=plan.train_dtype),  # type: ignore[arg-type]
+        train=replace(config.train, device=plan.train_device, dtype=plan.train_dtype)  # type: ignore[arg-type]
+        if plan.trains
+        else config.train,
     )
     why = {**({"not measured": found.unmeasured} if found.unmeasured else {}), **config.chosen.why}
     found.sections["Where"] = [
@@ -320,7 +322,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     for problem in problems:
         found.doubt(problem, certain=True)
     if not problems:
-        found.notes += notes(wanted, machine)
+        found.notes += notes(wanted, machine, plan.shared)
     if config.engine.starts_server:
         server = require(config.engine.kind, config.engine.python)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
@@ -329,7 +331,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
 
 def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
-    trainer = machine.device("train.device", config.train.device)
+    here = config.orchestration.trains_here
+    trainer = machine.device("train.device", config.train.device if here else "cpu")
     dtype = machine.dtype(config.train.dtype, trainer)
     runs, way = adapter_runs(config) or (config,), way_of(config.weight_sync, config.ends)
     first = runs[0]
@@ -344,6 +347,8 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
         fetches=not config.engine.is_server and way.kind not in ("shared_memory", "cuda_ipc"),
         published="cuda" if way.kind == "cuda_ipc" else "cpu",
+        trains=here,
+        shared=config.orchestration.placement == "shared",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
+from headrace.orchestration.workers.joining.same_model import weights_digest
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
@@ -25,10 +28,12 @@ from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, Wei
 from headrace.rehearsal.machine import may_have_gpu
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
+from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import NetworkTransport
 from headrace.weight_sync.files import Files
-from headrace.weight_sync.over_tcp.tcp import Tcp, TlsIdentity
+from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
@@ -48,10 +53,10 @@ def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transp
 def open_network(
     kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
 ) -> Transport:
-    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP, which alone can be encrypted."""
+    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP and HTTP, which can be encrypted."""
     made = TRANSPORTS[kind].open(form)
     assert isinstance(made, NetworkTransport)
-    if isinstance(made, Tcp):
+    if isinstance(made, (Tcp, Http)):
         return msgspec.structs.replace(made, host=host, tls=tls)
     assert tls is None, f"weights cannot be encrypted over {kind}"
     return msgspec.structs.replace(made, host=host)
@@ -86,15 +91,21 @@ def preload(kind: str) -> None:
     importlib.import_module(KINDS[kind])
 
 
-def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
+def build_trainer_core(
+    start: TrainerStart, door: socket.socket | None = None
+) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
+    """`door`: the socket at which this rank listens, if it is elsewhere."""
     import torch
 
     from headrace.trainer.step.learner import Assignment
     from headrace.trainer.step.trainer import TorchTrainer
     from headrace.weight_sync.packed import lay_out
 
+    if start.probe:
+        see(start.probe, start.rank)
+    start = _served_here(start)
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
-    torch.set_num_threads(max(1, (train.threads or torch.get_num_threads()) // start.ranks))
+    torch.set_num_threads(_threads(start, train, torch.get_num_threads()))
     adapters = {
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
@@ -106,7 +117,7 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
         seed=start.seed,
         keep_routing=start.keep_routing,
         adapters=adapters,
-        placement=_placement(start, train),
+        placement=_placement(start, train, door),
     )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)
@@ -115,6 +126,23 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
     manifests = {name: lay_out(core.parameters(name), dtype) for name in ("", *served)}
     once = [""] if served else []
     return core, _sender(start, core, manifests, once), manifests
+
+
+def _threads(start: TrainerStart, train: TrainConfig, own: int) -> int:
+    """Returns the threads of this rank. `train.threads` are those of all ranks of this machine, or of each that is elsewhere. `own`: those
+    that torch would take."""
+    if start.door and train.threads:
+        return train.threads
+    return max(1, (train.threads or own) // start.beside)
+
+
+def _served_here(start: TrainerStart) -> TrainerStart:
+    """The same with a transport that listens at this rank's own address, if it is elsewhere."""
+    transport = start.transport
+    if not start.door or not isinstance(transport, NetworkTransport):
+        return start
+    host = start.door.rpartition(":")[0]
+    return msgspec.structs.replace(start, transport=msgspec.structs.replace(transport, host=host))
 
 
 def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manifest], once: list[str]) -> WeightSender:
@@ -129,12 +157,14 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
     return rank_sender(start, runs, manifests, once)
 
 
-def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
+def _placement(start: TrainerStart, train: TrainConfig, door: socket.socket | None) -> Placement | None:
     """The placement of one rank among several. Blocks until all have come. None: one device, the default."""
     if start.ranks == 1:
         return None
+    import torch
+
     from headrace.trainer.model.causal_lm import resolve_device, resolve_dtype
-    from headrace.trainer.placement.meeting import meet
+    from headrace.trainer.placement.meeting import check_same, meet
     from headrace.trainer.placement.sharded import Sharded
     from headrace.trainer.placement.staged import Staged
 
@@ -144,7 +174,13 @@ def _placement(start: TrainerStart, train: TrainConfig) -> Placement | None:
             f'train.parallel.gather = "{train.parallel.gather}", but train.dtype comes to float32 here; set train.dtype = "bfloat16", or '
             "remove train.parallel.gather"
         )
-    meet(start.rank, start.ranks, start.meeting, device)
+    meet(start.rank, start.ranks, start.meeting, device, door)
+    if door:
+        computed = f"{device.type}, {resolve_dtype(train.dtype, device)}, torch {torch.__version__}"
+        check_same(
+            "device, dtype and torch", computed, "make them alike (train.device and train.dtype name the first two)"
+        )
+        check_same("the files of weights", weights_digest(Path(start.model_dir)), "copy the same files to all machines")
     return Staged(train.parallel, device) if train.parallel.pipeline > 1 else Sharded(train.parallel, device)
 
 
@@ -192,7 +228,7 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    core = core_class(config.kind)(directory, config)
+    core = core_class(config.kind)(directory, config, start.asleep)
     if start.transport:
         return core, start.transport.receiver(start.manifests)
     dtype = getattr(torch, config.serving_dtype)

@@ -21,6 +21,10 @@ class ConnectedWorker:
         self._ended: asyncio.Future[str] | None = None
         self._reporting: asyncio.Task[None] | None = None
 
+    @property
+    def door(self) -> str:
+        return ""
+
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:
             return await self.channel.call(method, payload, returns)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headrace.engine.streaming import check_parts, stages
 from headrace.orchestration.workers.answers import answer, fail, vital
@@ -25,6 +25,8 @@ from headrace.protocols import EngineCore, WeightReceiver
 from headrace.reports import LoadReport
 from headrace.types import Request
 from headrace.weights import WeightUpdate
+
+T = TypeVar("T")
 
 STATS_EVERY = 1.0
 """Seconds between two reports of the engine's statistics, which it sends unasked."""
@@ -76,8 +78,8 @@ class EngineLoop:
                 self._add(unpack(frame.payload, Request))
             case "cancel":
                 core.cancel(unpack(frame.payload, str))
-            case "load":
-                self._loader.load(frame)
+            case "load" | "sleep" | "wake":
+                self._loader.enter(frame)
             case "stats" | "pause" | "resume" | "abort":
                 answer(self._end, frame, getattr(core, frame.method))
             case "unload":
@@ -107,16 +109,23 @@ class Loader:
         """Total number of tokens that were sampled while an update was streamed in."""
         threading.Thread(target=vital, args=(self._run,), daemon=True).start()
 
-    def load(self, frame: Frame) -> None:
+    def enter(self, frame: Frame) -> None:
+        """Queues an update, or a change between sleep and wake, which waits for the updates before it."""
         self._frames.put(frame)
 
     def _run(self) -> None:
         while True:
             frame = self._frames.get()
             try:
-                self._load(frame)
+                self._load(frame) if frame.method == "load" else self._turn(frame)
             except Exception as error:
                 fail(self._end, frame, error)
+
+    def _turn(self, frame: Frame) -> None:
+        """Falls asleep, or wakes, between two passes."""
+        core, asleep = self._core, frame.method == "sleep"
+        change = (lambda: core.sleep(unpack(frame.payload, bool))) if asleep else core.wake
+        self._between_passes(lambda: self._end.reply(frame, change()))
 
     def _load(self, frame: Frame) -> None:
         started, gaps, mixed_before = time.perf_counter(), 0.0, self.mixed_tokens
@@ -149,23 +158,30 @@ class Loader:
         """Swaps in the engine's thread, between two passes. Returns the seconds that the engine paused, and that this thread waited.
 
         `then` is called directly after the swap, before any output of the new weights is sent."""
-        done: Future[float] = Future()
 
-        def swap() -> None:
+        def swap() -> float:
             before = time.perf_counter()
-            try:
-                self._core.swap(prepared)
-            except Exception as error:
-                done.set_exception(error)
-                return
+            self._core.swap(prepared)
             gap = time.perf_counter() - before
             if then:
                 then(gap)
-            done.set_result(gap)
+            return gap
 
         began = time.perf_counter()
-        self._inbox.put(swap)
-        return done.result(), time.perf_counter() - began
+        return self._between_passes(swap), time.perf_counter() - began
+
+    def _between_passes(self, work: Callable[[], T]) -> T:
+        """Does work in the engine's thread, between two passes. Returns its result, or raises its exception."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._inbox.put(act)
+        return done.result()
 
     def _take_back(self) -> None:
         """Restores the previous weights after a streamed update failed halfway. If that fails too, the process ends."""

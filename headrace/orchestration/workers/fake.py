@@ -159,8 +159,8 @@ Begin = Callable[[], FakeProcess]
 class FakeWorker(ConnectedWorker):
     """Protocol `Worker`."""
 
-    def __init__(self, who: str, begin: Begin, heard: Heard, network: Network) -> None:
-        super().__init__(who, heard)
+    def __init__(self, who: str, begin: Begin, heard: Heard, network: Network, silence: float | None = None) -> None:
+        super().__init__(who, heard, silence)
         self._begin_process, self._network = begin, network
         self.process: FakeProcess | None = None
 

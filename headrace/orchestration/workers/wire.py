@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -280,9 +281,10 @@ class ByteSocket(Protocol):
 class WorkerEnd:
     """The worker's end: reads block, and any thread may write."""
 
-    def __init__(self, sock: ByteSocket, silence: float | None = None) -> None:
-        """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread."""
-        self._sock = sock
+    def __init__(self, sock: ByteSocket, silence: float | None = None, door: socket.socket | None = None) -> None:
+        """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread. `door`:
+        the socket at which a trainer's worker listens for other ranks, if it is elsewhere."""
+        self._sock, self.door = sock, door
         sock.settimeout(silence)
         self._file = sock.makefile("rb")
         self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")

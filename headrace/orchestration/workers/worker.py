@@ -102,7 +102,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
     def begin() -> TrainerReady:
         wanted = unpack(start.payload, TrainerStart)
-        core, sender, manifests = build_trainer_core(wanted)
+        core, sender, manifests = build_trainer_core(wanted, end.door)
         shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
         parts["start"] = wanted
@@ -186,6 +186,8 @@ def _trainer_call(
             directory = Path(where)
             core.save(directory, adapter)
             return shadow.save(directory) if shadow else None
+        case "sleep" | "wake":
+            return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")
 

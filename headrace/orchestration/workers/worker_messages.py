@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from headrace.durable.shared_directory import DirectoryProbe
 from headrace.types import Struct
 from headrace.weight_sync.transport import AnyTransport
 from headrace.weights import Manifest
@@ -40,7 +41,13 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     ranks: int = 1
     """The number of them (`train.parallel`)."""
     meeting: str = ""
-    """The file through which they find each other; empty for one."""
+    """The place where they find each other: a file, or HOST:PORT of rank 0 if they are elsewhere. Empty for one."""
+    door: str = ""
+    """HOST:PORT at which this rank listens, if it is elsewhere; empty for a child of the run."""
+    beside: int = 1
+    """The number of ranks on this rank's machine, which share its cores."""
+    probe: DirectoryProbe | None = None
+    """A file by which ranks elsewhere show that they see the run's directory."""
 
 
 class ShadowStart(Struct, frozen=True):
@@ -75,6 +82,8 @@ class EngineStart(Struct, frozen=True):
     """The layouts that the trainer reported in `TrainerReady`."""
     transport: AnyTransport | None = None
     """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""
+    asleep: bool = False
+    """Whether it begins asleep: the trainer has the devices that both share."""
 
 
 class SharedStart(Struct, frozen=True):

@@ -4,4 +4,5 @@ Read `forward.py` (the exact method for a model), `root.py` (the modules within 
 `varlen.py` (attention over packed trees), `context.py` (tokens that are spread over ranks), `head.py` (log-probs without the logits), `routing.py` (recorded experts). The C++
 kernels are autograd functions in `fused_products.py`, `fused_ops.py` (the operations between products) and `fused_served.py`
 (passes with the engine's arithmetic); `fused_model.py` puts them into a model's modules.
+`resting.py` gives a trainer's memory back while an engine has its device.
 """

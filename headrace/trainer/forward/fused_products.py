@@ -58,6 +58,10 @@ class PackedWeight:
             self._packed_from = now
         return self._packed
 
+    def release(self) -> None:
+        """Gives its memory back. The next use packs again."""
+        self._packed = self._packed_from = self._gradient = None
+
     def gradient(self, weight: Tensor) -> tuple[Tensor, bool]:
         """(where to write the gradient, float32 [n, k]; whether to add to what is there)."""
         if weight.dtype != torch.float32:  # memory is dear there: none is kept
@@ -267,3 +271,11 @@ def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
             module.packed.packed(module.weight)
         if module.weight.requires_grad and module.weight.dtype == torch.float32:
             module.packed.gradient(module.weight)
+
+
+def release(model: Any) -> None:
+    """Gives the memory back that products keep from step to step: packed weights, and room for gradients and for packing."""
+    for module in model.modules():
+        if isinstance(packed := getattr(module, "packed", None), PackedWeight):
+            packed.release()
+    _room.held = None

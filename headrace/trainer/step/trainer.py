@@ -24,6 +24,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.fused_products import reserve
+from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
 from headrace.trainer.model.causal_lm import (
@@ -75,24 +76,24 @@ class TorchTrainer:
         self._fused = self._fuse()
         self.arithmetic = self._shared_arithmetic(bool(adapters))
         self._assignments = adapters or {"": Assignment(config, algo)}
-        self._adapters = None
-        if adapters:
-            loras = {name: assignment.lora for name, assignment in adapters.items()}
-            self._adapters = Adapters(self._model, loras, self._dtype, model_dir, self._placement.whole)
+        loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole
+        self._adapters = Adapters(self._model, loras, self._dtype, model_dir, whole) if loras else None
         replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
         self._replay: Replay = replay or no_replay
-        self._reference = None
+        asked = any(one.algo.reference_in_loss for one in self._assignments.values())
         # made before a checkpoint is restored, so that it stays the model that the run began with
-        if any(one.algo.reference_in_loss for one in self._assignments.values()):
-            self._reference = reference_of(self._forward, self._dtype, keep_routing)
+        self._reference = reference_of(self._forward, self._dtype, keep_routing) if asked else None
         if config.gradient_checkpointing:
             enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
         if config.weights == "bfloat16":
             lower_weights(self._model, self._dtype)
-        self._placement.spread(self._model)
-        if self._reference and self._reference.bytes:  # under LoRA it is the model itself
-            self._placement.spread(self._reference.forward.model)
+        one = self._reference
+        models = [self._model, one.forward.model] if one and one.bytes else [self._model]  # under LoRA they are one
+        for model in models:
+            self._placement.spread(model)
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
+        self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
+        self.sleep, self.wake = self._resting.begin, self._resting.end
         if self._fused:
             reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
@@ -167,6 +168,7 @@ class TorchTrainer:
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
     def _activate(self, adapter: str) -> Learner:
+        assert not self._resting.asleep, "the trainer is asleep"
         if self._adapters:
             self._adapters.activate(adapter)
         return self._learners[adapter]

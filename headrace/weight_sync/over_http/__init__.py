@@ -1,1 +1,2 @@
-"""Weight sync over HTTP. Read `http_ranges.py` (both ends), then `unprepared.py` (the end of a server that was started before the run)."""
+"""Weight sync over HTTP. Read `http_ranges.py` (both ends) with `relays.py` (engines that send to others), then `unprepared.py` (the end of a server that was
+started before the run)."""

@@ -6,6 +6,9 @@
 
 A server sends to `FANOUT` engines at a time; others wait until one of these has the version, and are sent to it. So n engines need
 about log2(n) times the seconds of one, whoever they are. Every request carries the run's token.
+
+Over TLS the server shows one certificate, which engines know beforehand, and trust no other. They have no certificates, so that they do not
+serve each other then.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ import contextlib
 import hmac
 import http.client
 import socketserver
+import ssl
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from headrace.errors import IdentityError
+from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
+from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
 from headrace.weights import Manifest, WeightUpdate
 
@@ -35,10 +40,6 @@ if TYPE_CHECKING:
 
     from headrace.weight_sync.offers import OfferedVersion, OfferingSender
 
-FANOUT = 2
-"""Full copies that a server sends at a time."""
-PATIENCE = 60.0
-"""Seconds in which nothing arrives until a connection counts as broken, and for which a server lets an engine wait for its turn."""
 OTHERS = 15.0
 """The same for another engine: the trainer is asked instead."""
 AT_ONCE = 256
@@ -52,11 +53,19 @@ LONGEST_MANIFEST = 1 << 26
 class Http(NetworkTransport, frozen=True, tag="http"):
     """Protocol `Transport`."""
 
+    tls: TlsIdentity | None = None
+    """None: nothing is encrypted."""
+
+    @property
+    def access(self) -> dict[str, str]:
+        """The fields of `where` by which a server that was started before the run fetches. They are in no record."""
+        return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
+
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.offers import OfferingSender, Offers
 
         offers = Offers(manifests, once, self.encoding)
-        server = WeightServer(offers, self.host, self.token)
+        server = WeightServer(offers, self.host, self.token, self.tls.serving() if self.tls else None)
 
         def where(name: str, offer: OfferedVersion) -> dict[str, Any]:
             server.tree.forget(name, offer.fingerprint)
@@ -65,11 +74,7 @@ class Http(NetworkTransport, frozen=True, tag="http"):
         return OfferingSender(offers, where)
 
     def receiver(self, manifests: Manifests) -> HttpReceiver:
-        return HttpReceiver(manifests, self.token)
-
-
-def _path(name: str, fingerprint: str) -> str:
-    return f"/weights/{quote(name, safe='') or '-'}/{fingerprint}"
+        return HttpReceiver(manifests, self.token, self.tls.trusting() if self.tls else None)
 
 
 # -- a server -----------------------------------------------------------------------------------------------------------------
@@ -82,60 +87,24 @@ class Shelves(WeightShelf, Protocol):
     def manifests(self) -> Manifests: ...
 
 
-class Relays:
-    """The order in which engines are sent a full copy, and by whom."""
-
-    def __init__(self) -> None:
-        self._sending: Counter[str] = Counter()
-        self._peers: dict[str, deque[str]] = {}
-        """Addresses of engines that have a version, by its path; the one that was named longest ago first."""
-        self._change = threading.Condition()
-
-    def joined(self, path: str, url: str) -> None:
-        with self._change:
-            self._peers.setdefault(path, deque()).append(url)
-            self._change.notify_all()
-
-    def forget(self, name: str, newest: str) -> None:
-        """Forgets who has other versions of the same."""
-        kept, other = _path(name, newest), _path(name, "")
-        with self._change:
-            self._peers = {path: one for path, one in self._peers.items() if path == kept or not path.startswith(other)}
-
-    @contextmanager
-    def turn(self, path: str, direct: bool) -> Iterator[str]:
-        """Waits for a turn. Yields the address of an engine that sends instead, or an empty string. `direct`: at once, and by nobody else."""
-        with self._change:
-            busy = lambda: not direct and self._sending[path] >= FANOUT  # noqa: E731
-            self._change.wait_for(lambda: not busy() or path in self._peers, PATIENCE / 2)
-            other = ""
-            if busy() and (peers := self._peers.get(path)):
-                other = peers[0]
-                peers.rotate(-1)
-            self._sending[path] += not other
-        try:
-            yield other
-        finally:
-            with self._change:
-                self._sending[path] -= not other
-                self._sending += Counter()  # forgets what is zero
-                self._change.notify_all()
-
-
 class WeightServer(socketserver.ThreadingTCPServer):
     """Answers in threads, beside the work of its process."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, shelves: Shelves, host: str, token: str) -> None:
+    def __init__(self, shelves: Shelves, host: str, token: str, tls: ssl.SSLContext | None = None) -> None:
         """Raises OSError if it cannot listen at that address."""
-        self.shelves, self.token, self.tree = shelves, token, Relays()
+        self.shelves, self.token, self.tree, self._tls = shelves, token, Relays(), tls
         self._places = threading.BoundedSemaphore(AT_ONCE)
         super().__init__((host, 0), _Handler)
         self.port = int(self.server_address[1])
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"http{'s' if tls else ''}://{host}:{self.port}"
         threading.Thread(target=self.serve_forever, name="weights", daemon=True).start()
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self._tls is not None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):
@@ -148,6 +117,14 @@ class WeightServer(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(PATIENCE)
+        with self._tls.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: the engine at the other end reports it."""
@@ -191,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif not 0 <= first < found.nbytes:
             self._answer(416)
         else:
-            with self.server.tree.turn(_path(name, fingerprint), "Direct" in self.headers) as other:
+            direct = "Direct" in self.headers or self.server.is_encrypted
+            with self.server.tree.turn(path_to(name, fingerprint), direct) as other:
                 if other:
                     self._answer(307, 0, {"Location": other})
                     return
@@ -207,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400)
             return
         self._answer(204)
-        self.server.tree.joined(_path(name, fingerprint), f"http://{self.client_address[0]}:{port}")
+        self.server.tree.joined(path_to(name, fingerprint), f"http://{self.client_address[0]}:{port}")
 
     def _answer(self, status: int, nbytes: int = 0, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
@@ -230,8 +208,9 @@ def _asked(path: str, count: int) -> list[str]:
 class HttpSource:
     """Protocol `Source`."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: trusts the certificate of the trainer's server; None: nothing is encrypted."""
+        self._token, self._tls = token, tls
         self.here = ""
         """The address at which this machine reached the trainer."""
         self.others = 0
@@ -306,7 +285,16 @@ class HttpSource:
         patience: float = PATIENCE,
     ) -> Iterator[http.client.HTTPResponse]:
         place = urlsplit(url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=patience)
+        if (place.scheme == "https") != (self._tls is not None):
+            raise ConnectionError(
+                f"{url} is {'' if self._tls is None else 'not '}encrypted, and no such server was to be expected"
+            )
+        there = place.hostname or "", place.port
+        connection = (
+            http.client.HTTPSConnection(*there, timeout=patience, context=self._tls)
+            if self._tls
+            else http.client.HTTPConnection(*there, timeout=patience)
+        )
         try:
             connection.request(method, path, body, {"Authorization": f"Bearer {self._token}", **headers})
             self.here = self.here or connection.sock.getsockname()[0]
@@ -316,7 +304,7 @@ class HttpSource:
 
 
 def _path_of(update: WeightUpdate) -> str:
-    return _path(update.adapter.name if update.adapter else "", update.fingerprint)
+    return path_to(update.adapter.name if update.adapter else "", update.fingerprint)
 
 
 def _check_length(answer: http.client.HTTPResponse, update: WeightUpdate, wanted: int) -> None:
@@ -343,8 +331,8 @@ def _unreachable(update: WeightUpdate, url: str, error: Exception) -> IdentityEr
 class HttpReceiver(FetchingReceiver):
     """Protocol `WeightReceiver`, and a server of what it has received."""
 
-    def __init__(self, manifests: Manifests, token: str) -> None:
-        self._token, self._http = token, HttpSource(token)
+    def __init__(self, manifests: Manifests, token: str, tls: ssl.SSLContext | None = None) -> None:
+        self._token, self._http, self._encrypted = token, HttpSource(token, tls), tls is not None
         super().__init__(manifests, self._http)
         self._server: WeightServer | None = None
 
@@ -352,6 +340,11 @@ class HttpReceiver(FetchingReceiver):
     def from_others(self) -> int:
         """Number of times that another engine sent it something."""
         return self._http.others
+
+    @property
+    def serves(self) -> bool:
+        """Whether it listens for other engines."""
+        return self._server is not None
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         others = self._http.others
@@ -365,6 +358,8 @@ class HttpReceiver(FetchingReceiver):
                 tensors = super().receive(update)
             finally:
                 self._http.direct = False
+        if self._encrypted:
+            return tensors
         if self._server is None:
             self._server = WeightServer(self, self._http.here, self._token)
         self._http.announce(update, self._server.port)

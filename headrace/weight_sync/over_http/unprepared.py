@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from headrace.web.tls import pinned_context
 from headrace.weight_sync.over_http.http_ranges import HttpReceiver, HttpSource
 from headrace.weights import Manifest, WeightUpdate
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class UnpreparedReceiver:
-    """Protocol `WeightReceiver`, for updates with a `url` and a `token` in `where`."""
+    """Protocol `WeightReceiver`, for updates with a `url`, a `token` and perhaps a `certificate` in `where`."""
 
     def __init__(self) -> None:
         self._receivers: dict[str, tuple[str, HttpReceiver]] = {}
@@ -28,7 +29,9 @@ class UnpreparedReceiver:
         url, token = str(update.where["url"]), str(update.where.get("token", ""))
         name = update.adapter.name if update.adapter else ""
         if self._receivers.get(name, ("",))[0] != url:
-            self._receivers[name] = url, HttpReceiver({name: HttpSource(token).manifest(update)}, token)
+            certificate = str(update.where.get("certificate", ""))
+            tls = pinned_context(certificate) if certificate else None
+            self._receivers[name] = url, HttpReceiver({name: HttpSource(token, tls).manifest(update)}, token, tls)
         return self._receivers[name][1].receive(update)
 
     def manifest(self, name: str) -> Manifest:

@@ -17,14 +17,13 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from headrace.errors import IdentityError
 from headrace.types import Struct
-from headrace.web.tls import pinned_context, server_context
+from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.ranges import ByteRange, make_up
 from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
@@ -46,23 +45,6 @@ RANGES = "ranges"
 """Asked for instead of a fingerprint: where the part of a rank lies in the packed buffer."""
 LONGEST_RANGES = 1 << 26
 """Bytes of that answer."""
-
-
-class TlsIdentity(Struct, frozen=True):
-    """The certificate of the trainer's server."""
-
-    certificate: str
-    """PEM. Engines trust it and no other: it reaches them in their start message, over a connection that was checked."""
-    cert_file: str
-    key_file: str
-    """The files on the trainer's machine."""
-
-    def serving(self) -> ssl.SSLContext:
-        """Raises ConfigError for files that cannot be used."""
-        return server_context(Path(self.cert_file), Path(self.key_file))
-
-    def trusting(self) -> ssl.SSLContext:
-        return pinned_context(self.certificate)
 
 
 class Tcp(NetworkTransport, frozen=True, tag="tcp"):

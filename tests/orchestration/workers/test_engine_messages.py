@@ -15,6 +15,7 @@ from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
 from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
@@ -111,7 +112,11 @@ def over(
         facts, clock = Facts(), asyncio.get_running_loop().time
         launcher = Scripted(scripts, broken)
         engine = ProcessEngine(
-            launcher, Job("engine", "engine"), 2, Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 2e6))
+            launcher,
+            Job("engine", "engine"),
+            2,
+            Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 2e6)),
+            suspects=Suspects(9),  # deaths count for the engine, not for a ticket
         )
         try:
             await engine.launch()
@@ -302,3 +307,27 @@ def test_who_was_aborted_stays_so_when_the_process_dies_before_it_says_so() -> N
         assert (await late).tokens == (6, 7) and went_on == ["late"]
 
     over(first, second, use=use)
+
+
+def dying_after(seconds: float) -> Script:
+    async def script(line: Line) -> None:
+        asyncio.get_running_loop().call_later(seconds, line.leave)
+        await idle(line)
+
+    return script
+
+
+def test_deaths_in_a_row_end_an_engine_and_those_before_an_hour_of_work_are_forgiven() -> None:
+    """In a run of weeks every engine dies now and then; one that dies at once is broken."""
+
+    async def works_on(engine: ProcessEngine, facts: Facts) -> None:
+        await asyncio.sleep(6 * 4000.0)
+        assert [one.deaths for one in facts.lost] == [1, 2, 3, 4, 5]
+
+    async def is_given_up(engine: ProcessEngine, facts: Facts) -> None:
+        with pytest.raises(WorkerDied, match="its death no. 3"):
+            await engine.watch()
+        assert [one.deaths for one in facts.lost] == [1, 2, 3]
+
+    over(*[dying_after(4000.0)] * 5, use=works_on)
+    over(*[dying_after(60.0)] * 5, use=is_given_up)

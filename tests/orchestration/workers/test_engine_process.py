@@ -51,9 +51,9 @@ def worker_of(engine: ProcessEngine) -> LocalWorker:
 
 @asynccontextmanager
 async def opened(
-    model_dir: Path, launcher: Launcher, transport: Transport | None = None, **config: Any
+    model_dir: Path, launcher: Launcher, transport: Transport | None = None, *, asleep: bool = False, **config: Any
 ) -> AsyncIterator[tuple[ProcessEngine, Publish]]:
-    """An engine that serves version 0, and what publishes others for it."""
+    """An engine that serves version 0, and what publishes others for it. `asleep`: whether its processes begin asleep."""
     parameters = parameters_from_dir(model_dir, torch.float32)
     manifests, transport = {"": lay_out(parameters.items(), torch.float32)}, transport or SharedMemory.open()
     sender = transport.sender(manifests)
@@ -67,7 +67,9 @@ async def opened(
     engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, telemetry)
     try:
         await engine.launch()
-        await engine.open(EngineStart(str(model_dir), settings, manifests, transport))
+        await engine.open(EngineStart(str(model_dir), settings, manifests, transport, asleep))
+        if asleep:
+            await engine.wake(replaced=False)
         await engine.load(publish(0))
         yield engine, publish
     finally:

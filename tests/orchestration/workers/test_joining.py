@@ -116,7 +116,7 @@ def test_a_lost_engine_s_requests_go_on_with_their_tokens_in_the_next_one_that_o
     (lost,) = facts.of(WorkerLost)
     assert lost.how == "on one (process 1) is lost: its connection has ended" and lost.requests_reissued == 1
     said = [one.message for one in facts.of(Warned)]
-    missing = "for an engine to join at 127.0.0.1:0 as engine"
+    missing = "for a worker to join at 127.0.0.1:0 as engine"
     assert said[:2] == [f"start has waited {n} s {missing} (the run stops at 1000 s)" for n in (10,)] + [
         f"start has waited 10 s {missing}"
     ]
@@ -176,14 +176,14 @@ def test_a_seat_that_nobody_takes_stops_the_start_by_name() -> None:
         launcher = JoinLauncher(FakeArrivals(), telemetry_of(FactList()))
         await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
-    with pytest.raises(StalledError, match="start has waited 1000 s for an engine to join at 127.0.0.1:0 as engine 2"):
+    with pytest.raises(StalledError, match="start has waited 1000 s for a worker to join at 127.0.0.1:0 as engine 2"):
         virtual_time.run(go())
 
 
 def test_what_shares_files_with_the_run_cannot_join() -> None:
     async def go() -> None:
         launcher = JoinLauncher(FakeArrivals(), telemetry_of(FactList()))
-        for job in (Job("trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
+        for job in (Job("shared trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
             with pytest.raises(ConfigError, match="cannot join from elsewhere"):
                 launcher.worker(job, lambda method, payload: None)
 
@@ -217,7 +217,7 @@ def come(listener: Listener, answer: Agreed | None = None, **more: Any) -> async
 
 
 async def spares(listener: Listener, count: int) -> None:
-    while len([one for one in listener._spares if not one.done()]) != count:
+    while len([one for one in listener._spares if not one.place.done()]) != count:
         await asyncio.sleep(0.01)
 
 
@@ -267,7 +267,7 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     ("more", "reason", "sentence"),
     [
         ({"token": "another token of many"}, "token", "refused this engine: its token is not the controller's"),
-        ({"kind": "trainer"}, "seat", "only engines join runs"),
+        ({"kind": "trainer"}, "seat", "the trainer of this run is a child of its process"),
         ({"answer": Agreed(unable="the model is not here")}, "model", "the model is not here"),
     ],
 )

@@ -49,6 +49,7 @@ from headrace.weight_sync.over_tcp.tcp import Tcp
 SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
 ASKED = Request("r", (1, 2), Sampling(max_tokens=8))
 ALL = tuple(range(100, 108))
+TWO = ("engine 1", "engine 2")
 
 
 class OnNode(Engine):
@@ -204,13 +205,13 @@ def test_a_node_that_freezes_while_the_worker_starts_there_is_a_death(tmp_path: 
 
 def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> None:
     nodes = [ClusterNode("a", "10.0.0.1", NodeShare(4)), ClusterNode("b", "10.0.0.2", NodeShare(4, 1))]
-    assert refusal(nodes, NodeShare(4), 2, "auto") == ""
-    assert refusal(nodes, NodeShare(2, 1), 1, "auto") == ""
-    said = refusal(nodes, NodeShare(2, 1), 2, "10.0.0.1:6379")
+    assert refusal(nodes, NodeShare(4), TWO, "auto") == ""
+    assert refusal(nodes, NodeShare(2, 1), TWO[:1], "auto") == ""
+    said = refusal(nodes, NodeShare(2, 1), TWO, "10.0.0.1:6379")
     assert "address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1." in said
     assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in said
-    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), 1, "auto")
-    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), 1, "auto")
+    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), TWO[:1], "auto")
+    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), TWO[:1], "auto")
 
 
 def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awaited(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_later_such_a_node_counts_as_a_death_and_another_one_is_tried(tmp_path: 
 def test_what_shares_files_with_the_run_cannot_be_placed(tmp_path: Path) -> None:
     async def case() -> None:
         launcher = Place(tmp_path, []).launcher
-        for job in (Job("trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
+        for job in (Job("shared trainer", "trainer"), Job("engine", "engine", inherited=(3,))):
             with pytest.raises(ConfigError, match="a cluster cannot place the"):
                 launcher.worker(job, lambda method, payload: None)
 

@@ -1,19 +1,36 @@
-"""The ranks of a trainer as one worker, in virtual time, over workers without processes."""
+"""The ranks of a trainer as one worker, in virtual time, over workers without processes: children of the run, and ranks that join from elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from test_joining import telemetry_of
+from test_joining_run import joining
 
-from headrace.errors import CheckpointError, HeadraceError, WorkerDied
+from headrace.config import load_config
+from headrace.durable.shared_directory import check_answer, probing, see
+from headrace.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
+from headrace.observe.facts import WorkerJoined
 from headrace.orchestration.clients.rank_group import TOGETHER, RankGroup
+from headrace.orchestration.seats import ranks_of, threads_of_rank
+from headrace.orchestration.workers.build import _served_here
 from headrace.orchestration.workers.fake import Died, FakeLauncher, FakeProcess
-from headrace.orchestration.workers.wire import Frame, unpack
+from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+from headrace.orchestration.workers.joining.greeting import SILENCE
+from headrace.orchestration.workers.joining.joined import JoinLauncher
+from headrace.orchestration.workers.joining.same_model import weights_digest
+from headrace.orchestration.workers.wire import BEAT, Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.simulate import virtual_time
+from headrace.simulate.world import FactList
+from headrace.trainer.placement.meeting import interface_of
+from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.shared_memory import SharedMemory
 
 Answer = Callable[[int, Frame], Awaitable[Any]]
@@ -159,3 +176,158 @@ def test_a_rank_that_fails_alone_ends_the_others_in_seconds() -> None:
         assert not any(rank.alive for rank in made)
 
     run(3, answer, use)
+
+
+# --- ranks elsewhere ----------------------------------------------------------------------------------------------------
+
+
+class Beating(Rank):
+    """Sends a beat every second, until its machine is `gone`."""
+
+    gone = False
+
+    async def serve(self) -> None:
+        await asyncio.sleep(0)  # until it has offered itself
+        beating = asyncio.ensure_future(self._beat())
+        try:
+            await super().serve()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        while not self.gone:
+            self.push(BEAT, None)
+            await asyncio.sleep(1.0)
+
+
+def start_of(ranks: int) -> TrainerStart:
+    return TrainerStart(
+        model_dir="", train={}, algo={}, seed=0, serving_dtype="", keep_routing=False, transport=Tcp("t"), ranks=ranks
+    )
+
+
+def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named() -> None:
+    heard: dict[int, TrainerStart] = {}
+    facts = FactList()
+
+    async def answer(rank: int, frame: Frame) -> Any:
+        if frame.method == "step":
+            await never()
+        heard[rank] = unpack(frame.payload, TrainerStart)
+        return None
+
+    async def go() -> None:
+        arrivals = FakeArrivals()
+        group = RankGroup(JoinLauncher(arrivals, telemetry_of(facts)), 3, (), ())
+        made: list[Beating] = []
+
+        def come(host: str) -> None:
+            made.append(Beating(len(made), answer))
+            arrivals.offer(made[-1], host, "", f"10.0.0.{ord(host)}:{6999 + len(made)}")
+
+        loop = asyncio.get_running_loop()
+        for seconds, host in ((0, "a"), (20, "a"), (40, "b")):
+            loop.call_later(seconds, come, host)
+        await group.start()
+        await group.call("start", start_of(3), type(None))
+        step = asyncio.ensure_future(group.call("step", None, type(None)))
+        await asyncio.sleep(30)
+        made[1].gone, began = True, loop.time()
+        with pytest.raises(
+            WorkerDied, match=r"the trainer process of rank 1 on a \(process 1\) is lost: it was silent"
+        ):
+            await step
+        assert loop.time() - began < SILENCE + 3
+        await asyncio.sleep(1)
+        assert not any(process.alive for process in made)
+        await group.end()
+
+    virtual_time.run(go())
+    assert [heard[rank].meeting for rank in range(3)] == ["10.0.0.97:7000"] * 3
+    assert [heard[rank].door for rank in range(3)] == ["10.0.0.97:7000", "10.0.0.97:7001", "10.0.0.98:7002"]
+    assert [(heard[rank].rank, heard[rank].beside) for rank in range(3)] == [(0, 2), (1, 2), (2, 1)]
+    assert [one.who for one in facts.of(WorkerJoined)] == [f"trainer rank {rank}" for rank in range(3)]
+
+
+def test_a_rank_that_leaves_before_the_last_one_has_come_ends_the_start() -> None:
+    async def go() -> None:
+        arrivals = FakeArrivals()
+        group = RankGroup(JoinLauncher(arrivals, telemetry_of(FactList())), 2, (), ())
+
+        async def answer(rank: int, frame: Frame) -> None: ...
+
+        first = Beating(0, answer)
+        arrivals.offer(first, "a", "", "10.0.0.1:7000")
+        asyncio.get_running_loop().call_later(9.0, first.die, "was killed")
+        with pytest.raises(WorkerDied, match="of rank 0 on a"):
+            await group.start()
+        await group.end()
+
+    virtual_time.run(go())
+
+
+def test_weights_are_served_at_the_rank_s_own_address() -> None:
+    child = start_of(1)
+    assert _served_here(child).transport == Tcp("t")
+    elsewhere = msgspec.structs.replace(child, door="10.0.0.7:55")
+    assert _served_here(elsewhere).transport == Tcp("t", host="10.0.0.7")
+
+
+def test_a_machine_that_does_not_see_the_run_s_directory_is_refused(tmp_path: Path) -> None:
+    with probing(tmp_path) as probe:
+        see(probe, 1)
+        with pytest.raises(ConfigError, match="is not seen on the run's machine; mount that directory"):
+            check_answer(probe)
+        see(probe, 0)
+        check_answer(probe)
+        Path(probe.path).write_text("of another directory")
+        with pytest.raises(ConfigError, match=rf"rank 3 on {socket.gethostname()} does not see {tmp_path}, in which"):
+            see(probe, 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (file := tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    before = weights_digest(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert weights_digest(tmp_path) == before
+    file.write_bytes(b"\0" * 99 + b"\1")
+    assert weights_digest(tmp_path) != before
+
+
+def test_an_address_that_no_interface_has_is_refused() -> None:
+    assert interface_of("127.0.0.1") == interface_of("::1") == "lo"
+    for address in ("192.0.2.1", "2001:db8::1"):
+        with pytest.raises(ConfigError, match="no network interface of .* has the address"):
+            interface_of(address)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["orchestration.listen=127.0.0.1:0"], "after the death of a rank the run listens anew"),
+        (["orchestration.cert=a.pem", "orchestration.key=b.pem"], "encrypt nothing"),
+        (["train.cores=[0]"], "train.cores are cores of this machine, and the trainer is elsewhere"),
+        (["weight_sync.host=10.0.0.1"], "engines fetch from the ranks, which are elsewhere"),
+        (["weight_sync.kind=http"], 'use weight_sync.kind = "tcp"'),
+    ],
+)
+def test_what_does_not_go_with_a_trainer_elsewhere_is_refused(sets: list[str], said: str, tmp_path: Path) -> None:
+    config = joining(tmp_path, tmp_path, 7400, orchestration={"trainer": "elsewhere"})
+    assert ranks_of(load_config(config)) == ["trainer"]
+    with pytest.raises(ConfigError, match=said):
+        load_config(config, sets)
+
+
+def test_a_trainer_elsewhere_needs_a_kind_of_orchestration(tmp_path: Path) -> None:
+    config = joining(tmp_path, tmp_path, 7400)
+    config["orchestration"] = {"trainer": "elsewhere"}
+    with pytest.raises(ConfigError, match='orchestration.trainer is for orchestration.kind = "join" or "ray"'):
+        load_config(config)
+    config["orchestration"] = {"kind": "ray", "rank_gpus": 1}
+    with pytest.raises(ConfigError, match='rank_gpus is for orchestration.trainer = "elsewhere"'):
+        load_config(config)
+    config["orchestration"] = {"kind": "ray", "trainer": "elsewhere", "rank_gpus": 1}
+    loaded = load_config(config, ["train.parallel.shard=2", "train.threads=3"])
+    assert ranks_of(loaded) == ["trainer rank 0", "trainer rank 1"] and threads_of_rank(loaded) == 3

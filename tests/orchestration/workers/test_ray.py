@@ -114,6 +114,34 @@ def test_local_joined_and_placed_runs_have_the_same_weights_bit_for_bit(
     assert (run / "logs" / "engine.log").exists()
 
 
+def test_placed_ranks_learn_what_local_ones_do_bit_for_bit_and_a_node_of_theirs_is_removed(
+    cluster: Cluster, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """An engine and two ranks on three nodes. The node of a rank is removed, and a new one takes its place."""
+    parallel = {"shard": 2}
+    tables = {
+        **SYNCHRONOUS,
+        "train": {**SYNCHRONOUS["train"], "steps": 5, "microbatch_tokens": 48, "parallel": parallel},
+    }
+    headrace.train(tiny_config(tmp_path, tiny_llama, **tables, name="local"))
+    while len(cluster.worker_nodes) < 4:
+        patient(lambda: cluster.add_node(num_cpus=1))
+    config = placed(tmp_path, tiny_llama, cluster, **tables, name="placed")
+    config["orchestration"]["trainer"] = "elsewhere"
+    run = tmp_path / "runs" / "placed"
+    thread = at_steps(config, {2: lambda: remove(cluster, run)})
+    assert headrace.train(config).step == 5
+    thread.join()
+    seats = [one.who for one in of(run, WorkerJoined)]
+    assert len(seats) == 6 and seats.count("trainer rank 0") == seats.count("trainer rank 1") == 2
+    assert (run / "logs" / "trainer-rank-1.log").exists()
+    assert of(run, RunEnded)[0].reason.startswith("the trainer process of rank")
+    local, other = weights_of(tmp_path / "runs" / "local"), weights_of(run)
+    assert local.keys() == other.keys() and all(torch.equal(local[name], other[name]) for name in local)
+    while len(cluster.worker_nodes) > 2:
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+
 def test_two_engines_are_on_two_nodes_and_one_more_is_refused_with_what_there_is(
     cluster: Cluster, tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,15 @@ class Blocks:
     def held(self) -> int:
         return self.count - len(self._idle)
 
+    def in_use(self) -> np.ndarray:
+        """Returns the numbers of the blocks that have a holder, ascending."""
+        return np.flatnonzero(self._view)
+
+    def lose_idle(self) -> None:
+        """The content of blocks without a holder is gone: no fork continues from them."""
+        for block in self._idle:
+            self.serials[block] += 1
+
     def own(self, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Returns [S]: how many blocks of each table [S, W], of which `lengths` are in use, have no other holder."""
         used = np.arange(tables.shape[1]) < lengths[:, None]

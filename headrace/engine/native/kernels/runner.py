@@ -115,8 +115,24 @@ class KernelRunner:
         self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
 
     def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if getattr(self, "_decoder", None) is not None:
             self._library.headrace_close(self._decoder)
+            self._decoder = None
+
+    def free(self) -> None:
+        self._close()
+        self._live, self._cache = None, torch.zeros(0, dtype=self.dtype)
+        self._logits, self._logits_at = torch.zeros(0, 0), 0
+        self._views.clear()
+
+    def take_out(self, blocks: np.ndarray) -> torch.Tensor:
+        return self._cache[:, torch.from_numpy(blocks)]
+
+    def put_back(self, blocks: np.ndarray, content: torch.Tensor) -> None:
+        self._cache[:, torch.from_numpy(blocks)] = content
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         for one, other in zip(source.tolist(), target.tolist(), strict=True):

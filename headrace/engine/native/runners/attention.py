@@ -58,6 +58,17 @@ class PagedCache:
         ]
         self.scratch = blocks
 
+    def free(self) -> None:
+        self._data = torch.zeros(0, dtype=self.dtype, device=self.device)
+        self._pages, self._blocks, self._tokens = [], [], []
+
+    def take_out(self, blocks: np.ndarray) -> torch.Tensor:
+        """[L, 2, n, BLOCK, Hkv, D] in the host's memory."""
+        return self._data[:, :, self._index(blocks)].cpu()
+
+    def put_back(self, blocks: np.ndarray, content: torch.Tensor) -> None:
+        self._data[:, :, self._index(blocks)] = content.to(self.device)
+
     def write(self, layer: int, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """`where` [N]: block * BLOCK + place of each token; keys and values [N, Hkv, D]."""
         for cached, fresh in zip(self._tokens[layer], (keys, values), strict=True):

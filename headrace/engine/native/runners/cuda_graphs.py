@@ -91,7 +91,7 @@ class DecodeGraphs:
     """`capture` off runs the step on the filled buffers each time, as a CPU must."""
 
     def __init__(self, step: Step, cache: PagedCache, capture: bool) -> None:
-        self._step, self._cache, self._capture = step, cache, capture
+        self._step, self._cache, self.capture = step, cache, capture
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -106,7 +106,7 @@ class DecodeGraphs:
         if size not in self._buffers:
             self._buffers[size] = _buffers(*size, self._cache.device)
         self._buffers[size].fill(fill_up(batch, *size, self._cache.scratch))
-        logits = self._replay(size) if self._capture else self._run(size)
+        logits = self._replay(size) if self.capture else self._run(size)
         return logits[torch.from_numpy(batch.rows).to(self._cache.device)]  # a copy: the next replay writes over them
 
     def _run(self, size: tuple[int, int]) -> torch.Tensor:

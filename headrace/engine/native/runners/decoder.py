@@ -117,6 +117,12 @@ class FusedRunner(PagedRunner):
         else:
             torch._foreach_copy_(_tensors(self._decoder), _tensors(weights))
 
+    def free(self) -> None:
+        super().free()
+        self._decoder = None
+        if self._graphs is not None:  # they have captured addresses of both
+            self.decode_with_graphs(self._graphs.capture)
+
     def decode_with_graphs(self, capture: bool) -> None:
         """Decodes with CUDA graphs. Called before the first weights. Without `capture`, graphs are neither captured nor replayed."""
         self._graphs = DecodeGraphs(self._decode, self._cache, capture)

@@ -6,7 +6,7 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,8 @@ class HuggingFaceRunner(PagedRunner):
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
             )
         self._places = _places(model.model)
+        self._nothing = [module._parameters[attribute] for _, module, attribute in self._places]
+        """The parameters without values, on the meta device."""
         self._blocks = _decoder_layers(model.model, model.geometry.layers)
         self._loaded = False
 
@@ -59,10 +61,15 @@ class HuggingFaceRunner(PagedRunner):
         fresh = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
         return [fresh[name] for name, _, _ in self._places]
 
-    def use(self, weights: list[torch.nn.Parameter]) -> None:
+    def use(self, weights: Sequence[torch.nn.Parameter | None]) -> None:
         for (_, module, attribute), parameter in zip(self._places, weights, strict=True):
             module._parameters[attribute] = parameter
         self._loaded = True
+
+    def free(self) -> None:
+        super().free()
+        self.use(self._nothing)
+        self._loaded = False
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")

@@ -30,6 +30,16 @@ class PagedRunner(ABC):
     def allocate(self, blocks: int) -> None:
         self._cache.allocate(blocks)
 
+    def free(self) -> None:
+        """Gives the cache back; the weights are the other half's."""
+        self._cache.free()
+
+    def take_out(self, blocks: np.ndarray) -> torch.Tensor:
+        return self._cache.take_out(blocks)
+
+    def put_back(self, blocks: np.ndarray, content: torch.Tensor) -> None:
+        self._cache.put_back(blocks, content)
+
     @torch.inference_mode()
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
         self._cache.copy(source, target)

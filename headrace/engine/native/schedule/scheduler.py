@@ -220,10 +220,7 @@ class Scheduler:
         """The base weights (None) or an adapter's were replaced. Earlier cached prefixes are not used any more."""
         self.sharing.cut(adapter)
         for sequence in list(self._all.values()):
-            if sequence.leader is not None:  # the prefix that it waits for would be of the earlier weights
-                sequence.leader.followers.remove(sequence)
-                sequence.leader = None
-                self.queue.push(sequence)
+            self._unfollow(sequence)  # the prefix that it waits for would be of the earlier weights
             if adapter is not None and sequence.adapter != adapter:
                 continue
             # An adapter's version does not identify the base weights under it: never keep such entries. And log-probs of a
@@ -233,6 +230,25 @@ class Scheduler:
                     self.preempt(sequence)
                 elif sequence.pinned is not None:
                     self._unpin(sequence)
+
+    def _unfollow(self, sequence: Sequence) -> None:
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader = None
+            self.queue.push(sequence)
+
+    def fall_asleep(self, keep: bool) -> None:
+        """The cache goes. `keep`: the blocks that sequences hold will be there again; else running sequences compute theirs anew."""
+        self.sharing.cut()
+        for sequence in list(self._all.values()):
+            self._unfollow(sequence)
+            if keep:
+                continue
+            if sequence.row >= 0:
+                self.preempt(sequence)
+            else:
+                self._unpin(sequence)
+        self.blocks.lose_idle()
 
     def integrity(self) -> None:
         """Asserts that every request is in exactly one place, and every block accounted for."""

@@ -6,7 +6,7 @@ import base64
 import io
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,9 +30,10 @@ class HeadraceDialect:
 
     keeps_requests = True
 
-    def __init__(self, token: str = "") -> None:
-        """`token`: the one by which the server fetches weights from the trainer. It is in no update, because those are recorded."""
-        self._token = token
+    def __init__(self, access: Mapping[str, str] | None = None) -> None:
+        """`access`: the fields by which the server fetches weights from the trainer (token, certificate). They are in no update, because
+        those are recorded."""
+        self._access = access or {}
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         answer = await connection.get("/headrace/state", seconds)
@@ -90,8 +91,7 @@ class HeadraceDialect:
 
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
         body = msgspec.to_builtins(update)
-        if self._token:
-            body["where"]["token"] = self._token
+        body["where"] |= self._access
         answer = await connection.post("/headrace/weights", body, seconds)
         return msgspec.convert(answer, LoadReport)
 

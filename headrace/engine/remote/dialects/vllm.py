@@ -17,7 +17,7 @@ clears the prefix cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -43,11 +43,11 @@ class VllmDialect(LabelledDialect):
     kind = "vLLM"
     adapter_routes = "/v1"
 
-    def __init__(self, ends: Collection[int], check_every: int, token: str = "") -> None:
+    def __init__(self, ends: Collection[int], check_every: int, access: Mapping[str, str] | None = None) -> None:
         """`check_every`: versions between two comparisons of checksums, beside that of the first one which a process is given; 0 switches
-        them off. `token`: the one by which the server fetches weights from the trainer; empty where it reads files."""
+        them off. `access`: the fields by which the server fetches weights from the trainer; None where it reads files."""
         super().__init__(ends)
-        self._check_every, self._checksums, self._token = check_every, Checksums(), token
+        self._check_every, self._checksums, self._access = check_every, Checksums(), access or {}
         self._compared = 0
         """The process whose checksums were compared last."""
 
@@ -59,7 +59,7 @@ class VllmDialect(LabelledDialect):
         if not self._is_met(connection.url, await self._label_of(connection, seconds)):
             async with self._meeting:  # several requests look when a process has ended: they meet the next one once
                 if not self._is_met(connection.url, await self._label_of(connection, seconds)):
-                    if self._token:
+                    if self._access:
                         await find_transfer_engine(connection, seconds)
                     await self._label(connection, self._met(await meet(connection, seconds)), seconds)
         return self._seen(statistics(await connection.text("/metrics", seconds)))
@@ -166,7 +166,7 @@ class VllmDialect(LabelledDialect):
     async def _fetch(self, connection: Connection, update: WeightUpdate, seconds: float, **more: str) -> None:
         """Has the server fetch the update. `more`: for its transfer engine. The token is in no record."""
         body = msgspec.to_builtins(update)
-        body["where"] |= {"token": self._token, **more}
+        body["where"] |= {**self._access, **more}
         try:
             await connection.tell("/start_weight_update", None, seconds)
         except Unreachable as error:

@@ -15,6 +15,15 @@ from headrace.web.tls import connect_over_tls
 M = TypeVar("M", bound=Struct)
 
 
+def own_address(address: str) -> str:
+    """Returns the address of this machine from which it reaches `address` (HOST:PORT). Nothing is sent. Raises OSError if there is no way."""
+    host, _, port = address.rpartition(":")
+    family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as asking:
+        asking.connect(where)
+        return str(asking.getsockname()[0])
+
+
 def connected(address: str, ca: str, hello: Struct) -> socket.socket:
     """Connects, and sends the first message. `ca`: see `dial`. Raises OSError, and ConfigError for a file without certificates."""
     host, _, port = address.rpartition(":")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.orchestration.workers.joining.connecting import connected, received
+from headrace.orchestration.workers.joining.connecting import connected, own_address, received
 from headrace.orchestration.workers.joining.greeting import (
     DESERTED,
     SILENCE,
@@ -42,18 +42,29 @@ def dial(
     seat: str = "",
     *,
     ca: str = "",
+    address_here: str = "",
     agree: Callable[[Terms], Agreed] | None = None,
     examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
     seated: Callable[[str], None] = lambda session: None,
 ) -> WorkerEnd:
-    """Connects to the controller, and waits for a seat.
+    """Connects to the controller, and waits for a seat. A trainer's worker listens for other ranks at the end's `door`.
 
-    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `agree`: answers the terms of a run. `examine`: answers
-    the questions of `headrace doctor`. `seated`: is
-    called with the worker's session.
+    `ca`: a file with the certificates that the controller's is checked with; empty: without TLS. `address_here`: the address of this machine
+    at which other machines reach it; empty: the one from which it reaches the controller. `agree`: answers the terms of a run. `examine`: answers
+    the questions of `headrace doctor`. `seated`: is called with the worker's session.
     Raises OSError if nothing listens there, ConfigError with the controller's reason if it refuses, or with the worker's own, and RunOver.
     """
-    hello = Hello(__version__, token, kind, seat, host=socket.gethostname(), pid=os.getpid(), packages=own_packages())
+    door = _door(address_here or own_address(address)) if kind == "trainer" else None
+    hello = Hello(
+        __version__,
+        token,
+        kind,
+        seat,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        door="{}:{}".format(*door.getsockname()[:2]) if door else "",
+        packages=own_packages(),
+    )
     refused = f"the controller at {address} refused this {kind}"
     sock = connected(address, ca, hello)
     welcome = _take_seat(sock, refused, agree, examine)
@@ -67,9 +78,19 @@ def dial(
             again.close()
             raise
 
-    end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED)
+    end = WorkerEnd(SessionEnd(sock, redial, welcome.reconnect) if welcome.reconnect else sock, DESERTED, door)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
+
+
+def _door(address: str) -> socket.socket:
+    """Listens at a free port of that address. Raises ConfigError if it is none of this machine's."""
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"this machine cannot listen at {address}: {error.strerror or error}; name an address of it with --address"
+        ) from None
 
 
 def _take_seat(

@@ -13,29 +13,30 @@ from headrace.version import __version__
 class FakeArrivals:
     def __init__(self) -> None:
         self.address, self.token = "127.0.0.1:0", "a token of nobody"
-        self._expected: deque[tuple[str, Arrival]] = deque()
+        self._expected: deque[tuple[str, str, Arrival]] = deque()
+        """Kind, seat and future of each."""
         self._spares: deque[Arrived] = deque()
 
     def expect(self, kind: str, seat: str = "") -> Arrival:
         arrival: Arrival = asyncio.get_running_loop().create_future()
-        self._expected.append((seat, arrival))
+        self._expected.append((kind, seat, arrival))
         self._match()
         return arrival
 
-    def offer(self, process: FakeProcess, host: str = "here", seat: str = "") -> None:
-        """The process offers itself: it takes its seat, or else the first that is free, now or later."""
+    def offer(self, process: FakeProcess, host: str = "here", seat: str = "", door: str = "") -> None:
+        """The process offers itself: it takes its seat, or else the first that is free, now or later. `door`: that of a trainer's rank."""
         reader = asyncio.StreamReader()
         process.to_controller = Pipe(
             process.network, lambda data: reader.feed_data(data) if data else reader.feed_eof()
         )
-        hello = Hello(__version__, "", "engine", seat, host=host, pid=1)
+        hello = Hello(__version__, "", "trainer" if door else "engine", seat, host=host, pid=1, door=door)
         writer: asyncio.StreamWriter = Pipe(process.network, process.arrive)  # type: ignore[assignment]
         self._spares.append(Arrived(reader, writer, hello, "127.0.0.1", "/the/model"))
         self._match()
 
     def _match(self) -> None:
-        self._expected = deque((seat, arrival) for seat, arrival in self._expected if not arrival.done())
-        for seat, arrival in self._expected:
-            if found := next((one for one in self._spares if one.hello.seat == seat), None):
+        self._expected = deque(one for one in self._expected if not one[-1].done())
+        for kind, seat, arrival in self._expected:
+            if found := next((one for one in self._spares if (one.hello.kind, one.hello.seat) == (kind, seat)), None):
                 self._spares.remove(found)
                 arrival.set_result(found)

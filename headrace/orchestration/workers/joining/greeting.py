@@ -19,8 +19,9 @@ SILENCE = 5.0
 DESERTED = 60.0
 """Seconds of silence after which a worker ends itself, because the controller's machine must be gone."""
 
-HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
-"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
+HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 2048
+"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time. The workers of a large fleet all
+dial in at once."""
 
 SAID_BYTES = 1 << 17
 """Limit of a message with words of a worker."""
@@ -37,7 +38,7 @@ SPARES = 64
 TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
 """Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
 
-CA, MODEL, PATIENCE = "HEADRACE_CA", "HEADRACE_MODEL", "HEADRACE_PATIENCE"
+CA, MODEL, PATIENCE, AGAIN, ADDRESS = (f"HEADRACE_{name}" for name in ("CA", "MODEL", "PATIENCE", "AGAIN", "ADDRESS"))
 """Environment variables of a worker that offers itself: the options of `headrace worker`."""
 
 LEAVE = "leave"
@@ -58,6 +59,8 @@ class Hello(Struct, frozen=True, tag="headrace"):
     host: str = ""
     """The name of its machine."""
     pid: int = 0
+    door: str = ""
+    """HOST:PORT at which a trainer's worker listens for the other ranks."""
     packages: dict[str, str] = {}
     """The versions of those that decide what it computes (`packages.py`)."""
     session: str = ""

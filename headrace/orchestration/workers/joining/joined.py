@@ -36,8 +36,8 @@ class JoinLauncher:
         """The seats that had a worker before."""
 
     def worker(self, job: Job, heard: Heard) -> JoinedWorker:
-        if job.kind != "engine" or job.inherited:
-            raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with the trainer's process")
+        if job.kind == "shared trainer" or job.inherited:
+            raise ConfigError(f"the {job.who} cannot join from elsewhere: it shares files with another process")
         again = job.who in self._taken
         self._taken.add(job.who)
         log = self._logs / f"{job.who.replace(' ', '-')}.log" if self._logs else None
@@ -78,7 +78,7 @@ class JoinedWorker(SeatedWorker):
         arrival = self._arrivals.expect(self._job.kind)
         try:
             async with self._telemetry.waits.named(
-                "start", f"an engine to join at {self._arrivals.address} as {self.who}", endless=self._again
+                "start", f"a worker to join at {self._arrivals.address} as {self.who}", endless=self._again
             ):
                 arrived = await arrival
         finally:

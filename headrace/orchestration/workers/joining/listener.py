@@ -9,8 +9,8 @@ import hmac
 import secrets
 import ssl
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from headrace.orchestration.workers.joining.greeting import (
     DoctorAnswer,
     DoctorQuestion,
     Hello,
+    Kind,
     Terms,
     TurnedAway,
     Welcome,
@@ -49,6 +50,16 @@ Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]],
 """Asks one worker."""
 
 
+ENGINES: tuple[Kind, ...] = ("engine",)
+
+
+class Spare(NamedTuple):
+    """A worker without a seat."""
+
+    kind: Kind
+    place: asyncio.Future[Arrival]
+
+
 class Listener:
     """The controller's socket, to which workers connect."""
 
@@ -59,13 +70,14 @@ class Listener:
         port: int = 0,
         *,
         terms: Terms | None = None,
+        kinds: Collection[Kind] = ENGINES,
         tls: ssl.SSLContext | None = None,
         reconnect: float = 0.0,
         examine: Examine | None = None,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
-        """`terms`: those of workers that offer themselves; None if all workers have a seat. `reconnect`: seconds in which a worker may come back
-        whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
+        """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may. `reconnect`: seconds in which
+        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
         kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
@@ -73,9 +85,9 @@ class Listener:
         self.address = ""
         """HOST:PORT; empty until `open`."""
         self.turned_away: Counter[str] = Counter()
-        self._terms, self._tls, self._say = terms, tls, say
+        self._terms, self._kinds, self._tls, self._say = terms, kinds, tls, say
         self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
-        self._spares: deque[asyncio.Future[Arrival]] = deque()
+        self._spares: deque[Spare] = deque()
         """The workers without a seat, in the order in which they came."""
         self._reconnect, self._examine = reconnect, examine
         self._packages = own_packages()
@@ -100,10 +112,10 @@ class Listener:
         return arrival
 
     def _enter(self, kind: str, seat: str, arrival: Arrival, first: bool = False) -> None:
-        while self._spares and not seat and self._terms:
-            spare = self._spares.popleft()
-            if not spare.done():
-                spare.set_result(arrival)
+        for spare in [one for one in self._spares if one.kind == kind and not seat]:
+            self._spares.remove(spare)
+            if not spare.place.done():
+                spare.place.set_result(arrival)
                 return
         queue = self._expected[kind, seat]
         queue.appendleft(arrival) if first else queue.append(arrival)
@@ -113,7 +125,7 @@ class Listener:
         if self._server:
             self._server.close()
         for spare in self._spares:
-            spare.cancel()
+            spare.place.cancel()
         if self._greetings:
             await asyncio.wait(self._greetings, timeout=1.0)
         for task in self._greetings:
@@ -147,7 +159,7 @@ class Listener:
         model_dir = await self._agreed(reader, writer) if offers else ""
         arrival = self._free(hello)
         if arrival is None and offers:
-            arrival = await self._spare(reader, writer)
+            arrival = await self._spare(hello.kind, reader, writer)
         if arrival is None:
             raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
         session = secrets.token_hex(16) if offers or self._reconnect else ""
@@ -219,16 +231,16 @@ class Listener:
                 "version",
                 f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
             )
-        if isinstance(hello, WitnessHello):
-            return hello
-        if self._examine:
+        if isinstance(hello, WitnessHello) or self._examine:
             return hello
         if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
             raise TurnedAway(
                 "packages", f"it has {differ}: install the same, because other versions compute other numbers"
             )
-        if self._terms and not hello.seat and hello.kind != "engine":
-            raise TurnedAway("seat", f"only engines join runs, and it is a {hello.kind}")
+        if self._terms and not hello.seat and hello.kind not in self._kinds:
+            raise TurnedAway(
+                "seat", f'the {hello.kind} of this run is a child of its process (orchestration.trainer = "local")'
+            )
         return hello
 
     async def _agreed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
@@ -248,12 +260,12 @@ class Listener:
         del self._expected[hello.kind, hello.seat]
         return None
 
-    async def _spare(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Arrival:
+    async def _spare(self, kind: Kind, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Arrival:
         """Waits until there is a seat for this worker."""
         if len(self._spares) >= SPARES:
             raise TurnedAway("crowd", f"{SPARES} workers wait for a seat already")
         place: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
-        self._spares.append(place)
+        self._spares.append(spare := Spare(kind, place))
         gone = asyncio.ensure_future(reader.read(1))  # a worker that waits says nothing
         either: list[asyncio.Future[Any]] = [place, gone]
         try:
@@ -262,7 +274,7 @@ class Listener:
                     await _say(writer, Welcome(waiting=True))
                 await asyncio.wait(either, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
-            self._give_back(place)
+            self._give_back(spare)
             raise
         finally:
             gone.cancel()
@@ -270,16 +282,16 @@ class Listener:
         if place.cancelled():
             raise TurnedAway("over", "the run is over")
         if not gone.cancelled():
-            self._give_back(place)
+            self._give_back(spare)
             raise TurnedAway("left")
         return place.result()
 
-    def _give_back(self, place: asyncio.Future[Arrival]) -> None:
+    def _give_back(self, spare: Spare) -> None:
         """Frees the seat that a worker was given while it left."""
-        if place.done() and not place.cancelled():
-            self._enter("engine", "", place.result(), first=True)
-        elif place in self._spares:
-            self._spares.remove(place)
+        if spare.place.done() and not spare.place.cancelled():
+            self._enter(spare.kind, "", spare.place.result(), first=True)
+        elif spare in self._spares:
+            self._spares.remove(spare)
 
     async def _turn_away(self, writer: asyncio.StreamWriter, error: Exception) -> None:
         reason = error.reason if isinstance(error, TurnedAway) else "garbage"

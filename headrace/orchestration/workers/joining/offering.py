@@ -12,6 +12,8 @@ from collections.abc import Callable
 from headrace.errors import ConfigError
 from headrace.orchestration.workers.joining.dial import RunOver, dial
 from headrace.orchestration.workers.joining.greeting import (
+    ADDRESS,
+    AGAIN,
     CA,
     LEAVING,
     MODEL,
@@ -24,10 +26,11 @@ from headrace.orchestration.workers.joining.greeting import (
 from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.wire import WorkerEnd
 
-LOST, REFUSED = 1, 2
-"""Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is."""
+LOST, REFUSED, NOBODY = 1, 2, 3
+"""Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is; nobody was there for all
+of its patience (only if it is started again and again)."""
 
-AGAIN = 1.0
+RETRY = 1.0
 """Seconds between two attempts to reach the controller."""
 
 
@@ -38,12 +41,19 @@ def offer(
     examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
 ) -> WorkerEnd:
     """Returns when this worker has a seat; `seated` is called with its session. `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
-    token, ca, model = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL))
+    token, ca, model, here, again = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL, ADDRESS, AGAIN))
     deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
     while True:
         try:
             end = dial(
-                address, kind, token, ca=ca, agree=lambda terms: agree(terms, model), seated=seated, examine=examine
+                address,
+                kind,
+                token,
+                ca=ca,
+                address_here=here,
+                agree=lambda terms: agree(terms, model),
+                seated=seated,
+                examine=examine,
             )
             print(f"headrace: {kind} of the run at {address}", file=sys.stderr, flush=True)
             return end
@@ -53,8 +63,8 @@ def offer(
             _end(REFUSED, str(error))
         except OSError as error:
             if time.monotonic() > deadline:
-                _end(LOST, f"the controller at {address} cannot be reached: {error}")
-            time.sleep(AGAIN)
+                _end(NOBODY if again else LOST, f"the controller at {address} cannot be reached: {error}")
+            time.sleep(RETRY)
 
 
 def leave_when_asked(end: WorkerEnd) -> None:

@@ -1,10 +1,13 @@
-"""Whether a worker elsewhere has the run's model. Weights are not compared: the trainer sends them, with their fingerprint (C3)."""
+"""Whether a worker elsewhere has the run's model. An engine's weights are not compared: the trainer sends them, with their fingerprint
+(C3). Ranks of the trainer compare the files of weights among themselves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from pathlib import Path
+
+import xxhash
 
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
@@ -27,6 +30,17 @@ def digests(model_dir: Path) -> dict[str, str]:
         if (path := model_dir / name).is_file():
             found[name] = hashlib.sha256(_content(path)).hexdigest()[:32]
     return found
+
+
+def weights_digest(model_dir: Path) -> str:
+    """Returns a digest of the files with weights. It reads all of them, as loading them does afterwards."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(path for path in model_dir.iterdir() if path.suffix in (".safetensors", ".bin")):
+        digest.update(path.name)
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _content(path: Path) -> bytes:

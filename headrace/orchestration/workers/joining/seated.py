@@ -11,6 +11,7 @@ from headrace.observe.facts import WorkerJoined
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.orchestration.workers.joining.greeting import Arrival, Arrived
+from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import Heard
 
 T = TypeVar("T")
@@ -47,11 +48,17 @@ class SeatedWorker(ConnectedWorker):
         hello, clock = arrived.hello, self._telemetry.clock
         self._telemetry.record(WorkerJoined(clock(), self.who, hello.host, hello.pid, arrived.address))
 
+    @property
+    def door(self) -> str:
+        return self._arrived.hello.door if self._arrived else ""
+
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         if method != "start":
             return await super().call(method, payload, returns)
+        own = msgspec.structs.replace(payload, model_dir=self._model_dir)
+        if isinstance(own, TrainerStart):  # what one rank cannot do ends the run
+            return await super().call(method, msgspec.structs.replace(own, door=self.door), returns)
         try:
-            own = msgspec.structs.replace(payload, model_dir=self._model_dir)
             return await super().call(method, own, returns)
         except ConfigError as error:  # another machine may be able to
             self._lost(f"it cannot serve this run: {error}")

@@ -99,19 +99,25 @@ class Cluster(Protocol):
         """Gives all bundles back, which ends the hosts in them."""
 
 
-def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, count: int, address: str) -> str:
-    """Returns why so many bundles can never be placed there; empty if they can.
+def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str], address: str) -> str:
+    """Returns why a bundle for each of these seats can never be placed there; empty if they can.
 
-    >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), 2, "auto")
+    >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), ["engine 1", "engine 2"], "auto")
     ''
     """
     room = sum(node.holds(bundle) for node in nodes)
-    if room >= count:
+    if room >= len(seats):
         return ""
     there = ", ".join(f"{node.address} ({node.has})" for node in nodes) or "no node"
-    what = "an engine" if count == 1 else f"{count} engines"
+    ranks = seats[0].startswith("trainer")
+    one, many = ("a rank", "ranks") if ranks else ("an engine", "engines")
+    what = one if len(seats) == 1 else f"{len(seats)} {many}"
+    lower = (
+        "train.parallel, train.threads (CPUs of a rank) or orchestration.rank_gpus"
+        if ranks
+        else "engine.replicas, engine.threads (CPUs of an engine) or orchestration.gpus"
+    )
     return (
         f"the Ray cluster (orchestration.address = {address}) can never place {what} of {bundle} each: it has room for {room}. It has "
-        f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, or lower engine.replicas, engine.threads (CPUs of an "
-        "engine) or orchestration.gpus"
+        f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, or lower {lower}"
     )

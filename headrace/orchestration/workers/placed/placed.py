@@ -58,14 +58,14 @@ class PlacedLauncher:
 
     async def open(self, seats: Sequence[str]) -> None:
         """Reserves a bundle for each seat. Raises ConfigError if they can never be had."""
-        if said := refusal(await self.cluster.nodes(), self.bundle, len(seats), self.cluster.address):
+        if said := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster.address):
             raise ConfigError(said)
         for who in seats:
             self._berths[who] = await self.cluster.reserve(self.bundle)
 
     def worker(self, job: Job, heard: Heard) -> PlacedWorker:
-        if job.kind != "engine" or job.inherited:
-            raise ConfigError(f"a cluster cannot place the {job.who}: it shares files with the trainer's process")
+        if job.kind == "shared trainer" or job.inherited:
+            raise ConfigError(f"a cluster cannot place the {job.who}: it shares files with another process")
         again = job.who in self._taken
         self._taken.add(job.who)
         return PlacedWorker(job, heard, self, again=again)

@@ -1,0 +1,95 @@
+"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`).
+
+The same pipeline is simulated with an engine that stands still while the trainer works. On GPUs both then have all of them, instead of a
+part each; on a CPU both have all cores in either case, and what is gained is memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.config import RunConfig
+from headrace.observe.texts import short_time
+from headrace.plan.measure import Prediction
+from headrace.plan.rates import hardware
+from headrace.plan.rates.rates import Rates
+from headrace.plan.rates.shapes import Architecture
+from headrace.plan.rates.travel import BFLOAT16
+from headrace.plan.scenario import Scenario
+from headrace.plan.sweep import try_out
+
+HOST_LINK = 25e9
+"""Bytes per second between a GPU and the memory of its host: PCIe 4.0 x16 (32 GB/s), used to four fifths (an assumption)."""
+MOVED = 12
+"""Bytes per parameter that leave a GPU with the trainer, and come back: weights and AdamW's state in float32."""
+STANDS = 1e9
+"""Factor by which the engine takes longer while the trainer works."""
+
+
+class TurnTaking(NamedTuple):
+    """The prediction for shared devices, beside that for what the config asks for."""
+
+    seconds_per_step: float
+    change: float | None
+    """Seconds of a step in which the devices change hands, there and back; None if nothing is known of it."""
+    busy: tuple[float, float]
+    """Seconds of a step in which an engine, and the trainer, work if each has its own devices."""
+    apart: float
+    """Seconds per step then."""
+
+    @property
+    def words(self) -> str:
+        cost = (
+            "what sleep and wake take not counted"
+            if self.change is None
+            else f"{short_time(self.change)} of it sleep and wake"
+        )
+        generates, trains = (short_time(seconds) for seconds in self.busy)
+        share = self.seconds_per_step / self.apart
+        pays = (
+            "pays"
+            if share < 0.98
+            else "costs no time, and saves memory"
+            if share < 1.02
+            else "pays only where memory is short"
+        )
+        return (
+            f'taking turns on the same devices (orchestration.placement = "shared"): {short_time(self.seconds_per_step)} a step, {cost}, {share:.2f} times the '
+            f"{short_time(self.apart)} of both at once (generation {generates}, training {trains}): it {pays}"
+        )
+
+
+def taking_turns(
+    scenario: Scenario,
+    own: Prediction,
+    config: RunConfig,
+    *,
+    chip: hardware.Gpu | None,
+    model: Architecture | None,
+    change: float | None,
+    steps: int,
+) -> TurnTaking:
+    """Simulates the scenario again, with turns. `chip` and `model`: of computed rates; `change`: measured seconds of two changes, if there
+    are any; `steps`: as for `try_out`."""
+    gpus, rates, replicas = scenario.gpus, scenario.rates, scenario.replicas
+    if chip and model:
+        change = (2 * MOVED + BFLOAT16) * model.parameters / (gpus * HOST_LINK)
+        if rates.trainer.gpus:
+            rates, replicas = _with_all(rates, chip, model, config, gpus), gpus // rates.engine.gpus
+    trainer = msgspec.structs.replace(rates.trainer, step=rates.trainer.step + (change or 0.0))
+    stands = msgspec.structs.replace(rates, engine_slowed=STANDS, trainer_slowed=1.0, trainer=trainer)
+    shared = try_out(dataclasses.replace(scenario, rates=stands, replicas=replicas), steps)
+    apart = own.seconds_per_step
+    busy = (1 - own.engine_idle) * apart, (1 - own.trainer_idle) * apart
+    return TurnTaking(shared.prediction.seconds_per_step, change, busy, apart)
+
+
+def _with_all(rates: Rates, chip: hardware.Gpu, model: Architecture, config: RunConfig, gpus: int) -> Rates:
+    """The rates of a trainer that has all GPUs."""
+    train = config.train
+    context = train.parallel.context
+    trainer = hardware.trainer_rates(chip, model, gpus - gpus % context, train.microbatch_tokens, context=context)
+    return msgspec.structs.replace(rates, trainer=trainer)

@@ -1,0 +1,39 @@
+"""Settings that do not go with an engine and a trainer that take turns on the same devices, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_PLACED = 'orchestration.placement = "shared"'
+
+
+def placement_problems(config: Any, way: str) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `config`: a RunConfig; `way`: how weights travel."""
+    place, engine, train = config.orchestration, config.engine, config.train
+    if place.placement != "shared":
+        if place.kv != "host":
+            yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
+        return
+    if place.elsewhere or place.bus:
+        what = "orchestration.bus" if place.bus else f'orchestration.kind = "{place.kind}"'
+        yield f"{_PLACED} is for one machine, and {what} brings engines of others; remove one of the two"
+    elif engine.is_server:
+        yield (
+            f'{_PLACED} puts headrace\'s own engine to sleep, and engine.kind = "{engine.kind}" is a server, whose memory the run does not manage; '
+            'use engine.kind = "native", or remove it'
+        )
+    elif way != "shared_memory":
+        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way}" is another way; leave it out'
+    if engine.is_fleet:
+        yield f"{_PLACED} is for one engine; remove engine.replicas, or placement"
+    if train.parallel.ranks > 1:
+        yield f"{_PLACED} is for a trainer in one process, and train.parallel makes {train.parallel.ranks}; remove one of the two"
+    if config.teachers or config.algo.reference_in_reward:
+        what = "teachers have" if config.teachers else "algo.kl.place = reward has"
+        yield f"{_PLACED} does not put the engines to sleep that {what}; remove them, or placement"
+    for name, own in (("engine", engine), ("train", train)):
+        if own.cores:
+            yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
+    if "auto" not in (engine.device, train.device) and engine.device != train.device:
+        yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'

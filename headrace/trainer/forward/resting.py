@@ -1,0 +1,79 @@
+"""A trainer asleep: its memory is given back while an engine uses the same device.
+
+Weights and optimizer state go to the host's memory, where those of a trainer on a CPU are already. What each step makes anew is freed:
+gradients, packed weights, activations. Parameters stay the same objects, so that optimizer, adapters and hooks know them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headrace.native.memory import held, trim
+from headrace.reports import SleepReport
+from headrace.trainer.forward.fused_products import release
+
+
+class Resting:
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        device: torch.device,
+    ) -> None:
+        self._models, self._optimizers, self._device = models, optimizers, device
+        self._moved: list[tuple[dict[str, Any], str]] = []
+        """The optimizer state that came from the device, by the dict that holds it and its key."""
+        self.asleep = False
+
+    def begin(self) -> SleepReport:
+        """Does nothing while the trainer is asleep."""
+        if self.asleep:
+            return SleepReport()
+        started, before, moved = time.perf_counter(), held(self._device), 0
+        self.asleep = True
+        for model in self._models:
+            release(model)
+            moved += sum(tensor.nbytes for tensor in _tensors(model) if tensor.device == self._device)
+            model.to("cpu")
+        moved = 0 if self._device.type == "cpu" else moved
+        moved += self._optimizer_to_host()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        trim()
+        return SleepReport(time.perf_counter() - started, max(0, before - held(self._device)), moved)
+
+    def _optimizer_to_host(self) -> int:
+        moved = 0
+        for optimizer in self._optimizers():
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+                        state[key] = value.cpu()
+                        moved += value.nbytes
+                        self._moved.append((state, key))
+        return moved
+
+    def end(self) -> SleepReport:
+        """Does nothing while the trainer is awake."""
+        if not self.asleep:
+            return SleepReport()
+        started, before, moved = time.perf_counter(), held(self._device), 0
+        for model in self._models:
+            model.to(self._device)
+            moved += sum(tensor.nbytes for tensor in _tensors(model))
+        moved = 0 if self._device.type == "cpu" else moved
+        for state, key in self._moved:
+            state[key] = state[key].to(self._device)
+            moved += state[key].nbytes
+        self._moved.clear()
+        self.asleep = False
+        return SleepReport(time.perf_counter() - started, max(0, held(self._device) - before), moved)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

@@ -1,0 +1,106 @@
+"""Settings of shared devices: what cannot work with them is refused with its remedy, and what memory is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace.config import check, read_config
+from headrace.engine.config import EngineConfig
+from headrace.models.lora import LoraConfig
+from headrace.rehearsal.machine import GIB, Machine
+from headrace.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
+from headrace.rehearsal.shape import ModelShape, read_shape
+from headrace.settings.process_config import OrchestrationConfig
+from headrace.trainer.config import TrainConfig
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a cache without sleep": (
+        {"orchestration": {"placement": "apart", "kv": "drop"}},
+        "about an engine that sleeps; set",
+    ),
+    "engines that join": (
+        {"orchestration": {"kind": "join", "token_file": "x"}},
+        "brings engines of others; remove one",
+    ),
+    "Ray": ({"orchestration": {"kind": "ray"}}, 'orchestration.kind = "ray" brings engines of others'),
+    "a bus": ({"orchestration": {"bus": "jsonl:there"}}, "orchestration.bus brings engines of others; remove one"),
+    "a server": ({"engine": {"kind": "vllm"}}, 'use engine.kind = "native", or remove it'),
+    "a server that runs": (
+        {"engine": {"kind": "headrace", "urls": ["http://127.0.0.1:1"]}},
+        "memory the run does not manage",
+    ),
+    "another way": ({"weight_sync": {"kind": "tcp"}}, 'weight_sync.kind = "tcp" is another way; leave it out'),
+    "CUDA's memory": ({"weight_sync": {"kind": "cuda_ipc"}}, "is another way; leave it out"),
+    "a fleet": ({"engine": {"replicas": 2}}, "is for one engine; remove engine.replicas"),
+    "ranks": ({"train": {"parallel": {"shard": 2}}}, "and train.parallel makes 2; remove one of the two"),
+    "a teacher": (
+        {"teachers": [{"name": "math", "path": "there"}]},
+        "does not put the engines to sleep that teachers have",
+    ),
+    "a reference": ({"algo": {"kl": {"place": "reward", "coef": 0.1}}}, "that algo.kl.place = reward has"),
+    "cores of the engine": ({"engine": {"cores": [0]}}, "engine.cores divides what"),
+    "cores of the trainer": ({"train": {"cores": [0]}}, "train.cores divides what"),
+    "two devices": ({"engine": {"device": "cpu"}, "train": {"device": "cuda"}}, "is for one device"),
+    "adapters": ({"lora": {"rank": 2}, "adapters": [{"name": "a"}, {"name": "b"}]}, "is for one policy; remove it"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_it_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
+    tables, words = REFUSED[case]
+    place = {"placement": "shared", **tables.get("orchestration", {})}
+    config = read_config(tiny_config(tmp_path, tmp_path, **{**tables, "orchestration": place}))
+    assert [problem for problem in check(config) if words in problem], check(config)
+
+
+def test_a_plain_run_may_share(tmp_path: Path) -> None:
+    for kv in ("host", "drop"):
+        assert (
+            check(read_config(tiny_config(tmp_path, tmp_path, orchestration={"placement": "shared", "kv": kv}))) == []
+        )
+
+
+def test_what_works_on_a_run_without_training_it_has_an_engine_that_is_awake() -> None:
+    assert OrchestrationConfig(placement="shared", kv="drop").at_home == OrchestrationConfig()
+
+
+def plan(shared: bool, device: Any) -> MemoryPlan:
+    return MemoryPlan(
+        engine=EngineConfig(kv_gib=1.0),
+        engine_device=device,
+        train=TrainConfig(),
+        train_device=device,
+        train_dtype="bfloat16",
+        lora=LoraConfig(),
+        adapters=0,
+        reference_in_loss=False,
+        shared=shared,
+    )
+
+
+def said(found: list[MemoryNeed], shared: bool, free: float) -> list[str]:
+    return list(notes(found, Machine(2, 64 * GIB, int(free), None, None), shared))
+
+
+def test_memory_is_needed_by_one_at_a_time(tiny_llama: Path) -> None:
+    shape: ModelShape = read_shape(tiny_llama)
+    found = needs(shape, plan(True, "cpu"))
+    both = sum(one.bytes for one in found)
+    engine = sum(one.bytes for one in found if one.who == "engine" and not one.what.startswith("Python"))
+    step = sum(one.bytes for one in found if one.what == "gradients" or one.what.startswith("activations"))
+    enough = both - min(engine, step)
+    assert engine > GIB and said(found, True, enough + 1) == [] and said(found, True, enough - 1)
+    assert said(found, False, enough + 1) and said(found, False, both + 1) == []
+
+
+def test_what_leaves_a_gpu_is_counted_on_the_host(tiny_llama: Path) -> None:
+    shape = read_shape(tiny_llama)
+    on_host = {
+        one.what: one.bytes for one in needs(shape, plan(True, "cuda")) if one.who == "trainer" and one.where == "cpu"
+    }
+    assert on_host["weights and AdamW while the engine has the GPU"] == 12 * shape.parameters
+    assert not [one for one in needs(shape, plan(False, "cuda")) if "while the engine" in one.what]
