@@ -141,6 +141,9 @@ class Job:
 class Worker(Protocol):
     """A process that works for the controller, wherever it runs. It answers calls, and does not answer pushes."""
 
+    left: bool
+    """Whether it was asked to end where it runs, and has left: this is no death."""
+
     async def start(self) -> None:
         """Raises `WorkerDied` if it cannot be started."""
 

@@ -16,6 +16,7 @@ import base64
 import contextlib
 import hashlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -87,6 +88,7 @@ class JsonlBus:
             (directory / folder).mkdir(parents=True, exist_ok=True)
         self._directory, self._lease, self._poll, self._clock = directory, lease, poll, clock
         self._queues: dict[str, _Queue] = {}
+        self._signing = threading.Lock()
 
     async def register(self) -> None:
         """Enters the run into the list of runs."""
@@ -128,7 +130,11 @@ class JsonlBus:
         return await self._until(look, wait)
 
     async def sign(self, who: str, body: bytes) -> None:
-        await asyncio.to_thread(replace_file, self._directory / "list" / who, body)
+        def write() -> None:
+            with self._signing:  # one that was cancelled may still be writing
+                replace_file(self._directory / "list" / who, body)
+
+        await asyncio.to_thread(write)
 
     async def signed(self) -> Mapping[str, bytes]:
         def look() -> dict[str, bytes]:

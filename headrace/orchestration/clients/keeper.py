@@ -26,8 +26,8 @@ class WorkerOwner(Protocol):
     async def resume_in(self, worker: Worker) -> None:
         """Gives a replacement the weights and requests that the dead process had."""
 
-    def went_down(self, forgive: Callable[[], None]) -> None:
-        """The process that was up has died. `forgive`: takes this death off the count."""
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
+        """The process that was up has died. `forgive`: takes this death off the count; None: it is no death, the process has left."""
 
     def died(self, how: str, deaths: int) -> None: ...
 
@@ -134,7 +134,7 @@ class Keeper:
             while True:
                 how = self._how = await self._worker.watch()
                 self._set_up(False)
-                self._deaths += 1
+                self._deaths += not self._worker.left
                 await self._worker.end()
                 self._ward.died(how, self._deaths)
                 if (counted := self._deaths - len(self._forgiven)) > self._max_deaths:
@@ -161,7 +161,8 @@ class Keeper:
         elif self._up.is_set():
             if now - self._since > FORGIVEN:
                 self._forgiven.update(range(1, self._deaths + 1))
-            self._ward.went_down(functools.partial(self._forgiven.add, self._deaths + 1))
+            forgive = functools.partial(self._forgiven.add, self._deaths + 1)
+            self._ward.went_down(None if self._worker.left else forgive)
         for event, holds in ((self._up, up), (self._down, not up)):
             event.set() if holds else event.clear()
 

@@ -208,9 +208,9 @@ class ProcessEngine:
             await self._load_newest(worker, name)
         self._reissue()
 
-    def went_down(self, forgive: Callable[[], None]) -> None:
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
         there = [name for name in self._sent if not self._book.is_done(name)]
-        given_up = self._suspects.charge(map(ticket_of, there), forgive)
+        given_up = self._suspects.charge(map(ticket_of, there), forgive) if forgive else []
         sent, self._sent = self._sent, {}
         self._held_back = {}
         for name in sent.values():

@@ -90,7 +90,7 @@ class ProcessSharedTrainer:
     async def resume_in(self, worker: Worker) -> None:
         """The new process has no adapters: those of the old one were lost."""
 
-    def went_down(self, forgive: Callable[[], None]) -> None:
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
         """Does nothing: its calls belong to no ticket."""
 
     def died(self, how: str, deaths: int) -> None:

@@ -44,6 +44,8 @@ def trainer_worker(launcher: Launcher, start: TrainerStart, cores: Sequence[int]
 class RankGroup:
     """Protocol `Worker`."""
 
+    left = False
+
     def __init__(self, launcher: Launcher, ranks: int, cores: Sequence[int], inherited: Sequence[int]) -> None:
         self._names = [f"trainer rank {rank}" for rank in range(ranks)]
         self._workers = [

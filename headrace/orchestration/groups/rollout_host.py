@@ -181,6 +181,7 @@ class _Session:
     _suspects_id: str = ""
     _broken: bool = False
     """Whether an errand has failed with an error, which ends this host."""
+    _signing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _one_suspect: asyncio.Lock = field(default_factory=asyncio.Lock)
     _hand: dict[str, tuple[Letter, asyncio.Task[None]]] = field(default_factory=dict)
     """The errands in hand, by the id of their letter."""
@@ -246,7 +247,8 @@ class _Session:
             await asyncio.sleep(BEAT)
 
     async def _sign(self) -> None:
-        await self.bus.sign(self.who, _encode(self.entry(begun=self.begun)))
+        async with self._signing:  # else an older entry could be the last one that is written
+            await self.bus.sign(self.who, _encode(self.entry(begun=self.begun)))
 
     # -- weights --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 
 class ConnectedWorker:
+    left = False
+
     def __init__(self, who: str, heard: Heard, silence: float | None = None, away: float = 0.0) -> None:
         self.who = who
         self.channel = Channel(who, heard, self._lost, silence, away)

@@ -30,7 +30,7 @@ from headrace.orchestration.workers.answers import answer, begun, fail
 from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.joining.dial import dial
 from headrace.orchestration.workers.joining.greeting import LEAVE, SEAT, TOKEN
-from headrace.orchestration.workers.joining.offering import left_alone, offer, released
+from headrace.orchestration.workers.joining.offering import leave_when_asked, left_alone, offer, released
 from headrace.orchestration.workers.joining.witness import witnessed
 from headrace.orchestration.workers.launch.child import CORES
 from headrace.orchestration.workers.placed.examined import answer as answer_doctor
@@ -57,6 +57,8 @@ def main() -> None:
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
     end = offer(where, kind, seated, answer_doctor) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
+    if joined:
+        leave_when_asked(end)
     leave = left_alone if joined else functools.partial(os._exit, 0)
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox, leave), daemon=True).start()

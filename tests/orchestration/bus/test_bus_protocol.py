@@ -440,3 +440,12 @@ async def _killed(server: RedisServer) -> None:
     assert len(await host.claim("tickets", "host", most=99)) == 14
     for bus in (run, host):
         await bus.close()
+
+
+def test_entries_that_are_signed_at_once_are_written_one_after_the_other(tmp_path: Path) -> None:
+    async def case() -> None:
+        bus = JsonlBus(tmp_path)
+        await asyncio.gather(*(bus.sign("host", b"%d" % number) for number in range(200)))
+        assert (await bus.signed()).keys() == {"host"}
+
+    asyncio.run(case())

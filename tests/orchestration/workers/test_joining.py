@@ -25,7 +25,7 @@ from headrace.orchestration.starting import transport_of
 from headrace.orchestration.workers.fake import FakeProcess
 from headrace.orchestration.workers.joining.dial import RunOver, dial
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import LEAVE, Agreed, Hello, Terms, packed
+from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, Agreed, Hello, Terms, packed
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.packages import own_packages
@@ -51,8 +51,10 @@ TOKEN = "a token of many characters"
 class Engine(FakeProcess):
     """Samples one token a second, 100 and up, and dies after `life` of them."""
 
-    def __init__(self, life: int, refuses: str = "") -> None:
+    def __init__(self, life: int, refuses: str = "", leaves: bool = False) -> None:
+        """`leaves`: whether it gives its seat back then, instead."""
         super().__init__()
+        self._leaves = leaves
         self._life, self._refuses = life, refuses
         self.model_dir, self.prefix = "", 0
 
@@ -71,6 +73,9 @@ class Engine(FakeProcess):
         self.prefix = len(request.prefix)
         for place in range(len(request.prefix), request.sampling.max_tokens):
             await asyncio.sleep(1.0)
+            if self._life == 0 and self._leaves:
+                self.push(LEAVING, None)
+                return
             if self._life == 0:
                 self.die("was killed")
                 return
@@ -115,6 +120,34 @@ def test_a_lost_engine_s_requests_go_on_with_their_tokens_in_the_next_one_that_o
     assert said[:2] == [f"start has waited {n} s {missing} (the run stops at 1000 s)" for n in (10,)] + [
         f"start has waited 10 s {missing}"
     ]
+
+
+def test_one_that_is_asked_to_end_gives_its_seat_back_which_is_no_death() -> None:
+    facts = FactList()
+
+    async def go() -> None:
+        arrivals = FakeArrivals()
+        engine = ProcessEngine(
+            JoinLauncher(arrivals, telemetry_of(facts)), Job("engine", "engine"), 0, telemetry_of(facts)
+        )
+        engines = [Engine(life=2, leaves=True) for _ in range(4)]
+        for number, one in enumerate(engines):
+            arrivals.offer(one, f"spot {number}")
+        arrivals.offer(Engine(life=99))
+        await engine.launch()
+        await engine.open(EngineStart("", {}, {}))
+        answer = await engine.generate(Request("t1/0", (1, 2), Sampling(max_tokens=12)))
+        assert answer.tokens == tuple(range(100, 112)), "no ticket is given up for it either"
+        await asyncio.sleep(1)
+        assert all([frame.method for frame in one.inbox][-1:] == [LEAVE] for one in engines)
+        await engine.close()
+
+    virtual_time.run(go())
+    lost = facts.of(WorkerLost)
+    assert [one.how for one in lost] == [
+        f"on spot {number} (process 1) has left: it was asked to end there" for number in range(4)
+    ]
+    assert {one.deaths for one in lost} == {0}
 
 
 def test_one_that_cannot_serve_the_run_counts_as_a_death_and_the_next_one_serves() -> None:

@@ -92,8 +92,11 @@ def test_a_run_with_a_joined_engine_has_the_weights_of_the_local_run_bit_for_bit
     assert (seat.who, seat.pid, seat.host) == ("engine", worker.pid, socket.gethostname())
 
 
-@pytest.mark.parametrize("kind", ["auto", "broadcast"])
-def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "end"), [("auto", signal.SIGKILL), ("broadcast", signal.SIGTERM)])
+def test_a_joined_engine_is_ended_and_another_one_takes_its_seat(
+    kind: str, end: signal.Signals, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """A worker that is killed is a death, and one that was asked to end has given its seat back."""
     run, port = tmp_path / "runs" / "tiny", free_port()
     config = joining(tmp_path, tiny_llama, port, train={"steps": 6}, weight_sync={"kind": kind})
     with offering(tmp_path, port, count=2) as workers:
@@ -101,7 +104,7 @@ def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(kind: str, tin
 
         def kill() -> None:
             seated.append(of(run, WorkerJoined)[0].pid)
-            os.kill(seated[0], signal.SIGKILL)
+            os.kill(seated[0], end)
             until_noted(run, WorkerLost)
 
         thread = at_steps(config, {2: kill})
@@ -109,10 +112,13 @@ def test_a_joined_engine_is_killed_and_another_one_takes_its_seat(kind: str, tin
         thread.join()
         (other,) = [one for one in workers if one.pid != seated[0]]
         assert other.wait(PATIENCE) == 0
+        (ended_one,) = [one for one in workers if one.pid == seated[0]]
+        assert ended_one.wait(PATIENCE) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
     assert result.step == 6
     assert [one.pid for one in of(run, WorkerJoined)] == [seated[0], other.pid]
     (lost,) = of(run, WorkerLost)
-    assert lost.how.endswith(f"(process {seated[0]}) is lost: its connection has ended")
+    how = "has left: it was asked to end there" if end == signal.SIGTERM else "is lost: its connection has ended"
+    assert lost.how.endswith(f"(process {seated[0]}) {how}") and lost.deaths == (end == signal.SIGKILL)
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
 

@@ -44,6 +44,9 @@ CA, MODEL, PATIENCE, AGAIN, ADDRESS = (f"HEADRACE_{name}" for name in ("CA", "MO
 LEAVE = "leave"
 """The method of the last push to a worker that offered itself: the run needs it no more."""
 
+LEAVING = "leaving"
+"""The method of the push of a worker that is asked to end where it runs (SIGTERM)."""
+
 Kind = Literal["engine", "trainer"]
 
 

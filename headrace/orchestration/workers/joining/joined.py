@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import msgspec
+
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.joining.greeting import LEAVE, SILENCE
+from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, SILENCE
 from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.protocols import Heard, Job
 
@@ -59,7 +61,15 @@ class JoinedWorker(SeatedWorker):
         log: Path | None,
     ) -> None:
         """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
-        super().__init__(job.who, heard, telemetry, silence, away)
+
+        def heard_here(method: str, payload: msgspec.Raw) -> None:
+            if method != LEAVING:
+                heard(method, payload)
+            elif not self.left:
+                self.left = True
+                self._lost("")  # its connection lasts until `end`, which releases it
+
+        super().__init__(job.who, heard_here, telemetry, silence, away)
         self._job, self._arrivals, self._again, self._log = job, arrivals, again, log
 
     async def start(self) -> None:
@@ -92,6 +102,8 @@ class JoinedWorker(SeatedWorker):
     async def _how_it_ended(self, wrong: str) -> str:
         assert self._arrived
         hello, said = self._arrived.hello, ""
+        if self.left:
+            return f"on {hello.host} (process {hello.pid}) has left: it was asked to end there"
         if (words := self._arrived.words) and self._log:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):

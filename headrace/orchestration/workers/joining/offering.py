@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ from headrace.orchestration.workers.joining.greeting import (
     ADDRESS,
     AGAIN,
     CA,
+    LEAVING,
     MODEL,
     PATIENCE,
     TOKEN,
@@ -62,6 +65,24 @@ def offer(
             if time.monotonic() > deadline:
                 _end(NOBODY if again else LOST, f"the controller at {address} cannot be reached: {error}")
             time.sleep(RETRY)
+
+
+def leave_when_asked(end: WorkerEnd) -> None:
+    """Gives the seat back at SIGTERM, such as the notice of a spot machine. The run goes on elsewhere from all tokens that it has, and releases this
+    worker. A second SIGTERM ends it at once."""
+    asked = threading.Event()
+
+    def ask(*given: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        asked.set()
+
+    def tell() -> None:
+        asked.wait()
+        print("headrace: SIGTERM: giving the seat back", file=sys.stderr, flush=True)
+        end.push(LEAVING, None)
+
+    signal.signal(signal.SIGTERM, ask)
+    threading.Thread(target=tell, daemon=True).start()
 
 
 def released() -> None:
