@@ -54,21 +54,27 @@ def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
     )
 
 
+@pytest.mark.parametrize("examples", [75, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=150, deadline=None)
-@given(s=schedules)
 def test_every_mode_keeps_the_contracts_in_every_schedule(
-    tmp_path_factory: pytest.TempPathFactory, mode: Any, s: dict[str, Any]
+    tmp_path_factory: pytest.TempPathFactory, mode: Any, examples: int
 ) -> None:
-    world = dataclasses.replace(scheduled_world(tmp_path_factory.mktemp("run"), s), partial=PartialConfig(mode=mode))
-    virtual_time.run(world.run())
-    assert world.trainer.version == world.steps
-    assert 0 <= min(world.trained_lags()) <= max(world.trained_lags()) <= s["max_lag"]
-    counted = world.buffer.accounting()
-    assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
-    for one in _completions(world):
-        assert one.stop in ("stop", "length") and len(one.versions()) == len(one.tokens) == len(one.logprobs)
-        assert one.versions() == sorted(one.versions())
+    @settings(max_examples=examples, deadline=None)
+    @given(s=schedules)
+    def keeps_them(s: dict[str, Any]) -> None:
+        world = dataclasses.replace(
+            scheduled_world(tmp_path_factory.mktemp("run"), s), partial=PartialConfig(mode=mode)
+        )
+        virtual_time.run(world.run())
+        assert world.trainer.version == world.steps
+        assert 0 <= min(world.trained_lags()) <= max(world.trained_lags()) <= s["max_lag"]
+        counted = world.buffer.accounting()
+        assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
+        for one in _completions(world):
+            assert one.stop in ("stop", "length") and len(one.versions()) == len(one.tokens) == len(one.logprobs)
+            assert one.versions() == sorted(one.versions())
+
+    keeps_them()
 
 
 @pytest.mark.parametrize("mode", ["inflight", "stream", "abort_resume", "save_resume"])
