@@ -1,6 +1,6 @@
 """Engine and trainer at once or in turns (`orchestration.placement`): memory, seconds a step, tokens a second.
 
-    python benchmarks/colocation.py recipes/demo.toml --steps 8 --rounds 2 [--arms apart,host,drop,pinned,lent] [--set SETTING=VALUE ...]
+    python benchmarks/colocation.py recipes/demo/demo.toml --steps 8 --rounds 2 [--arms apart,host,drop,pinned,lent] [--set SETTING=VALUE ...]
 
 Arms: `apart` (the default: both share all cores), `host` and `drop` (in turns, with the KV cache kept or dropped), `pinned` (half of the
 cores each), `lent` (the same, but the engine has all cores while the trainer waits for a batch: its threads are moved from outside as
