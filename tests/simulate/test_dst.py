@@ -182,7 +182,9 @@ def test_rollouts_that_branch_are_killed_in_all_of_their_ends() -> None:
 def test_a_ticket_that_ends_every_engine_is_given_up_and_is_the_only_one(members: int) -> None:
     """Its journal says so, so that no later life tries it again."""
     ended, innocent = Counter[str](), Counter[int]()
-    cases = [msgspec.structs.replace(case, members=members, shared="", poisoned=(2,)) for case in map(case_of, range(24))]
+    cases = [
+        msgspec.structs.replace(case, members=members, shared="", poisoned=(2,)) for case in map(case_of, range(24))
+    ]
     for case in cases:
         history = trial(case)
         ended.update(one.reason for one in history.outcomes if one.ticket == 2)

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,9 +37,10 @@ def record(config: ObserveConfig, run_dir: Path, facts: Sequence[Fact], resumed:
     assert not [one for one in recorder.state.warnings if "observe." in one.message]
 
 
-def killed_and_resumed(config: ObserveConfig, run_dir: Path) -> None:
-    """All six steps; then a process that resumes after four and does the fifth again."""
+def killed_and_resumed(config: ObserveConfig, run_dir: Path, pause: float = 0.0) -> None:
+    """All six steps; then, after a pause in seconds, a process that resumes after four and does the fifth again."""
     record(config, run_dir, FACTS)
+    time.sleep(pause)
     again = [fact for fact in FACTS if isinstance(fact, StepTrained) and fact.report.step == 4]
     record(config, run_dir, [FactStream(steps=6).start(resumed_at=4), *again], resumed=4)
 
@@ -102,7 +104,9 @@ def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monk
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    killed_and_resumed(ObserveConfig(terminal="off", wandb=True), tmp_path)
+    killed_and_resumed(
+        ObserveConfig(terminal="off", wandb=True), tmp_path, pause=1.1
+    )  # its files have the second in their name
     points, names = [], set()
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
         for data in _log_records(file.read_bytes()):

@@ -73,7 +73,9 @@ def test_a_forked_engine_is_our_child_and_answers_as_one_that_was_started_anew(
         assert words[1:5] == [b"-m", b"headrace.orchestration.workers.worker", b"engine", b"--socket"]
         assert Path(f"/proc/{pid}/fd/1").readlink() == Path(f"/proc/{pid}/fd/2").readlink() == tmp_path / "engine.log"
         own = [str(one.pid) for one in servers() if str(one.pid) == stat(one.pid)[3]]  # fixtures may have one too
-        bare = [pid for pid in own if os.listdir(f"/proc/{pid}/task") == [pid] and len(os.listdir(f"/proc/{pid}/fd")) == 4]
+        bare = [
+            pid for pid in own if os.listdir(f"/proc/{pid}/task") == [pid] and len(os.listdir(f"/proc/{pid}/fd")) == 4
+        ]
         assert any(stat(int(pid))[1] == str(os.getpid()) for pid in bare), "it has kept nothing of its workers"
 
     forked = asyncio.run(answer(ForkLauncher(tmp_path), look))
