@@ -91,5 +91,8 @@ def _with_all(rates: Rates, chip: hardware.Gpu, model: Architecture, config: Run
     """The rates of a trainer that has all GPUs."""
     train = config.train
     context = train.parallel.context
-    trainer = hardware.trainer_rates(chip, model, gpus - gpus % context, train.microbatch_tokens, context=context)
+    passes = hardware.passes_of(train, config.algo)
+    trainer = hardware.trainer_rates(
+        chip, model, gpus - gpus % context, train.microbatch_tokens, context=context, passes=passes
+    )
     return msgspec.structs.replace(rates, trainer=trainer)

@@ -62,6 +62,11 @@ class PlanRequest:
     network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
+    @property
+    def passes(self) -> int:
+        """Forward passes that a trained token costs."""
+        return hardware.passes_of(self.config.train, self.config.algo)
+
     def travel(self, engines: int = 1) -> Travel | None:
         """The way of new weights to all engines, if the size of the model is given."""
         if not self.model:
@@ -171,7 +176,9 @@ def _computed(request: PlanRequest) -> Rates:
     chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
     context = request.config.train.parallel.context
     if request.gpus == 1 and context == 1 and hardware.fits_one(chip, shape):
-        return hardware.shared_rates(chip, shape, request.config.engine.max_running, request.model)
+        return hardware.shared_rates(
+            chip, shape, request.config.engine.max_running, request.model, passes=request.passes
+        )
     replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
     if request.gpus < replica + trainer:
         raise ConfigError(
@@ -189,6 +196,7 @@ def _computed(request: PlanRequest) -> Rates:
         travel=request.travel(request.config.engine.replicas),
         microbatch=request.config.train.microbatch_tokens,
         context=context,
+        passes=request.passes,
     )
 
 
@@ -287,6 +295,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
             travel=request.travel(replicas),
             microbatch=request.config.train.microbatch_tokens,
             context=context,
+            passes=request.passes,
         )
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 

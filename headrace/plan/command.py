@@ -109,7 +109,7 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     mesh = hardware.trainer_mesh(chip, model, gpus, tokens, context=train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
     size, waits = moved.microbatch(tokens), moved.together(tokens)
-    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute * mesh.tensor)
+    computes = 2 * request.passes * model.active * tokens / (hardware.trains(model) * chip.compute * mesh.tensor)
     names = ("replicate", "context", "tensor", "expert")
     others = [f", {name} = {getattr(mesh, name)}" for name in names if getattr(mesh, name) > 1]
     together = f", and waits for {waits / 1e9:.1f} GB of hidden states" if waits else ""

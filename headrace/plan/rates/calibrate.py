@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.batches import Batch, Failure, Group
@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.plan.rates.fits import alike, line
+from headrace.plan.rates.fits import alike, line, newly_computed, rotated
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
 from headrace.rollouts.episodes import roll_out
@@ -45,6 +45,20 @@ GROUPS = 24
 """Prompts whose completions are sampled for the distribution of lengths."""
 SETTLES, WINDOW = 0.5, 3.0
 """Seconds before the measurement of the engine's pace, and of the measurement."""
+
+
+class Publishing(NamedTuple):
+    """Seconds of a version on its way."""
+
+    copy: float
+    send: float
+    """The rest of the trainer's part."""
+    send_slows: float
+    """Factor by which that and a step slow each other down."""
+    verify: float
+    """From the update to the swap."""
+    verify_slows: float
+    swap: float
 
 
 class _Silent:
@@ -130,14 +144,15 @@ class Bench:
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
         decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
-        # Prompts of a task often share a beginning, which the engine computes once.
-        new = min(1.0, computed / sum(len(prompt.tokens) for prompt in prompts))
+        new = newly_computed(
+            computed, [len(prompt.tokens) for prompt in prompts], self._config.staleness.groups_per_step
+        )
         prefill = new * await self._prefill(prompts)
         context = await self._context(decode, prompts)
         self._say("the trainer's steps")
         step, token = await self._steps(groups)
         self._say("publishing, swapping, and both at once")
-        publish, verify, verify_slows, swap = await self._publish(groups)
+        publish = await self._publish(groups)
         engine_slowed, trainer_slowed = await self._together(groups)
         probe = min([await _timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
         engine = EngineRates(
@@ -146,11 +161,11 @@ class Bench:
             context,
             self._config.engine.max_running,
             kv_tokens,
-            verify=verify,
-            verify_slows=verify_slows,
-            swap=swap,
+            verify=publish.verify,
+            verify_slows=publish.verify_slows,
+            swap=publish.swap,
         )
-        trainer = TrainerRates(token, step, publish, score=probe)
+        trainer = TrainerRates(token, step, publish.copy, send=publish.send, send_slows=publish.send_slows, score=probe)
         lengths = [[len(row.tokens) for row in group.rows] for group in groups]
         return Rates(
             engine=engine,
@@ -272,13 +287,13 @@ class Bench:
     # -- the trainer ----------------------------------------------------------------------------------------------------
 
     async def _steps(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """Returns the fixed seconds of a step, and the seconds per token, from a line through steps of up to three sizes."""
+        """Returns the fixed seconds of a step, and the seconds per token, from a line through steps of up to three sizes. Every step has other
+        groups, as in a run: the memory and the plans of one batch do not fit the next."""
         whole = min(self._config.staleness.groups_per_step, len(groups))
-        for _ in range(2):  # the first steps allocate memory
-            await self._step(groups[:whole])
+        for batch in rotated(groups, [whole] * 2):  # the first steps allocate memory
+            await self._step(batch)
         sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
-        found = [await self._step(groups[:size]) for size in sizes * ROUNDS]
-        return line(found)
+        return line([await self._step(batch) for batch in rotated(groups, sizes * ROUNDS)])
 
     async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Returns the tokens as the simulated trainer counts them, and the seconds. The real trainer forwards fewer tokens, because shared
@@ -291,25 +306,41 @@ class Bench:
         tokens = sum(len(group.prompt.tokens) + sum(len(row.tokens) for row in group.rows) for group in groups)
         return float(tokens), time.perf_counter() - started
 
-    async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
-        """Returns seconds of a publish, seconds of a verification, the factor by which generation slows it, and seconds of a swap."""
-        published: list[float] = []
-        idle: list[float] = []
-        beside: list[float] = []
+    async def _publish(self, groups: Sequence[Group]) -> Publishing:
+        """Measures a version on its way, in an otherwise idle run and with generation and the next step beside it."""
+        batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
+        copies: list[float] = []
+        sends: list[float] = []
+        steps: list[float] = []
+        steps_beside: list[float] = []
         swaps: list[float] = []
+        loads: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(ROUNDS + 1):
-            for loaded, seconds in ((False, idle), (True, beside)):
-                await self._step(groups[:1])  # a new version
-                started = time.perf_counter()
-                update = await self._trainer.publish()
-                published.append(time.perf_counter() - started)
+            for loaded in (False, True):
+                steps.append((await self._step(batch))[1])  # a new version
+                copies.append(await _timed(self._trainer.copy))
+                if loaded:
+                    update, (_, seconds) = await asyncio.gather(self._trainer.publish(), self._step(batch))
+                    steps_beside.append(seconds)
+                else:
+                    started = time.perf_counter()
+                    update = await self._trainer.publish()
+                    sends.append(time.perf_counter() - started)
                 async with self._generating(groups) if loaded else contextlib.nullcontext():
+                    started = time.perf_counter()
                     report = await self._engine.load(update)
-                seconds.append(report.verify_seconds)
+                    loads[loaded].append(time.perf_counter() - started - report.swap_seconds)
                 swaps.append(report.swap_seconds)
-        alone = statistics.median(idle)
-        slows = max(1.0, statistics.median(beside) / alone) if alone else 1.0
-        return statistics.median(published), alone, slows, statistics.median(swaps)
+        alone, beside, send = (statistics.median(one) for one in (loads[False], loads[True], sends))
+        longer = statistics.median(steps_beside) - statistics.median(steps)
+        return Publishing(
+            copy=statistics.median(copies),
+            send=send,
+            send_slows=max(1.0, 1 + longer / send) if send else 1.0,
+            verify=alone,
+            verify_slows=max(1.0, beside / alone) if alone else 1.0,
+            swap=statistics.median(swaps),
+        )
 
     # -- both -----------------------------------------------------------------------------------------------------------
 

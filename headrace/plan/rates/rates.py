@@ -47,6 +47,11 @@ class TrainerRates(Struct, frozen=True):
     token: float
     step: float = 0.0
     publish: float = 0.0
+    """Seconds in which new weights are copied; the next step waits for them."""
+    send: float = 0.0
+    """Seconds from the copy to the update that an engine can load: its fingerprint or difference, computed beside the next step."""
+    send_slows: float = 1.0
+    """Factor by which these seconds and those of a step beside them get longer."""
     save: float = 0.0
     score: float = 0.0
     """Seconds of the probe of C3."""
