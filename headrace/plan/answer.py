@@ -13,12 +13,13 @@ from headrace.errors import ConfigError
 from headrace.models.resolve import cache_dir
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import read_metrics
-from headrace.plan.alternation import TurnTaking, taking_turns
+from headrace.plan.alternation import Lending, TurnTaking, lending, taking_turns
 from headrace.plan.rates import hardware
 from headrace.plan.rates.hardware import NETWORK
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.rates.shapes import shape_of
 from headrace.plan.rates.travel import Travel, travel_of
+from headrace.plan.reasons import BUSY
 from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
 from headrace.simulate.distributions import Distribution, fixed, parse
@@ -87,6 +88,8 @@ class Answer:
     """The assumptions, as sentences."""
     turns: TurnTaking | None
     """The same with engine and trainer in turns; None for an engine that cannot sleep."""
+    lending: Lending | None = None
+    """The same with a trainer that lends its GPUs; None if it has none of its own, or hardly waits."""
 
     @property
     def asked(self) -> Option:
@@ -115,9 +118,22 @@ def answer(request: PlanRequest, say: Say) -> Answer:
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
         asked = try_out(scenario, request.steps)
-        return Answer((asked,), None, tuple(notes), _turns(request, asked))
+        return Answer((asked,), None, tuple(notes), _turns(request, asked), _lending(request, asked))
     choices = sweep(scenario, None if request.trainer_gpus else split, say)
-    return Answer(tuple(choices), recommended(choices), tuple(notes), _turns(request, choices[0]))
+    best = recommended(choices)
+    return Answer(tuple(choices), best, tuple(notes), _turns(request, choices[0]), _lending(request, choices[0]))
+
+
+def _lending(request: PlanRequest, asked: Option) -> Lending | None:
+    if request.config.engine.is_server or asked.prediction.trainer_idle < BUSY:
+        return None
+    return lending(
+        asked.scenario,
+        asked.prediction,
+        chip=hardware.gpu(request.hardware) if request.hardware else None,
+        model=shape_of(request.model) if request.model else None,
+        steps=request.steps,
+    )
 
 
 def _turns(request: PlanRequest, asked: Option) -> TurnTaking | None:

@@ -55,7 +55,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
-        *([f"  {found.turns.words}"] if found.turns else []),
+        *(f"  {one.words}" for one in (found.turns, found.lending) if one),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -200,6 +200,7 @@ def report(found: Answer, travel: Travel | None, price: float, run_steps: int) -
         "turns": {"seconds_per_step": found.turns.seconds_per_step, "change": found.turns.change}
         if found.turns
         else None,
+        "lending": {"seconds_per_step": found.lending.seconds_per_step} if found.lending else None,
         "choices": [_entry(choice, price, run_steps) for choice in found.choices],
         "recommended": found.choices.index(found.recommended) if found.recommended else None,
         "reason": recommendation(found.recommended, found.choices)

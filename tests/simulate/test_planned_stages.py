@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,13 +13,16 @@ import pytest
 
 from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
+from headrace.config import load_config
+from headrace.plan.answer import Answer, PlanRequest, answer
+from headrace.plan.command import text
 from headrace.plan.measure import predict
 from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.plan.rates import hardware
 from headrace.plan.rates.fits import newly_computed, rotated
 from headrace.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, passes_of, trainer_rates
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.plan.rates.shapes import SHAPES
 from headrace.plan.scenario import Scenario
 from headrace.rollouts.rollout import RolloutConfig
@@ -129,3 +134,58 @@ def test_passes_are_near_those_that_others_measured(chip: Gpu, running: int, con
     """Of 8B models (benchmarks/published.py); none of these made a constant of the roofline."""
     engine = engine_rates(chip, SHAPES["8b"], 1, 256)
     assert abs(math.log(running / engine.tokens_per_second(running, context) / measured)) < math.log(1.4)
+
+
+# -- a trainer that lends its GPUs ----------------------------------------------------------------------------------------
+
+
+def asked(lengths: str, *, trainer: int, lag: int = 0, running: int = 256) -> PlanRequest:
+    config = load_config(
+        {
+            "name": "planned",
+            "model": {"path": "somewhere"},
+            "task": {"kind": "reasoning_gym", "name": "chain_sum"},
+            "reward": {"function": "reasoning_gym"},
+            "rollout": {"group_size": 16, "max_tokens": 8000},
+            "staleness": {"groups_per_step": 16, "max_lag": lag},
+            "engine": {"max_running": running, "context_length": 9000},
+        }
+    )
+    return PlanRequest(
+        config=config,
+        hardware="h100",
+        model="8b",
+        gpus=8,
+        trainer_gpus=trainer,
+        steps=4,
+        lengths=lengths,
+        prompts="100",
+    )
+
+
+def lent(request: PlanRequest) -> Answer:
+    return answer(request, lambda line: None)
+
+
+def test_lending_pays_where_rows_are_short_of_engines():
+    """Two engines with 16 rows each for 256 rollouts, which six more would take at once; the trainer waits for most of a step."""
+    found = lent(asked("4000", trainer=6, running=16))
+    assert found.lending and found.asked.prediction.trainer_idle > 0.5
+    assert found.lending.seconds_per_step < 0.5 * found.lending.apart
+    assert "it would pay" in found.lending.words and "not built" in found.lending.words
+    assert any("lending" in line for line in text(found, asked("4000", trainer=6), 0.0).splitlines())
+
+
+def test_lending_hardly_pays_where_passes_read_weights_alone():
+    """Few rows that all run at once: a pass on eight engines takes nearly as long as one on four."""
+    found = lent(asked("lognormal:mean=600,sigma=1", trainer=4))
+    assert found.lending and found.lending.seconds_per_step > 0.8 * found.lending.apart
+
+
+def test_nothing_is_lent_by_a_trainer_that_hardly_waits_or_has_no_gpus(tmp_path: Path):
+    assert lent(asked("400", trainer=4, lag=2)).lending is None
+    rates = Rates(FLAT, TrainerRates(0.0, 0.01), completions=fixed(20), prompts=fixed(10), model="somewhere")
+    save_rates(rates, tmp_path / "rates.json")
+    measured = {"hardware": "", "model": "", "gpus": 0, "rates": tmp_path / "rates.json"}
+    found = lent(dataclasses.replace(asked("20", trainer=0), **measured))
+    assert found.asked.prediction.trainer_idle > 0.5 and found.lending is None, "the engine has its cores anyway"
