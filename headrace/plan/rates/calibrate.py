@@ -143,7 +143,8 @@ class Bench:
         computed = (await self._engine.stats()).prompt_tokens - before.prompt_tokens
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
-        decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
+        timed = [(float(n), *await self._pass_seconds(n, prompts)) for n in self._sizes()]
+        decode = [(n, seconds) for n, seconds, _ in timed]
         new = newly_computed(
             computed, [len(prompt.tokens) for prompt in prompts], self._config.staleness.groups_per_step
         )
@@ -158,9 +159,10 @@ class Bench:
         engine = EngineRates(
             tuple(decode),
             prefill,
-            context,
-            self._config.engine.max_running,
-            kv_tokens,
+            request=line([(n, rest) for n, _, rest in timed])[1],
+            context=context,
+            max_running=self._config.engine.max_running,
+            kv_tokens=kv_tokens,
             verify=publish.verify,
             verify_slows=publish.verify_slows,
             swap=publish.swap,
@@ -222,15 +224,15 @@ class Bench:
         most = self._config.engine.max_running
         return sorted({most} | {1 << k for k in range(10) if 1 << k < most})
 
-    async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> float:
-        """Returns the seconds of a pass, from two lengths, so that the times of prompts and messages cancel."""
+    async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> tuple[float, float]:
+        """Returns the seconds of a pass, from two lengths, so that all else cancels; and the seconds of all else, with prompts that are
+        cached."""
         long = self._long(prompts)
         tokens = [prompt.tokens for prompt in prompts]
-        times = []
-        for _ in range(ROUNDS):
-            first = await self._generate(running, tokens, SHORT)
-            times.append((await self._generate(running, tokens, long) - first) / (long - SHORT))
-        return max(1e-6, statistics.median(times))
+        await self._generate(running, tokens, 1)
+        times = [[await self._generate(running, tokens, length) for length in (SHORT, long)] for _ in range(ROUNDS)]
+        a_pass = max(1e-6, statistics.median((last - first) / (long - SHORT) for first, last in times))
+        return a_pass, min(first for first, _ in times) - SHORT * a_pass
 
     def _long(self, prompts: Sequence[Prompt]) -> int:
         longest = max(len(prompt.tokens) for prompt in prompts)
