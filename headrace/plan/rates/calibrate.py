@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.batches import Batch, Failure, Group
@@ -27,6 +27,7 @@ from headrace.orchestration.build import build_scorer, build_task, open_model, o
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line, newly_computed, rotated
+from headrace.plan.rates.publish_times import Publishing, time_publishing, timed
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
 from headrace.rollouts.episodes import roll_out
@@ -45,20 +46,6 @@ GROUPS = 24
 """Prompts whose completions are sampled for the distribution of lengths."""
 SETTLES, WINDOW = 0.5, 3.0
 """Seconds before the measurement of the engine's pace, and of the measurement."""
-
-
-class Publishing(NamedTuple):
-    """Seconds of a version on its way."""
-
-    copy: float
-    send: float
-    """The rest of the trainer's part."""
-    send_slows: float
-    """Factor by which that and a step slow each other down."""
-    verify: float
-    """From the update to the swap."""
-    verify_slows: float
-    swap: float
 
 
 class _Silent:
@@ -143,8 +130,8 @@ class Bench:
         computed = (await self._engine.stats()).prompt_tokens - before.prompt_tokens
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
-        timed = [(float(n), *await self._pass_seconds(n, prompts)) for n in self._sizes()]
-        decode = [(n, seconds) for n, seconds, _ in timed]
+        curve = [(float(n), *await self._pass_seconds(n, prompts)) for n in self._sizes()]
+        decode = [(n, seconds) for n, seconds, _ in curve]
         new = newly_computed(
             computed, [len(prompt.tokens) for prompt in prompts], self._config.staleness.groups_per_step
         )
@@ -155,11 +142,11 @@ class Bench:
         self._say("publishing, swapping, and both at once")
         publish = await self._publish(groups)
         engine_slowed, trainer_slowed = await self._together(groups)
-        probe = min([await _timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
+        probe = min([await timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
         engine = EngineRates(
             tuple(decode),
             prefill,
-            request=line([(n, rest) for n, _, rest in timed])[1],
+            request=line([(n, rest) for n, _, rest in curve])[1],
             context=context,
             max_running=self._config.engine.max_running,
             kv_tokens=kv_tokens,
@@ -191,7 +178,7 @@ class Bench:
         seconds = []
         for group in groups[:4]:
             episodes = [one.episode for one in group.scored]
-            seconds.append(await _timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
+            seconds.append(await timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
         return groups, statistics.median(seconds)
 
     async def _roll(self, prompt: Prompt) -> list[Episode]:
@@ -242,7 +229,7 @@ class Bench:
         return long
 
     async def _generate(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> float:
-        return await _timed(lambda: self._all(count, prompts, length))
+        return await timed(lambda: self._all(count, prompts, length))
 
     async def _all(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> None:
         requests = [self._request(prompts[i % len(prompts)], length) for i in range(count)]
@@ -309,39 +296,13 @@ class Bench:
         return float(tokens), time.perf_counter() - started
 
     async def _publish(self, groups: Sequence[Group]) -> Publishing:
-        """Measures a version on its way, in an otherwise idle run and with generation and the next step beside it."""
         batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
-        copies: list[float] = []
-        sends: list[float] = []
-        steps: list[float] = []
-        steps_beside: list[float] = []
-        swaps: list[float] = []
-        loads: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(ROUNDS + 1):
-            for loaded in (False, True):
-                steps.append((await self._step(batch))[1])  # a new version
-                copies.append(await _timed(self._trainer.copy))
-                if loaded:
-                    update, (_, seconds) = await asyncio.gather(self._trainer.publish(), self._step(batch))
-                    steps_beside.append(seconds)
-                else:
-                    started = time.perf_counter()
-                    update = await self._trainer.publish()
-                    sends.append(time.perf_counter() - started)
-                async with self._generating(groups) if loaded else contextlib.nullcontext():
-                    started = time.perf_counter()
-                    report = await self._engine.load(update)
-                    loads[loaded].append(time.perf_counter() - started - report.swap_seconds)
-                swaps.append(report.swap_seconds)
-        alone, beside, send = (statistics.median(one) for one in (loads[False], loads[True], sends))
-        longer = statistics.median(steps_beside) - statistics.median(steps)
-        return Publishing(
-            copy=statistics.median(copies),
-            send=send,
-            send_slows=max(1.0, 1 + longer / send) if send else 1.0,
-            verify=alone,
-            verify_slows=max(1.0, beside / alone) if alone else 1.0,
-            swap=statistics.median(swaps),
+        return await time_publishing(
+            self._engine,
+            self._trainer,
+            step=lambda: self._step(batch),
+            generating=lambda: self._generating(groups),
+            rounds=ROUNDS + 1,
         )
 
     # -- both -----------------------------------------------------------------------------------------------------------
@@ -386,9 +347,3 @@ class Bench:
         await meanwhile()
         after = await self._engine.stats()
         return (after.sampled_tokens - before.sampled_tokens) / (time.perf_counter() - started)
-
-
-async def _timed(work: Callable[[], Awaitable[Any]]) -> float:
-    started = time.perf_counter()
-    await work()
-    return time.perf_counter() - started
