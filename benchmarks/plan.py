@@ -31,7 +31,7 @@ from headrace.observe.records import StepRow, read_metrics
 from headrace.plan.measure import Gauge, Prediction, predict
 from headrace.plan.planned import planned_world
 from headrace.plan.rates.calibrate import calibrate
-from headrace.plan.rates.from_run import rates_of_run
+from headrace.plan.rates.from_run import rates_of_facts
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
 from headrace.simulate import virtual_time
@@ -75,7 +75,7 @@ def compare(config: Path, setting: str, sets: list[str], rates: Rates) -> Compar
     directory = headrace.train(config, sets=sets, reward=any_contrast).directory
     facts = read_metrics(directory)
     scenario = scenario_of(asked, rates)
-    own, _ = rates_of_run(directory, asked)
+    own, _ = rates_of_facts(counted(facts), asked, setting)
     of_own = scenario_of(asked, own)
     three = stages(facts), stages(facts_of(scenario)), stages(facts_of(of_own))
     return Compared(
@@ -133,6 +133,12 @@ def stages(facts: Sequence[Any]) -> dict[str, float]:
     found["verify"] = mean(one.load.verify_seconds for one in of if isinstance(one, WeightsLive))
     found["tokens"] = mean(one.report.loss_tokens for one in steps[1:])
     return found
+
+
+def counted(facts: Sequence[Any]) -> list[Any]:
+    """The facts of the steps that are counted, and of the one before them."""
+    steps = [one for one in facts if isinstance(one, StepRow)]
+    return [one for one in facts if one.t >= steps[SKIP - 1].t]
 
 
 def mean(values: Iterable[float]) -> float:

@@ -26,16 +26,22 @@ F = TypeVar("F")
 
 def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
     """Returns the run's rates, and the share of its groups that had contrast. Raises ConfigError if the run was too short."""
-    facts = read_metrics(run_dir)
+    branches = bool(read_config(config_of_run(run_dir)).rollout.forks.alternatives)
+    return rates_of_facts(read_metrics(run_dir), config, run_dir.name, branches)
+
+
+def rates_of_facts(
+    facts: Sequence[MetricsFact], config: RunConfig, name: str, branches: bool = False
+) -> tuple[Rates, float]:
+    """As `rates_of_run`, from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork."""
     steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
     samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
     if len(steps) < 3 or len(samples) < 5:
         raise ConfigError(
-            f"{run_dir} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
+            f"{name} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
             "on, or plan from its config.toml with --calibrate"
         )
     sampled = [group for group in groups if group.lengths]
-    branches = read_config(config_of_run(run_dir)).rollout.forks.alternatives
     turns, tools, results = (
         (None, None, None) if branches else _between_turns(sampled)
     )  # those of trees are of no rollout
@@ -44,7 +50,8 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
     prompt = statistics.mean(
         max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets) - read) for step in steps
     )
-    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))
+    before = samples[0].stats.prompt_tokens if steps[0].report.step else 0
+    computed = (samples[-1].stats.prompt_tokens - before) / max(1, len(groups))
     waits = [wait for wait in _of(facts, Waited) if wait.t > steps[0].t]  # in the first step memory is allocated
     engine = _engine(samples, live, config.engine.max_running, _outside(samples, _of(facts, Waited), live))
     rates = Rates(
@@ -56,7 +63,7 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
         turns=turns,
         tools=tools,
         results=results,
-        source=f"metrics of the run {run_dir.name}",
+        source=f"metrics of the run {name}",
         model=Path(config.model.path).name,
     )
     barren = sum(group.reason == "no_contrast" for group in groups)
