@@ -73,6 +73,7 @@ class Care:
                 return f"has not answered for {self._rotation.patience.silence:g} s"
             now = clock()
             self._member.sampled(stats, now - before)
+            self._rotation.requests.look_at(self._member)
             before = now
 
     async def _answer(self, question: Awaitable[EngineStats]) -> EngineStats | None:

@@ -1,6 +1,7 @@
 """Protocol `Engine`, made of engines.
 
-Rollouts of one group go to the member that has computed their prompt; a new group goes to the member with the fewest requests.
+Rollouts of one group go to the member that has computed their prompt, unless they would wait there longer than another one with room needs for
+the prompt (`homes.py`); a new group goes to the member with the fewest requests.
 A member that dies, hangs, is slow with new weights or fails its probe leaves the rotation at once. Its requests go on elsewhere from
 their tokens, and it comes back when it answers and has the newest weights. The fleet is lost when no member is left.
 """

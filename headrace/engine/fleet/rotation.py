@@ -88,6 +88,7 @@ class Rotation:
             self._alarm.cancel()
             self._alarm = None
         self.requests.place_waiting()
+        self.requests.look_at(member)
         self.notify()
 
     def expel(self, member: Member, why: str) -> None:
