@@ -162,7 +162,9 @@ async def serve_joined(bench: Bench) -> None:
     turned_away = dict(listener.turned_away)
     print(f"{given.hosts} engines joined: {time.process_time() - began:.1f} s of CPU time; turned away: {turned_away}")
     fleet = Fleet(parts, FleetPatience(every=max(1.0, given.hosts / 100)), bench.telemetry)
+    began = time.process_time()
     await fleet.open()
+    print(f"all serve: {time.process_time() - began:.1f} s of CPU time", flush=True)
     await bench.run(fleet)
 
 

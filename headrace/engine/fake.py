@@ -135,8 +135,7 @@ class FakeEngine(_Presence):
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
     script: Callable[[Request], Sequence[int]] | None = None
     """The tokens of a request's whole completion, in place of drawn ones; after the last of them the model stops by itself."""
-    rows: int = 0
-    """Requests that it samples for at once; further ones wait. 0: no limit."""
+    rows: int = 0  # requests that it samples for at once; 0: no limit
     is_kept: Callable[[WeightUpdate], bool] = lambda update: True
     """Whether an update can still be read. An engine that reappears reads what it was asked to load last, and is lost if it cannot."""
 
@@ -353,8 +352,8 @@ class FakeEngine(_Presence):
 
     async def stats(self) -> EngineStats:
         await self._answering()
-        here = self._active, self.rows and len(self._pending) - self._active
-        return EngineStats(*here, sampled_tokens=self._sampled, version=self.version)
+        waiting = self.rows and len(self._pending) - self._active
+        return EngineStats(self._active, waiting, sampled_tokens=self._sampled, version=self.version)
 
     async def watch(self) -> None:
         self._died = asyncio.get_running_loop().create_future()

@@ -145,7 +145,7 @@ class Fleet:
         difference. A member whose probe fails leaves; raises its IdentityError if it is the last one."""
         rotation = self._rotation
         rotation.examinations[adapter] = Examination(version, check)
-        rotation.notify()  # for members that have failed an earlier one
+        rotation.announce()  # for members that have failed an earlier one
         found: dict[Member, float] = {}
         errors: dict[Member, IdentityError] = {}
 
@@ -190,7 +190,7 @@ class Fleet:
 
     async def resume(self) -> None:
         self._rotation.held = ""
-        self._rotation.notify()
+        self._rotation.announce()
         await asyncio.gather(*(self._resume(member) for member in self._rotation.serving))
 
     async def _resume(self, member: Member) -> None:

@@ -101,7 +101,9 @@ class Listener:
     async def open(self) -> None:
         """Raises OSError if it cannot listen on that address."""
         patience: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
-        self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24, **patience)
+        self._server = await asyncio.start_server(
+            self._greet, self._host, self._port, limit=1 << 24, backlog=STRANGERS, **patience
+        )
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"
 
