@@ -87,7 +87,7 @@ def _by_results(layer: Any, name: str, x: Tensor, group: dist.ProcessGroup) -> t
     if not layer.use_dora[name]:
         return added, added, None
     with torch.no_grad():
-        length = _moved(layer, name, weight, rows, a, x.dtype).norm(dim=1)
+        length = _moved(weight.to(x.dtype), rows, a, layer.scaling[name]).norm(dim=1)
     return added, length, layer.lora_magnitude_vector[name].weight.narrow(0, start, count)
 
 
@@ -99,14 +99,14 @@ def _by_inputs(layer: Any, name: str, x: Tensor, group: dist.ProcessGroup) -> tu
     if not layer.use_dora[name]:
         return added, added, None
     with torch.no_grad():
-        squares = _moved(layer, name, weight, b, columns, x.dtype).square().sum(dim=1)
+        squares = _moved(weight.to(x.dtype), b, columns, layer.scaling[name]).square().sum(dim=1)
         dist.all_reduce(squares, group=group)
     return added, squares.sqrt(), layer.lora_magnitude_vector[name].weight
 
 
-def _moved(layer: Any, name: str, weight: Tensor, b: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
+def _moved(weight: Tensor, b: Tensor, a: Tensor, scaling: float) -> Tensor:
     """This rank's part of W + BA. DoRA (arXiv 2402.09353, 4.3) takes its lengths for constants."""
-    return weight.to(dtype) + layer.scaling[name] * (b @ a).to(dtype)
+    return weight + scaling * (b @ a).to(weight.dtype)
 
 
 class _Sum(torch.autograd.Function):
