@@ -22,14 +22,14 @@ SEEN = 30.0
 WHAT = "shared directory"
 
 
-class Asked(Protocol):
+class AskedMachine(Protocol):
     """A machine: `Hosted`, as far as it is wanted here."""
 
     async def ask(self, method: str, *values: Any) -> Any: ...
 
 
 class ThisMachine:
-    """Protocol `Asked`."""
+    """Protocol `AskedMachine`."""
 
     async def ask(self, method: str, *values: Any) -> Any:
         return await getattr(NodeHost(), method)(*values)
@@ -62,7 +62,7 @@ class SharedCheck:
     def __init__(self, places: list[SharedPlace], within: float = SEEN) -> None:
         self._places, self._within, self._mark = places, within, secrets.token_hex(8)
         self._left: dict[str, dict[Path, str]] = {}
-        """By machine: the problem of each directory in which it could not write, or an empty string."""
+        """The problem of each directory in which a machine could not write, or an empty string; by machine."""
         self._numbers: dict[str, int] = {}
 
     def __bool__(self) -> bool:
@@ -91,14 +91,14 @@ class SharedCheck:
                     with contextlib.suppress(OSError):
                         path.unlink()
 
-    async def leave(self, who: str, machine: Asked) -> None:
+    async def leave(self, who: str, machine: AskedMachine) -> None:
         """Has a machine write its files."""
         said = {
             place.directory: await machine.ask("leave", *self._file(who, place.directory)) for place in self._places
         }
         self._left[who] = said
 
-    async def findings(self, who: str, machine: Asked) -> list[DoctorFinding]:
+    async def findings(self, who: str, machine: AskedMachine) -> list[DoctorFinding]:
         """Has a machine read the files of all others that could write theirs, and remove its own where the run's machine does not see it."""
         found = [await self._finding(who, machine, place) for place in self._places]
         for place in self._places:
@@ -107,7 +107,7 @@ class SharedCheck:
                 await machine.ask("drop", path)
         return found
 
-    async def _finding(self, who: str, machine: Asked, place: SharedPlace) -> DoctorFinding:
+    async def _finding(self, who: str, machine: AskedMachine, place: SharedPlace) -> DoctorFinding:
         directory, own = place.directory, self._left[who][place.directory]
         remedy = f"mount it under the same path on all machines (NFS, say), or set {place.setting} to one that all of them see"
         if own:
@@ -129,7 +129,7 @@ class SharedCheck:
         return str(directory / f".shared-{self._mark}-{number}"), f"{self._mark} {number}\n"
 
 
-async def until_all(check: SharedCheck, machine: Asked, everyone: asyncio.Event, between: float = 2.0) -> None:
+async def until_all(check: SharedCheck, machine: AskedMachine, everyone: asyncio.Event, between: float = 2.0) -> None:
     """Waits for the other machines, and asks this one for the time meanwhile: a worker that hears nothing would leave."""
     while check and not everyone.is_set():
         await machine.ask("clock")

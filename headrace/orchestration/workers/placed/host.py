@@ -163,7 +163,7 @@ class NodeHost:
 
 
 def _replaced(path: Path, word: str) -> str:
-    """Why a file could not be written and replaced; empty if it was."""
+    """Writes and replaces a file. Returns why it could not, or an empty string."""
     part = path.with_name(f"{path.name}.part")
     try:
         for text in ("", WORDS * word):
@@ -178,7 +178,7 @@ def _replaced(path: Path, word: str) -> str:
 
 
 def _unlike(path: Path, word: str) -> str:
-    """Why a file is not as `leave` writes it; empty if it is."""
+    """Returns why a file is not as `leave` writes it, or an empty string."""
     try:
         found = path.read_text()
     except (OSError, ValueError) as error:
