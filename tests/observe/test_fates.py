@@ -22,7 +22,7 @@ from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import Histogram, length_shift, reward_shift
 from headrace.observe.numbers.state import RunState
-from headrace.observe.numbers.totals import trimmed
+from headrace.observe.numbers.step_totals import trimmed
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report

@@ -65,7 +65,7 @@ def _data(run_dir: Path, state: RunState, bins_too: bool) -> ReportData:
 def _some_pools(run_dir: Path, state: RunState, columns: StepColumns, asked: Steps) -> str:
     steps = steps_of(columns)
     first, last = chosen(steps, asked)
-    shown = read_window(run_dir, state.started, first, last, OF_POOLS)
+    shown = read_window(run_dir, state.started, first, last, kinds=OF_POOLS)
     head = strip(columns, first, shown.last) + pager(first, shown.last, steps) + _cut(shown)
     return head + page.pools(_data(run_dir, state, bins_too=False), shown.state)
 

@@ -42,7 +42,13 @@ class StepWindow(NamedTuple):
 
 
 def read_window(
-    run_dir: Path, started: RunStarted | None, first: int, last: int, kinds: Collection[bytes] = (), most: int = MOST
+    run_dir: Path,
+    started: RunStarted | None,
+    first: int,
+    last: int,
+    *,
+    kinds: Collection[bytes] = (),
+    most: int = MOST,
 ) -> StepWindow:
     """Reads the facts of steps `first` to `last`. `started`: the facts' run. `kinds`: the facts that are wanted; all by default. Raises
     OSError if the file cannot be read."""

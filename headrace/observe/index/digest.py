@@ -27,8 +27,8 @@ from headrace.observe.numbers.fates import Fate, Fates, Histogram, Sieve
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Recent, Shares, Tally
 from headrace.observe.numbers.state import RunState, WaitTotal, stride_of
+from headrace.observe.numbers.step_totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals
 from headrace.observe.numbers.tickets import Tickets
-from headrace.observe.numbers.totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals
 from headrace.observe.records import METRICS, MetricsFact
 from headrace.reports import EngineStats
 from headrace.types import Struct

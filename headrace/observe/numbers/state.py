@@ -40,8 +40,8 @@ from headrace.observe.numbers.engine_use import EngineUse, Naps, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Shares
+from headrace.observe.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
 from headrace.observe.numbers.tickets import Tickets
-from headrace.observe.numbers.totals import ProbeTotals, StepTotals, SwapTotals
 from headrace.observe.records import MetricsFact, Sample, StepRow
 
 SHOWN = 256

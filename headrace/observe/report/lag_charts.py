@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from headrace.observe.numbers.totals import over_steps
+from headrace.observe.numbers.step_totals import over_steps
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.observe.numbers.totals import trimmed
+from headrace.observe.numbers.step_totals import trimmed
 from headrace.observe.records import StepRow
 from headrace.observe.report.curves import agents, failures, held_out, lengths_over_steps, throughput
 from headrace.observe.report.data import Bin, ReportData

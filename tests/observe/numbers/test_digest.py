@@ -195,7 +195,7 @@ def test_a_window_has_the_facts_of_its_steps(tmp_path: Path, monkeypatch: pytest
         assert (found.first, found.last, found.cut) == (first, end, False)
         assert {swap.update.version for swap in found.state.swaps} >= set(range(first, end))
         assert found.state.lengths.drawn.count > 0 or first == last
-        pools = read_window(tmp_path, state.started, first, last, OF_POOLS)
+        pools = read_window(tmp_path, state.started, first, last, kinds=OF_POOLS)
         assert pools.state.rows == found.state.rows and not pools.state.lengths.drawn.count
     short = read_window(tmp_path, state.started, 10, 60, most=20_000)
     assert short.cut and 10 <= short.last < 60 and short.state.rows[-1].report.version == short.last

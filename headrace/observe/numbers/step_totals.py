@@ -79,7 +79,7 @@ class StepTotals:
         self.trimmed = 0
         """Tokens that are older than the bound, and so are context only."""
         self.dropped_tokens = self.outside_tokens = self.missing_routes = self.routing_conflicts = 0
-        """As in `TrainReport`."""
+        """Sums of these fields of `TrainReport`."""
         self.lagged = self.widths = self.widest = 0
         """Steps with lags; sum and maximum of the versions between the oldest and the newest token of a step."""
         self.by_lag = LagSums()
