@@ -146,6 +146,11 @@ def test_facts_behind_the_digest_are_read(tmp_path: Path, long: None):
     ):
         assert one[0].tolist() == other[0].tolist() and one[1].tolist() == other[1].tolist(), name
     assert opened.numbers.groups.rows.view.tobytes() == read.numbers.groups.rows.view.tobytes()
+    lines = (tmp_path / METRICS).read_bytes().count(b"\n")
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b"damaged\n")
+    opened.catch_up(60)
+    assert f"(line {lines + 1})" in opened.state.warnings[-1].message
 
 
 def test_a_digest_of_other_metrics_is_not_used(tmp_path: Path, long: None):
