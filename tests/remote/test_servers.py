@@ -17,7 +17,7 @@ import pytest
 from server_processes import alive
 
 from headrace.commands.installed.doctor import engine_findings
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import FORGIVEN, EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.errors import Unreachable
@@ -271,3 +271,6 @@ def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> Non
     played(hopeless, 100.0)
     (error,) = hopeless.gone
     assert len(hopeless.starts) == 3 and "its death no. 3 (engine.max_deaths allows 2)" in str(error)
+    weeks = Played(dead=2 * FORGIVEN)
+    played(weeks, 11 * FORGIVEN)
+    assert len(weeks.starts) == 6 and not weeks.gone, "deaths before an hour of work do not count"
