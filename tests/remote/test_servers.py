@@ -251,6 +251,9 @@ def test_a_server_may_take_long_to_come_up_and_must_not_end_before() -> None:
     slow = Played(starting=600.0)
     played(slow, 5.0)
     assert len(slow.starts) == 1 and not slow.kills and not slow.gone
+    again = Played(starting=880.0, silent=100.0)
+    played(again, 100.0 + 60.0 + 880.0 + 50.0)
+    assert len(again.starts) == 2 and again.kills == 1 and not again.gone, "each process has as long"
     with pytest.raises(WorkerDied, match="was away for 900 s"):
         played(Played(starting=1000.0), 5.0)
     with pytest.raises(ConfigError, match="the server did not come up: it died"):

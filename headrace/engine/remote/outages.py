@@ -223,26 +223,29 @@ class Presence:
         began = asyncio.get_running_loop().time()
         patience = max(self._patience, STARTING) if self._host else self._patience
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience) as deadline:
                 while True:
                     try:
                         return await self._dialect.look(self._connection, SILENT)
                     except (Unreachable, Busy) as error:
                         self._why = str(error)
-                    if self._host:
-                        self._tend(self._host, began)
+                    if self._host and self._tend(self._host, began):
+                        deadline.reschedule(asyncio.get_running_loop().time() + patience)
                     await asyncio.sleep(AGAIN)
         except TimeoutError:
             said = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
             raise WorkerDied("engine", said) from None
 
-    def _tend(self, host: Host, missed: float) -> None:
-        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`."""
+    def _tend(self, host: Host, missed: float) -> bool:
+        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.
+        Returns whether it has started one."""
         if how := host.ended():
             if not self._boot:
                 raise ConfigError(f"{host.who} did not come up: it {how}")
             self._was_up = False
             self._died(f"{host.who} {how}", how)
             host.start()
-        elif self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
+            return True
+        if self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
             host.kill()
+        return False
