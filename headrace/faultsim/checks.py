@@ -33,6 +33,7 @@ from headrace.faultsim.oracles import (
     oldest,
     one_age,
     records_in,
+    trained_in,
 )
 from headrace.faultsim.scorer import AskedScores
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
@@ -209,12 +210,6 @@ class RunHistory:
 
 def _sealed(checkpoint: Path) -> tuple[str, int]:
     return checkpoint.name, (checkpoint / FILES).stat().st_mtime_ns
-
-
-def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
-    """Returns the trained tickets and prompts by step, according to the journal."""
-    steps = read_steps(directory)
-    return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
 
 
 class Referee:
