@@ -21,7 +21,7 @@ from headrace.types import Request, RoutingTrace, Stop, TopLogprobs
 from headrace.weights import WeightUpdate
 
 LOWEST = -3.4e38
-"""What `headrace serve` writes for the log-prob of a token that cannot be sampled: JSON has no infinity."""
+"""Stands for the log-prob of a token that cannot be sampled: JSON has no infinity."""
 
 _ENDS: dict[str, Stop] = {"stop": "stop", "length": "length", "error": "error"}
 _CANNOT = ("forks", "streamed")
