@@ -168,6 +168,9 @@ def prompts(state: RunState) -> Verdict:
         said.append(
             f"as uneven as {chosen.effective:.0f} equally likely prompts, of {chosen.known}; one at most {chosen.most} times"
         )
+    if chosen.sizes:
+        shares = (f"{size} ({percent(chosen.sizes[size] / chosen.sizes.total())})" for size in sorted(chosen.sizes))
+        said.append(f"groups of {', '.join(shares)} rollouts")
     said.append("the reward of what was drawn is that of chosen prompts, not of the policy")
     return Verdict(title, f"chosen, {number(chosen.distance, 2)} from uniform", "; ".join(said), "plain")
 
