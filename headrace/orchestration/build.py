@@ -203,7 +203,7 @@ async def join(
     )
     pools.teaching = await open_teaching(config, prepared.planned_teachers, student, telemetry)
     restored = restore_state(
-        plan=plan_of(config, adapter),
+        plan=LoopPlan.of(config, adapter),
         task=prepared.task,
         engine=pools.engine,
         partial=config.partial,
@@ -239,7 +239,7 @@ def _built(
     restored: RestoredState,
     telemetry: Telemetry,
 ) -> BuiltRun:
-    encoder, plan, saved, mark = prepared.encoder, plan_of(config, adapter), storage.saved, scoring_mark(config)
+    encoder, plan, saved, mark = prepared.encoder, LoopPlan.of(config, adapter), storage.saved, scoring_mark(config)
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = assemble(
@@ -291,22 +291,6 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
     tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
     every, served = config.watch.identity_every, config.engine.is_server
     return IdentityProbe(tokens, every, tolerance, telemetry, adapter=adapter, served=served)
-
-
-def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
-    return LoopPlan(
-        steps=config.train.steps,
-        staleness=config.staleness,
-        rollout=config.rollout,
-        seed=config.seed,
-        max_skipped_steps=config.train.max_skipped_steps,
-        checkpoint_every=config.checkpoint.every,
-        evaluate_every=config.eval.every,
-        adapter=adapter,
-        curriculum=config.curriculum,
-        watch=config.watch,
-        save_patience=config.checkpoint.patience,
-    )
 
 
 def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:

@@ -25,6 +25,7 @@ from headrace.observe.board.journal_index import JournalIndex
 from headrace.observe.board.run_list import RunList
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.observe.index.digest import DIGEST
 from headrace.observe.index.group_table import GroupTable, Wanted
 from headrace.observe.index.index_file import INDEX, IndexReader
 from headrace.observe.index.index_sink import NumbersIndex
@@ -230,7 +231,15 @@ def test_a_run_without_an_index_gets_one_in_the_cache(runs: Path, tmp_path: Path
     FollowedRun(path, cache).catch_up(60)
     again = FollowedRun(path, cache)
     assert again.read_share == 0.0 and equal_numbers(again.numbers, read_whole(path))
-    (next(cache.iterdir())).write_bytes(b"torn")
+    monkeypatch.setattr("headrace.observe.board.followed_run.SHORT", 0)
+    (path / DIGEST).unlink()
+    with_sums = FollowedRun(path, cache)
+    assert (
+        with_sums.read_share == 1.0
+        and with_sums.state.step == 30
+        and equal_numbers(with_sums.numbers, read_whole(path))
+    )
+    (next(cache.glob("*.index"))).write_bytes(b"torn")
     assert FollowedRun(path, cache).numbers.size == 0
 
 

@@ -23,9 +23,10 @@ from tiny_run import tiny_config, workers_of
 
 from headrace.durable.journal import read_steps
 from headrace.faultsim.case import Case
-from headrace.faultsim.checks import RunHistory, trained_in
+from headrace.faultsim.checks import RunHistory
 from headrace.faultsim.faults import Fault
 from headrace.faultsim.lives import trial
+from headrace.faultsim.oracles import trained_in
 from headrace.observe.facts import RunEnded
 from headrace.observe.records import read_metrics
 

@@ -28,6 +28,12 @@ class Care:
 
     async def run(self) -> None:
         """Runs as long as the member is one. The fleet loses it where its engine is lost for good."""
+        try:
+            await self._until_lost()
+        except Exception as error:  # no other task learns of the error that ends this one
+            self._rotation.give_up(error)
+
+    async def _until_lost(self) -> None:
         watch = asyncio.ensure_future(self._member.engine.watch())
         turns = asyncio.ensure_future(self._turns())
         try:
@@ -38,8 +44,6 @@ class Care:
         except HeadraceError as error:
             if not self._rotation.is_lost:
                 self._rotation.lose(self._member, error)
-        except Exception as error:  # no other task learns of the error that ends this one
-            self._rotation.give_up(error)
         finally:
             for task in (watch, turns):
                 task.cancel()

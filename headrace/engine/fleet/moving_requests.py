@@ -85,6 +85,12 @@ class Requests:
         self._homes.changed(member)
 
     async def _follow(self, attempt: Attempt) -> None:
+        try:
+            await self._until_over(attempt)
+        except Exception as error:  # no other task learns of it: for example, that a member is lost cannot be recorded
+            self._give_up(error)
+
+    async def _until_over(self, attempt: Attempt) -> None:
         """The request's tokens and its end are heard in `heard`; here is what else can happen to it."""
         pending, member = attempt.pending, attempt.member
         try:

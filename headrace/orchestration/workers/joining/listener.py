@@ -77,8 +77,8 @@ class Listener:
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
         """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may. `reconnect`: seconds in which
-        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
-        kind that is turned away. Raises ConfigError for a token that could be guessed."""
+        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: hears of
+        the first connection of each kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
         self.token, self._host, self._port = token, host, port
