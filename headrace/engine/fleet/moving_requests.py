@@ -133,10 +133,11 @@ class Requests:
             await asyncio.wait([taken.task])
             with suppress(HeadraceError):  # the member is lost, and its care hears of it
                 await member.while_serving(member.engine.stats())
-        finally:
             del self._echoes[request_id]
-        if request_id in self._waiting:
-            self._place(self._waiting.pop(request_id))
+            if request_id in self._waiting:
+                self._place(self._waiting.pop(request_id))
+        except Exception as error:  # no other task learns of it
+            self._give_up(error)
 
     def move(self, member: Member) -> tuple[int, int]:
         """Takes all requests away from a member that has left the rotation. Returns their number, and that of the tokens that they go on
