@@ -107,6 +107,7 @@ def main() -> None:
     os.environ.update(request.variables)
     if _fork_the_server():
         gc.enable()
+        os.execve = _exec  # type: ignore[assignment]
         _run(request.words)
 
 
@@ -142,6 +143,18 @@ def _fork_the_server() -> bool:
 
     preloaded.ForkServer.__init__ = adopt  # type: ignore[method-assign]
     return True
+
+
+def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """What a program becomes in place of itself: a worker, which needs the same libraries."""
+    from headrace.orchestration.workers import worker
+
+    assert [program, *words[1:3]] == [sys.executable, "-m", worker.__name__], words
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [worker.__file__, *words[3:]]
+    worker.main()
+    raise SystemExit(0)
 
 
 def _run(words: Sequence[str]) -> None:
