@@ -37,11 +37,11 @@ def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
 GROWS = {"kind": "contrast", "largest_group": 12, "least_chance": 0.8}
 
 
-@pytest.mark.parametrize("choice", [GROWS, pytest.param({"kind": "pools"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", [GROWS, pytest.param({"kind": "pools"}, marks=pytest.mark.slow)])
 def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
-    tmp_path: Path, tiny_llama: Path, choice: dict[str, Any]
+    tmp_path: Path, tiny_llama: Path, setting: dict[str, Any]
 ):
-    curriculum = {**choice, "candidates": 3}
+    curriculum = {**setting, "candidates": 3}
     settings = tiny_config(tmp_path, tiny_llama, train={"steps": 100_000}, curriculum=curriculum)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1?"}) for i in range(9)))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -70,6 +70,6 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
             drawn.append((record.ticket, choice))
         reader.count(record)
     assert int(prompt.id.split("/")[1]) > 1, "several epochs"
-    assert max(sizes) > 3 or "largest_group" not in choice, "no group has grown"
+    assert max(sizes) > 3 or "largest_group" not in setting, "no group has grown"
     facts = {fact.ticket: fact.choice for fact in read_metrics(run_dir) if isinstance(fact, PromptChosen)}
     assert set(facts) <= dict(drawn).keys() and len(facts) >= len(drawn) - 4, "a kill may cost the last facts"
