@@ -164,11 +164,10 @@ def check(config: RunConfig) -> list[str]:
     if config.adapters:
         return list(dict.fromkeys(_adapter_problems(config)))
     itself = any(teacher.student for teacher in config.teachers)
+    group = config.curriculum.largest(config.rollout.group_size)
     problems = [
         *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
-        *curriculum_problems(
-            config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
-        ),
+        *curriculum_problems(config),
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
@@ -186,8 +185,8 @@ def check(config: RunConfig) -> list[str]:
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
-        *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
-        *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
+        *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
+        *waiting_problems(config.reward, group=group, stop_after=config.watch.stop_after),
         *chat_problems(
             config.environment,
             chat=config.task.chat,

@@ -298,7 +298,7 @@ class Referee:
             assert not fact.lost_tokens or self._history.passes_lost, (
                 f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
             )
-            expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape)
+            expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape.of(fact.rollouts))
             found = fact.outcome, fact.failures
             deaths = sum(fault.kind == "engine_dies" for fault in self._chance.befell) + 2 * len(case.poisoned)
             excused = "engine_died" in fact.failures and found != expected and deaths >= TICKET_DEATHS

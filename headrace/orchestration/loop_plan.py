@@ -78,6 +78,6 @@ class LoopPlan:
         seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
         return self.rollout.request(str(key), context, seed, priority=key.ticket, adapter=self.adapter)
 
-    def environment_seeds(self, ticket: int) -> list[int]:
+    def environment_seeds(self, ticket: int, prompt: Prompt) -> list[int]:
         """The seeds of a group's environments, one for each rollout."""
-        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.group_size)]
+        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.of(prompt))]

@@ -7,10 +7,14 @@ import platform
 import shutil
 import subprocess
 import sys
+from ctypes import byref
 from pathlib import Path
 
 import pytest
+import torch
 
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.packing import SIDE, Packer
 from headrace.native.build import LIMIT, SHARED
 
 HERE = Path(__file__).parent
@@ -21,6 +25,7 @@ TIERS = {
     "cascadelake": "AVX-512",
     "cooperlake": "AVX512-BF16",
     "znver4": "AVX512-BF16",
+    "sapphirerapids": "AMX",
 }
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of another processor")
 compiler = shutil.which("c++") or shutil.which("g++")
@@ -73,6 +78,22 @@ def test_products_of_the_matrix_unit_are_right_by_tiles_in_software(tmp_path):
     if told == "cannot be executed here":
         pytest.skip("this processor lacks AVX512-BF16, which stands beside the tiles; it was compiled")
     assert told == "AMX"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_librarys_own_product_is_right(dtype):
+    """In the calling thread, which has not prepared itself as those of a team have."""
+    library = binding.library(dtype=str(dtype).removeprefix("torch."))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (SIDE, 70))
+    packer = Packer(library, dtype)
+    linear = packer.linear((weight, None))
+    taken = torch.bfloat16 if library.headrace_taken_bytes() == 2 else torch.float32
+    blocks = x.to(taken).view(SIDE, 3, SIDE).transpose(0, 1).contiguous()
+    c = torch.zeros(3, SIDE, SIDE)
+    library.headrace_product(blocks.data_ptr(), SIDE, byref(linear), c.data_ptr())
+    expected = x.double() @ weight.double().T
+    assert (c.transpose(0, 1).reshape(SIDE, -1)[:, :70] - expected).abs().max() < 1e-4
 
 
 def test_products_of_neon_are_right_on_an_emulated_processor(tmp_path):
