@@ -33,7 +33,7 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
 def rates_of_facts(
     facts: Sequence[MetricsFact], config: RunConfig, name: str, branches: bool = False
 ) -> tuple[Rates, float]:
-    """As `rates_of_run`, from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork."""
+    """Returns the same from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork."""
     steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
     samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
     if len(steps) < 3 or len(samples) < 5:
