@@ -51,7 +51,7 @@ class _Wait:
     advances: Callable[[], object] | None = None
     allows: float = 0.0
     seen: object = None
-    """What `advances` returned last."""
+    """The value that `advances` returned last."""
     spared: float = 0.0
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
