@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.batches import Batch, Group
+from headrace.config import RunConfig
 from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import JournalStep
 from headrace.rollouts.episodes import name_of_turn
@@ -63,3 +64,20 @@ class LoopPlan:
     def environment_seeds(self, ticket: int) -> list[int]:
         """The seeds of a group's environments, one for each rollout."""
         return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.group_size)]
+
+
+def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
+    """The plan of a run. `adapter`: as in `LoopPlan`."""
+    return LoopPlan(
+        steps=config.train.steps,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        seed=config.seed,
+        max_skipped_steps=config.train.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        adapter=adapter,
+        curriculum=config.curriculum,
+        watch=config.watch,
+        save_patience=config.checkpoint.patience,
+    )

@@ -134,14 +134,14 @@ def test_the_same_versions_are_the_same() -> None:
 # --- workers that join ---------------------------------------------------------------------------------------------------------
 
 
-def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections:
-    """`come`: called with the address in threads of its own, one for each seat."""
+def examined(directory: Path, model: Path, come: Any, place: Any = None, **engine: Any) -> Sections:
+    """`come`: called with the address in threads of its own, one for each engine's seat. `place`: more settings of `orchestration`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (token := directory / "token").write_text(TOKEN)
     token.chmod(0o600)
-    place = {"kind": "join", "listen": address, "token_file": str(token)}
-    config = load_config(tiny_config(directory, model, engine=engine, orchestration=place))
+    own = {"kind": "join", "listen": address, "token_file": str(token), **(place or {})}
+    config = load_config(tiny_config(directory, model, engine=engine, orchestration=own))
     threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(config.engine.replicas)]
     for one in threads:
         one.start()
@@ -151,11 +151,11 @@ def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections
     return found
 
 
-def offered(address: str, model: Path, examine: Any = answer, token: str = "") -> str:
+def offered(address: str, model: Path, examine: Any = answer, token: str = "", kind: Any = "engine") -> str:
     """Returns what a worker hears in the end."""
     while True:
         try:
-            dial(address, "engine", token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
+            dial(address, kind, token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
         except OSError:
             time.sleep(0.05)
         except HeadraceError as error:
@@ -166,13 +166,28 @@ def test_workers_that_join_are_asked_like_nodes(tiny_llama: Path, tmp_path: Path
     heard: list[str] = []
     sections = examined(tmp_path, tiny_llama, lambda address: heard.append(offered(address, tiny_llama)), replicas=2)
     assert not bad(sections)
-    assert sections["Workers"] == [DoctorFinding("workers", "ok", "2 came; the run has 2 seats")]
+    assert sections["Workers"] == [DoctorFinding("engine offers", "ok", "2 came; the run has 2 seats")]
     assert [one.what for one in last(sections)] == [
         *("headrace", "Python", "torch", "transformers", "clock", "machine", "model", "network")
     ]
     network = last(sections)[-1].value
     assert "MB/s from 127.0.0.1:" in network and network.endswith(" MB/s back")
     assert heard == ["the doctor has asked all that it wanted to know; the run takes its workers when it starts"] * 2
+
+
+def test_workers_that_run_the_user_s_code_are_counted_and_asked_for_its_files(tiny_llama: Path, tmp_path: Path) -> None:
+    def come(address: str) -> None:
+        offered(address, tiny_llama, kind="scorer")
+        (tmp_path / "reward.py").write_text("def share_of_e(completions):\n    return [0.0] * len(completions)\n")
+        offered(address, tiny_llama, kind="scorer")
+
+    sections = examined(tmp_path, tiny_llama, come, place={"kind": "local", "scorers": 2})
+    assert sections["Workers"] == [DoctorFinding("scorer offers", "ok", "2 came; the run has 2 seats")]
+    first, second = (found for title, found in sections.items() if ", scorer: " in title)
+    (code,) = [one for one in first if one.what == "user code"]
+    assert (code.state, code.value) == ("ok", "the run's 1 file") and "model" not in [one.what for one in first]
+    (code,) = [one for one in second if one.what == "user code"]
+    assert code.state == "bad" and "its content differs" in code.value
 
 
 def test_a_worker_with_other_packages_is_shown_and_one_with_another_token_is_not_asked(
@@ -193,12 +208,14 @@ def test_a_worker_with_other_packages_is_shown_and_one_with_another_token_is_not
     found = examined(tmp_path, tiny_llama, come)
     assert "its token is not the controller's" in heard[0] and "the doctor has asked" in heard[1]
     assert [what for what, _ in bad(found)] == ["headrace", "torch"]
-    assert [one.what for one in found["Workers"]] == ["workers", "a stranger"]
+    assert [one.what for one in found["Workers"]] == ["engine offers", "a stranger"]
 
 
 def test_workers_that_do_not_come_are_missed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_check, "ARRIVALS", 0.1)
-    assert bad(examined(tmp_path, tiny_llama, lambda address: None)) == [("workers", "0 came; the run has 1 seat")]
+    assert bad(examined(tmp_path, tiny_llama, lambda address: None)) == [
+        ("engine offers", "0 came; the run has 1 seat")
+    ]
 
 
 def test_other_runs_and_options_without_a_config_are_refused(

@@ -21,8 +21,8 @@ from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
-from headrace.orchestration.build import plan_of
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
+from headrace.orchestration.loop_plan import plan_of
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
 from headrace.orchestration.store.run_directory import configs_until

@@ -10,6 +10,7 @@ import importlib.metadata
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -18,17 +19,20 @@ from headrace.commands.installed.doctor import GIB, DoctorFinding, print_finding
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
+from headrace.observe.texts import plural
 from headrace.orchestration.seats import (
     check_seats,
     invitation,
     ranks_of,
     reach_problem,
+    seats_of,
     secrets_of,
     threads_elsewhere,
     threads_of_rank,
 )
+from headrace.orchestration.user_sites import terms_of_code
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
+from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
@@ -54,14 +58,15 @@ Findings = list[DoctorFinding]
 
 def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
-    if not config.orchestration.elsewhere:
+    place = config.orchestration
+    if not place.elsewhere and not place.hosts:
         raise ConfigError(
-            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join"'
+            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join", or scorers or environments'
         )
-    check_seats(config.orchestration)
-    if config.orchestration.kind == "join":
+    check_seats(place)
+    if place.joined:
         return print_findings(asyncio.run(findings_of_joining(config)))
-    return print_findings(asyncio.run(findings_of(config, open_cluster(config.orchestration.address))))
+    return print_findings(asyncio.run(findings_of(config, open_cluster(place.address))))
 
 
 async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings]:
@@ -100,23 +105,26 @@ async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings
 
 async def findings_of_joining(config: RunConfig) -> dict[str, Findings]:
     """Waits for as many workers as the run has seats, and asks each one. Returns the findings by title."""
-    place, seats = config.orchestration, config.engine.replicas
+    place, seats = config.orchestration, seats_of(config)
     token, tls = secrets_of(place)
     terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
+    code = terms_of_code(config)
     found: dict[str, Findings] = {"Workers": []}
+    came: Counter[Kind] = Counter()
     enough = asyncio.Event()
     away: list[str] = []
     async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
 
         async def examine(hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
-            title = f"Worker {len(found)}: {hello.host} (process {hello.pid})"
+            title = f"Worker {len(found)}, {hello.kind}: {hello.host} (process {hello.pid})"
             found[title] = []
             try:
                 async with asyncio.timeout(PATIENCE):
-                    found[title] = await _ask(ExaminedWorker(ask), terms, address, key)
+                    found[title] = await _ask(ExaminedWorker(ask), code.get(hello.kind, terms), address, key)
             except (TimeoutError, HostLost) as error:
                 found[title] = [DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s")]
-            if len(found) > seats and all(found[one] for one in found if one != "Workers"):
+            came[hello.kind] += 1
+            if all(came[kind] >= len(names) for kind, names in seats.items()):
                 enough.set()
 
         listener = Listener(token, place.host, place.port, terms=terms, tls=tls, examine=examine, say=away.append)
@@ -130,13 +138,21 @@ async def findings_of_joining(config: RunConfig) -> dict[str, Findings]:
             raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
         finally:
             await listener.close()
-    came, wanted = len(found) - 1, f"the run has {seats} seat{'s' if seats > 1 else ''}"
-    missing = f"start more within {ARRIVALS:g} s" if came < seats else ""
     found["Workers"] = [
-        DoctorFinding("workers", "bad" if missing else "ok", f"{came} came; {wanted}", missing),
+        *(_counted(kind, came[kind], len(names)) for kind, names in seats.items()),
+        *(
+            DoctorFinding(kind, "bad", f"{came[kind]} came; the run has no seat for it", "leave it out")
+            for kind in came.keys() - seats.keys()
+        ),
         *(DoctorFinding("a stranger", "note", one) for one in away),
     ]
     return found
+
+
+def _counted(kind: Kind, came: int, seats: int) -> DoctorFinding:
+    missing = f"start more within {ARRIVALS:g} s" if came < seats else ""
+    words = f"{came} came; the run has {plural(seats, 'seat')}"
+    return DoctorFinding(f"{kind} offers", "bad" if missing else "ok", words, missing)
 
 
 async def _node(cluster: Cluster, node: ClusterNode, asked: tuple[Any, str, str]) -> Findings:
@@ -167,7 +183,10 @@ async def _ask(hosted: Hosted, terms: Any, address: str, token: str) -> Findings
         )
     )
     agreed = await hosted.ask("agree", terms)
-    found.append(DoctorFinding("model", "bad" if agreed.unable else "ok", agreed.unable or agreed.model_dir))
+    about, fine = (
+        ("model", agreed.model_dir) if terms.model else ("user code", f"the run's {plural(len(terms.files), 'file')}")
+    )
+    found.append(DoctorFinding(about, "bad" if agreed.unable else "ok", agreed.unable or fine))
     problem, seconds = await hosted.ask("fetch", address, token, SENT)
     if problem:
         remedy = "let its machine reach every port of orchestration.listen's host: the run's, and that of the weights"

@@ -23,10 +23,10 @@ from headrace.orchestration.build import (
     build_task,
     open_model,
     open_telemetry,
-    plan_of,
 )
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.groups.own_groups import OwnGroups
+from headrace.orchestration.loop_plan import plan_of
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs

@@ -19,11 +19,12 @@ from headrace.config import RunConfig, read_config
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import Fact, FirstFailure, Warned, WorkerLost
-from headrace.orchestration.build import build_environment, build_scorer, open_telemetry, plan_of
+from headrace.orchestration.build import build_environment, build_scorer, open_telemetry
 from headrace.orchestration.bus.open_bus import open_bus, runs_on
 from headrace.orchestration.groups.errands import RunNotice
 from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.orchestration.loop_plan import plan_of
 from headrace.orchestration.needs import check_needs
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.starting import start_engine
