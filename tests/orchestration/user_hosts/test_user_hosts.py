@@ -135,6 +135,27 @@ def test_calls_go_to_the_machine_that_has_the_least_and_others_wait_for_a_turn(t
     virtual_time.run(go())
 
 
+def test_a_machine_that_comes_takes_what_waits_for_a_turn_elsewhere(tmp_path: Path) -> None:
+    async def go() -> None:
+        dead, slow, late = RewardMachine(), RewardMachine(1000.0), RewardMachine(value=2.0)
+        dead.then = lambda own: own.host and own.host.die("was killed by SIGKILL")
+        world = await opened(config_of(tmp_path, scorers=2), slow, dead)
+        pool = private(world.sites.scorers, width=1, timeout=2000.0)
+        calls = [asyncio.ensure_future(pool.call(0, JOB)) for _ in range(2)]
+        await asyncio.sleep(10.0)
+        assert (slow.calls, dead.calls) == (1, 1) and not any(one.done() for one in calls)
+        late.host = world.offer(late, "late", "scorer")
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert asyncio.get_running_loop().time() < 20.0 and late.calls == 1
+        for one in calls:
+            one.cancel()
+        await asyncio.wait(calls)
+        await pool.close()
+        await world.sites.close()
+
+    virtual_time.run(go())
+
+
 def test_calls_that_a_lost_machine_had_in_hand_are_made_on_another_one(tmp_path: Path) -> None:
     async def go() -> FactList:
         one, two = RewardMachine(1.0, value=1.0), RewardMachine(1.0, value=2.0)
@@ -193,6 +214,20 @@ def test_silence_of_a_machine_is_no_part_of_a_deadline(shared: bool, tmp_path: P
             pool = SpreadPool(world.sites.scorers, lambda site: SharedProcess(["sandbox", "f"], 3.0, None, site))
         assert await pool.call(0, JOB) == [2.0, 2.0]
         assert asyncio.get_running_loop().time() > 5.0
+        await pool.close()
+        await world.sites.close()
+
+    virtual_time.run(go())
+
+
+def test_time_without_a_core_there_is_no_part_of_a_deadline(tmp_path: Path) -> None:
+    async def go() -> None:
+        one = RewardMachine(5.0)
+        world = await opened(config_of(tmp_path, scorers=1), one)
+        assert one.host
+        one.host.starved = 4.0
+        pool = private(world.sites.scorers, timeout=3.0)
+        assert await pool.call(0, JOB) == [1.0, 1.0]
         await pool.close()
         await world.sites.close()
 
@@ -311,13 +346,15 @@ def test_whatever_is_lost_every_call_has_one_answer_and_none_is_a_zero(
 
 
 class EnvironmentMachine:
-    """A program that plays each rollout in two turns, and may end its host before the second."""
+    """A program that plays each rollout in two turns, and may end its host before the second, or while it loads."""
 
-    def __init__(self, dies: bool = False) -> None:
-        self.dies, self.played = dies, 0
+    def __init__(self, dies: bool = False, loads: bool = True) -> None:
+        self.dies, self.loads, self.played = dies, loads, 0
         self.host: FakeUserHost | None = None
 
     async def __call__(self, orders: asyncio.StreamReader, say: Say) -> None:
+        if not self.loads and self.host:
+            self.host.die("was killed by SIGKILL")
         say(episode_frames.pack(FunctionLoaded()))
         asked: set[int] = set()
         while True:
@@ -388,10 +425,24 @@ def test_rollouts_of_a_lost_machine_are_played_again_together_and_none_is_blamed
             machine.host = world.offer(machine, name, "environment")
         await world.open()
         pool = Pool(FUNCTION, 1, None, world.sites.environments)
-        ended = await asyncio.gather(*(play(pool) for _ in range(8)))
-        assert [reward for reward, _ in ended] == [1.0] * 8 and two.played == 8
-        assert sorted(begun for _, begun in ended) == [1] * 4 + [2] * 4
+        ended = await asyncio.gather(*(play(pool) for _ in range(32)))
+        assert [reward for reward, _ in ended] == [1.0] * 32 and two.played == 32
+        assert sorted(begun for _, begun in ended) == [1] * 16 + [2] * 16
         assert asyncio.get_running_loop().time() < 10.0, "not one after the other"
+        await pool.close()
+        await world.sites.close()
+
+    virtual_time.run(go())
+
+
+def test_a_machine_that_is_lost_while_it_loads_the_code_costs_no_rollout(tmp_path: Path) -> None:
+    async def go() -> None:
+        world = World(environments(tmp_path, 1))
+        for number, machine in enumerate([EnvironmentMachine(loads=False), EnvironmentMachine()]):
+            machine.host = world.offer(machine, f"host-{number}", "environment")
+        await world.open()
+        pool = Pool(FUNCTION, 1, None, world.sites.environments)
+        assert await play(pool) == (1.0, 2)
         await pool.close()
         await world.sites.close()
 

@@ -23,7 +23,9 @@ class FakeUserHost(FakeProcess):
         self._inputs: dict[int, asyncio.StreamReader] = {}
         self._processes: dict[int, asyncio.Task[None]] = {}
         self.frozen = False
-        """Whether it is stopped, as by SIGSTOP: it sends no pulses and starts nothing."""
+        """Whether it is stopped, as by SIGSTOP: it sends no pulses."""
+        self.starved = 0.0
+        """Seconds for which each of its processes had to wait for a core, as its pulses say."""
 
     async def serve(self) -> None:
         pulse = asyncio.create_task(self._pulse())
@@ -62,4 +64,4 @@ class FakeUserHost(FakeProcess):
         while True:
             await asyncio.sleep(PULSE)
             if not self.frozen:
-                self.push("pulse", {})
+                self.push("pulse", dict.fromkeys(self._processes, self.starved))
