@@ -141,6 +141,10 @@ class Listener:
             await self._seat(reader, writer)
         except (TurnedAway, TimeoutError, OSError, EOFError, HeadraceError, msgspec.MsgspecError) as error:
             await self._turn_away(writer, error)
+        except (
+            asyncio.CancelledError
+        ):  # by `close`; Python 3.11 would report it as an error in a callback of the stream
+            writer.close()
         finally:
             self._greetings.discard(task)
 
