@@ -51,7 +51,7 @@ def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, .
 class WorkerProcess(UserProcess):
     """One worker process, and the calls that it has not answered yet."""
 
-    def __init__(self, arguments: Sequence[str], log: Path | None, site: Site) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path | None, site: Site = OWN_SITE) -> None:
         """`arguments`: the settings of the sandbox, and the functions."""
         super().__init__("scorer", [_MODULE, *arguments], log, site=site)
         self._ids: Iterator[int] = itertools.count()

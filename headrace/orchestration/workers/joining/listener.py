@@ -232,11 +232,7 @@ class Listener:
             self._strangers -= 1
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
             raise TurnedAway("token", "its token is not the controller's")
-        if hello.version != __version__:
-            raise TurnedAway(
-                "version",
-                f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
-            )
+        _check_version(hello)
         if isinstance(hello, WitnessHello) or self._examine:
             return hello
         if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
@@ -314,6 +310,14 @@ class Listener:
         if self.turned_away[reason] == 1:
             peer = (writer.get_extra_info("peername") or ["an unknown address"])[0]
             self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
+
+
+def _check_version(hello: Hello | WitnessHello) -> None:
+    if hello.version != __version__:
+        raise TurnedAway(
+            "version",
+            f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
+        )
 
 
 async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: DoctorQuestion) -> DoctorAnswer:
