@@ -1,12 +1,12 @@
-"""Seconds until the board shows a long run: the list, fourteen curves, a page of rollouts.
+"""Seconds until the board shows a long run: the list, and every tab.
 
     python benchmarks/board.py                              # 10⁵ steps, 10⁷ rollouts
     python benchmarks/board.py --steps 10000
 
-The run is synthetic: the facts of one step are written again and again with other numbers, with the index that a run writes. Its journal has only the groups of the last
+The run is synthetic: the facts of one step are written again and again with other numbers, with the index and the digest that a run writes. Its journal has only the groups of the last
 `--journal` steps, because that of all steps would need a hundred gigabytes; a place in it is found the same way. Times are CPU seconds of
-the process, without the browser: for a run that was never opened, for one without an index (of an earlier release), and for one that was
-opened before.
+the process, without the browser: for a run that was never opened, for one that was, and with `--without` for a run of an earlier release,
+which has neither index nor digest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from typing import TypeVar
 from headrace.batches import Group, Row
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
+from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.observe.index.digest import DIGEST
 from headrace.observe.index.group_table import Wanted
 from headrace.observe.index.index_file import INDEX
 from headrace.observe.index.index_sink import NumbersIndex
@@ -83,7 +85,7 @@ def write_run(run_dir: Path, steps: int, journaled: int, rng: random.Random) -> 
             index.record(fact, state)
             spent += time.process_time() - before
     index.close()
-    print(f"{spent / steps * 1e6:8.0f} µs  a step, for the index that the run writes")
+    print(f"{spent / steps * 1e6:8.0f} µs  a step, for the index and the digest that the run writes")
     for step in range(steps - journaled, steps):
         for ticket in range(step * GROUPS, (step + 1) * GROUPS):
             journal.write(ReadyRecord(4.0 * step, group(ticket, step, rng)))
@@ -136,48 +138,61 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--journal", type=int, default=1000, help="steps whose groups are in the journal")
+    parser.add_argument(
+        "--without", action="store_true", help="also without index and digest (a run of an earlier release)"
+    )
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.dir) as place:
         runs = Path(place) / "runs"
         runs.mkdir()
         write_run(runs / "long", given.steps, given.journal, random.Random(0))
-        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl", INDEX)]
+        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl", INDEX, DIGEST)]
         print(
             f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal, "
-            f"{sizes[2]:,.0f} MiB of index"
+            f"{sizes[2]:,.0f} MiB of index, {1024 * sizes[3]:,.0f} KiB of digest"
         )
 
         def board() -> RunsBoard:
             return RunsBoard(runs, held=lambda path: False, make_pieces=lambda path: None, saves=Path(place) / "cache")
 
-        def curves(shown: RunsBoard, window: int = 1) -> object:
-            return shown.curves(["long"], CURVES, "step", window=window, within=(-1e9, 1e9), points=1000)
+        def curves(shown: RunsBoard, window: int = 1, within: tuple[float, float] = (-1e9, 1e9)) -> object:
+            return shown.curves(["long"], CURVES, "step", window=window, within=within, points=1000)
 
-        first = board()
-        timed("the list, never opened", first.lines)
-        timed("14 curves, never opened (from the index that the run wrote)", lambda: curves(first))
-        timed("a page of the newest rollouts, never opened", lambda: first.rollouts("long", RolloutQuery()))
-        fresh = board()
-        timed("reading all facts, from the first byte", lambda: fresh.run("long").catch_up(1e9))
-        (runs / "long" / INDEX).unlink()
-        alone = board()
-        timed("14 curves of a run without an index (they grow)", lambda: curves(alone))
-        timed("reading it from its first byte, once", lambda: alone.run("long").catch_up(1e9))
-        again = board()
-        timed("opened again: 14 curves (from the cache)", lambda: curves(again))
-        timed("14 curves, smoothed", lambda: curves(fresh, 100))
+        timed("the list of runs, never opened", board().lines)
+        print("each line: a board that has just been started, and a run that it never opened")
+        timed("the tab Curves: 14 of them", lambda: curves(board()))
+        timed("the tab Samples: a page of the newest", lambda: board().rollouts("long", RolloutQuery()))
+        for part in PARTS:
+            timed(f"the tab {part}", lambda part=part: board().part("long", part))  # type: ignore[misc]
+        shown = board()
+        timed("all of it read (facts behind the digest)", lambda: shown.run("long").catch_up(1e9))
+        print("the same board, asked again")
+        for part in PARTS:
+            timed(f"the tab {part}", lambda part=part: shown.part("long", part))  # type: ignore[misc]
+        middle = given.steps // 2
+        for part, width in (("pools", 40), ("pools", 600), ("drawn", 600)):
+            there = (middle, middle + width - 1)
+            timed(f"{width} steps in the middle, in the tab {part}", lambda p=part, t=there: shown.part("long", p, t))  # type: ignore[misc]
+        timed("14 curves, smoothed", lambda: curves(shown, 100))
+        timed("14 curves, a tenth of the run", lambda: curves(shown, within=(middle, middle + given.steps // 10)))
         timed(
             "reading the rest of the journal",
-            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(steps=(given.steps, 1e9)))),
+            lambda: shown.rollouts("long", RolloutQuery(wanted=Wanted(steps=(given.steps, 1e9)))),
         )
-        timed("a page of the newest rollouts", lambda: fresh.rollouts("long", RolloutQuery()))
+        timed("a page of the newest rollouts", lambda: shown.rollouts("long", RolloutQuery()))
         timed(
             "a page of rollouts with reward 1, longest first",
-            lambda: fresh.rollouts("long", RolloutQuery(wanted=Wanted(rewards=(1, 1)), order="longest")),
+            lambda: shown.rollouts("long", RolloutQuery(wanted=Wanted(rewards=(1, 1)), order="longest")),
         )
-        for part in ("overview", "drawn", "pools"):
-            timed(f"the tab {part}", lambda part=part: fresh.part("long", part))  # type: ignore[misc]
+        if given.without:
+            (runs / "long" / INDEX).unlink()
+            (runs / "long" / DIGEST).unlink()
+            alone = board()
+            timed("14 curves of a run without an index (they grow)", lambda: curves(alone))
+            timed("reading it from its first byte, once", lambda: alone.run("long").catch_up(1e9))
+            timed("opened again: 14 curves (from the cache)", lambda: curves(board()))
+            timed("opened again: the tab overview (from the cache)", lambda: board().part("long", "overview"))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ class Drawn:
     effective: float
     """Equally likely prompts that would be drawn as unevenly."""
     draws: int
+    rollouts: int
     solved: float
     """Mean solve rate of all prompts at the end."""
 
@@ -72,13 +73,15 @@ def simulate(config: CurriculumConfig, seed: int) -> Drawn:
     flying: list[tuple[int, int, tuple[float, ...]]] = []
     quarters = [Counter[bool]() for _ in range(4)]
     times: Counter[int] = Counter()
-    trained = ticket = 0
+    trained = ticket = rollouts = 0
     while trained < STEPS * GROUPS:
         while len(flying) < FLYING:
-            number = curriculum.draw(ticket)[0].tokens[0]
+            prompt = curriculum.draw(ticket)[0]
+            number, size = prompt.tokens[0], prompt.rollouts or SIZE
             times[number] += 1
+            rollouts += size
             rate = 1 / (1 + math.exp(-logits[number]))
-            flying.append((ticket, number, tuple(float(chance.random() < rate) for _ in range(SIZE))))
+            flying.append((ticket, number, tuple(float(chance.random() < rate) for _ in range(size))))
             ticket += 1
         ended, number, rewards = flying.pop(chance.randrange(FLYING // 2))
         flat = len(set(rewards)) == 1
@@ -97,6 +100,7 @@ def simulate(config: CurriculumConfig, seed: int) -> Drawn:
         quarters=[one[True] / one.total() for one in quarters],
         effective=total * (total - 1) / sum(n * (n - 1) for n in times.values()),
         draws=total,
+        rollouts=rollouts,
         solved=statistics.mean(1 / (1 + math.exp(-one)) for one in logits),
     )
 
@@ -108,15 +112,15 @@ def line(name: str, config: CurriculumConfig) -> str:
     flat, spread = mean(one.flat for one in runs), statistics.stdev(one.flat for one in runs)
     return (
         f"| {name} | {flat:.0%} ± {spread:.0%} | {quarters} | {mean(one.draws for one in runs):.0f} "
-        f"| {mean(one.effective for one in runs):.0f} | {mean(one.solved for one in runs):.3f} |"
+        f"| {mean(one.rollouts for one in runs):.0f} | {mean(one.effective for one in runs):.0f} | {mean(one.solved for one in runs):.3f} |"
     )
 
 
 def main() -> None:
     print(
-        "| curriculum | without contrast | steps 1-10 | 11-20 | 21-30 | 31-40 | groups drawn | effective prompts | solved |"
+        "| curriculum | without contrast | steps 1-10 | 11-20 | 21-30 | 31-40 | groups drawn | rollouts drawn | effective prompts | solved |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     print(line("uniform", CurriculumConfig()), flush=True)
     for candidates in (16, 64):
         for rest in (128, 512, 2048):
@@ -125,6 +129,9 @@ def main() -> None:
     for least in (0.3, 0.5, 0.7):
         contrast = CurriculumConfig(kind="contrast", least_chance=least)
         print(line(f"contrast, least chance {least}", contrast), flush=True)
+    for largest in (16, 32):
+        grown = CurriculumConfig(kind="contrast", least_chance=0.7, largest_group=largest)
+        print(line(f"contrast, least chance 0.7, groups of up to {largest}", grown), flush=True)
 
 
 if __name__ == "__main__":

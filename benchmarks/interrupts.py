@@ -140,7 +140,7 @@ def lags_of(steps: Iterable[object]) -> Json:
 
 def gaps_of(rows: Iterable[object]) -> Json:
     """Compares engine and trainer, over all loss tokens and over those of rollouts that met a swap."""
-    from headrace.observe.numbers.lags import over_steps
+    from headrace.observe.numbers.step_totals import over_steps
 
     stats = over_steps(rows)  # type: ignore[arg-type]
     found = {}

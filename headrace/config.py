@@ -34,6 +34,7 @@ from headrace.sandbox.config import SandboxConfig
 from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.host_problems import host_problems
+from headrace.settings.learning_problems import learning_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
 from headrace.settings.placement_problems import placement_problems
@@ -163,12 +164,10 @@ def check(config: RunConfig) -> list[str]:
     if config.adapters:
         return list(dict.fromkeys(_adapter_problems(config)))
     itself = any(teacher.student for teacher in config.teachers)
+    group = config.curriculum.largest(config.rollout.group_size)
     problems = [
         *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
-        *curriculum_problems(
-            config.curriculum, config.algo.name, config.algo.compares or config.algo.recipe.loss.weighs_rollouts
-        ),
-        *_length_problems(config),
+        *curriculum_problems(config),
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
@@ -186,8 +185,8 @@ def check(config: RunConfig) -> list[str]:
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
-        *sandbox_problems(config.reward, group=config.rollout.group_size, seconds=config.sandbox.seconds),
-        *waiting_problems(config.reward, group=config.rollout.group_size, stop_after=config.watch.stop_after),
+        *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
+        *waiting_problems(config.reward, group=group, stop_after=config.watch.stop_after),
         *chat_problems(
             config.environment,
             chat=config.task.chat,
@@ -198,18 +197,8 @@ def check(config: RunConfig) -> list[str]:
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
-        *_learning_problems(config),
+        *learning_problems(config),
     ]
-    if config.train.warmup_steps >= config.train.steps:
-        problems.append(
-            f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
-            "the full learning rate; lower train.warmup_steps"
-        )
-    if config.train.minutes and config.staleness.window > 1:
-        problems.append(
-            f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
-            "depends; remove one of the two"
-        )
     try:
         check_installed(config.observe)
     except ConfigError as error:
@@ -218,61 +207,6 @@ def check(config: RunConfig) -> list[str]:
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
-
-
-def _learning_problems(config: RunConfig) -> Iterator[str]:
-    if config.rollout.temperature == 0:
-        yield (
-            "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
-            "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
-        )
-    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
-        yield (
-            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
-            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
-            'lora.publish = "adapter"'
-        )
-    if config.algo.credit == "segment" and not config.reward.segmented:
-        yield (
-            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
-            'reward.functions or reward.services, or algo.credit = "rollout"'
-        )
-    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
-        yield (
-            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
-            'or "drop"'
-        )
-    if config.rollout.group_size < config.algo.min_rollouts:
-        yield (
-            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
-            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
-        )
-
-
-def _length_problems(config: RunConfig) -> list[str]:
-    problems = []
-    if config.rollout.max_tokens >= config.engine.context_length:
-        problems.append(
-            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
-            f"{config.engine.context_length}; lower the first or raise the second"
-        )
-    cache = config.reward.soft_overlong_punishment.cache
-    if cache > config.rollout.max_tokens:
-        problems.append(
-            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
-            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
-        )
-    if cache and config.algo.recipe.advantage == "zero":
-        problems.append(
-            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
-            "advantage"
-        )
-    if config.eval.prompts > config.task.held_out:
-        problems.append(
-            f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
-            "raise task.held_out or lower eval.prompts"
-        )
-    return problems
 
 
 def _fork_problems(config: RunConfig) -> Iterator[str]:

@@ -10,6 +10,10 @@ sampling keeps it (DAPO, Yu et al. 2025, arXiv:2503.14476). A prompt is judged b
 tried from time to time, and the more often the less is known of them. With the expected chance instead, a run of the demo drew 27 of its
 136 prompts in its last steps (docs/curriculum.md).
 
+A group may be larger where contrast is rare. Its size follows from the expected chance: before the first rollout is sampled, and from earlier
+groups alone. So the rollouts of a group are independent draws of one policy, and their advantages have no bias by its size, as they would if
+sampling went on until they differed.
+
 Rewards of more than two values may differ among rollouts that all are solved, or all are not. How often that happens is counted for each
 prompt. Where rewards do not show contrast (a length penalty gives equal rewards contrast), whole groups are counted.
 """
@@ -19,6 +23,8 @@ from __future__ import annotations
 import math
 import random
 from typing import Literal
+
+import numpy as np
 
 from headrace.types import Struct
 
@@ -34,6 +40,8 @@ SHARE = 0.06
 among a few (docs/curriculum.md)."""
 LONGEST_REST = 5
 """Doublings of a rest at most."""
+_NODES, _TALL = np.polynomial.hermite.hermgauss(15)
+_WEIGHTS = _TALL / _TALL.sum()
 
 
 class Belief(Struct, frozen=True, array_like=True):
@@ -112,7 +120,19 @@ def sampled_chance(
     if by_group or belief.pool == "failed":
         return chance.betavariate(1.0 + kept * belief.mixed, 1.0 + kept * belief.flat)
     logit = chance.gauss(level.logit + belief.ease, math.sqrt(belief.doubt_at(now, half_life)))
-    two = contrast(rate_of(logit), size)
+    return _with_fine(contrast(rate_of(logit), size), belief, kept)
+
+
+def expected_chance(belief: Belief, level: Level, *, now: int, half_life: int, size: int) -> float:
+    """The expectation of the chance that the next group of a prompt has contrast, by Gauss and Hermite's quadrature."""
+    spread = math.sqrt(2.0 * belief.doubt_at(now, half_life))
+    logits = level.logit + belief.ease + spread * _NODES
+    mean = sum(w * contrast(rate_of(logit), size) for logit, w in zip(logits, _WEIGHTS, strict=True))
+    return _with_fine(float(mean), belief, belief.kept(now, half_life))
+
+
+def _with_fine(two: float, belief: Belief, kept: float) -> float:
+    """`two`: the chance of two outcomes. Adds that of rewards which differ though all are solved, or none is."""
     fine = kept * belief.fine / (1.0 + kept * (belief.fine + belief.flat))
     return two + (1.0 - two) * fine
 

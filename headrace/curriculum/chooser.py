@@ -17,7 +17,15 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from headrace.curriculum.beliefs import Belief, Level, PromptPool, observed, resting, sampled_chance
+from headrace.curriculum.beliefs import (
+    Belief,
+    Level,
+    PromptPool,
+    expected_chance,
+    observed,
+    resting,
+    sampled_chance,
+)
 from headrace.curriculum.config import CurriculumConfig
 from headrace.curriculum.observations import Observation, RewardScale, observation_of
 from headrace.curriculum.source import Curriculum, CurriculumState, TaskOrder
@@ -55,6 +63,9 @@ class Chooser:
     def __init__(self, task: Task, config: CurriculumConfig, group_size: int) -> None:
         self.task = task
         self._config, self._size = config, group_size
+        self._largest = group_size
+        while 2 * self._largest <= config.largest_group:
+            self._largest *= 2
         self._beliefs: dict[int, Belief] = {}
         """The belief of each key, the one that was not drawn for longest first."""
         self._flying: dict[int, int] = {}
@@ -73,6 +84,8 @@ class Chooser:
         place = max(range(len(looked)), key=ranks.__getitem__)
         prompt, key = looked[place], key_of(looked[place])
         choice = self._choice(key, looked)
+        if self._config.largest_group:
+            prompt = replace(prompt, rollouts=self._rollouts(key, ticket))
         self._take(ticket, key)
         return prompt, choice
 
@@ -113,11 +126,23 @@ class Chooser:
             self._level,
             now=ticket,
             half_life=self._config.half_life,
-            size=self._size,
+            size=self._largest,
             by_group=self._scale.deceives,
             chance=random.Random(f"curriculum/{ticket}/{key}"),
         )
         return _Rank(free and found >= self._config.least_chance, free, found)
+
+    def _rollouts(self, key: int, ticket: int) -> int:
+        """Returns the size of a prompt's group: the smallest that is expected to have contrast, or the largest."""
+        belief, size = self._beliefs.get(key, replace(NEW, at=ticket)), self._size
+        if belief.pool == "failed" or self._scale.deceives:  # nothing says that a larger group would have contrast
+            return size
+        config = self._config
+        while size < self._largest and config.least_chance > expected_chance(
+            belief, self._level, now=ticket, half_life=config.half_life, size=size
+        ):
+            size *= 2
+        return size
 
     def _take(self, ticket: int, key: int) -> None:
         before = self._beliefs.pop(key, replace(NEW, at=ticket))

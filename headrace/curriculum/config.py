@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -9,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 _OF_CHOICE: dict[str, Any] = {"candidates": 64, "remembered": 50_000}
 _OF_POOLS: dict[str, Any] = {"rest": 512, "wait": 256}
-_OF_CONTRAST: dict[str, Any] = {"half_life": 256, "least_chance": 0.5}
+_OF_CONTRAST: dict[str, Any] = {"half_life": 256, "least_chance": 0.5, "largest_group": 0}
 _FOREIGN: dict[str, dict[str, Any]] = {
     "uniform": _OF_CHOICE | _OF_POOLS | _OF_CONTRAST,
     "pools": _OF_CONTRAST,
@@ -34,6 +35,9 @@ class CurriculumConfig:
     least_chance: float = Field(default=_OF_CONTRAST["least_chance"], gt=0, lt=1)
     """contrast: the probability with which the group of a prompt must have contrast for the prompt to be drawn. A larger one draws fewer
     groups without contrast, and fewer prompts that are nearly solved."""
+    largest_group: int = Field(default=_OF_CONTRAST["largest_group"], ge=0)
+    """contrast: the most rollouts of a group. A group has `rollout.group_size` of them, or two, four, eight, ... times as many: the fewest with
+    which contrast is expected with a probability of `least_chance`, before the first is sampled. 0: all groups have the same size."""
     rest: int = Field(default=_OF_POOLS["rest"], gt=0)
     """pools: the number of draws of the run for which a prompt rests after its first solved group."""
     wait: int = Field(default=_OF_POOLS["wait"], gt=0)
@@ -64,17 +68,32 @@ class CurriculumConfig:
                 f"in the order of the task; after a group without contrast a prompt rests for {self.rest} draws if it was solved, and for "
                 f"{self.wait} if not, each time for twice as long; a draw looks at {self.candidates} prompts at most"
             )
-        return (
+        said = (
             f"the first whose group has contrast with a probability of {self.least_chance:g}, or the best of {self.candidates}; what a group "
             f"showed counts half after {self.half_life} draws"
         )
+        return f"{said}; a group grows to {self.largest_group} rollouts for it" if self.largest_group else said
+
+    def largest(self, group_size: int) -> int:
+        """The most rollouts of a group. `group_size`: the least."""
+        return max(group_size, self.largest_group)
 
 
-def curriculum_problems(config: CurriculumConfig, algorithm: str, needs_contrast: bool) -> list[str]:
-    """`needs_contrast`: whether the algorithm drops groups whose rewards are all equal."""
-    if config.chooses and not needs_contrast:
-        return [
-            f'curriculum.kind = "{config.kind}" chooses prompts whose groups have contrast, but algo.name = {algorithm} learns from groups '
+def curriculum_problems(config: Any) -> Iterator[str]:
+    """Yields a sentence for each setting that the choice of prompts excludes. `config`: a RunConfig."""
+    own, algo, size = config.curriculum, config.algo, config.rollout.group_size
+    if own.chooses and not (algo.compares or algo.recipe.loss.weighs_rollouts):  # it learns from equal rewards too
+        yield (
+            f'curriculum.kind = "{own.kind}" chooses prompts whose groups have contrast, but algo.name = {algo.name} learns from groups '
             'without it as well; set curriculum.kind = "uniform", or use an algorithm that compares rollouts, such as grpo'
-        ]
-    return []
+        )
+    if own.largest_group and own.largest_group < 2 * size:
+        yield (
+            f"curriculum.largest_group = {own.largest_group} lets no group grow, because groups of rollout.group_size = {size} grow by doubling; "
+            "raise the first, or lower the second"
+        )
+    if own.largest_group and config.environment.is_atropos:
+        yield (
+            f"curriculum.largest_group = {own.largest_group} changes the size of groups, and environments of Atropos post groups of one size; "
+            "set it to 0"
+        )

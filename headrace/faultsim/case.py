@@ -34,6 +34,10 @@ class GroupShape(NamedTuple):
     poisoned: tuple[int, ...] = ()
     """The tickets whose requests end every engine process that begins one."""
 
+    def of(self, rollouts: int) -> GroupShape:
+        """`rollouts`: the size of a group; 0 for the usual one."""
+        return self._replace(size=rollouts or self.size)
+
 
 class Case(Struct, frozen=True):
     """One run: its settings, its schedule (`seed`) and its faults. Equal cases run equally."""
@@ -66,6 +70,8 @@ class Case(Struct, frozen=True):
     curriculum: Literal["uniform", "pools", "contrast"] = "uniform"
     """Which prompt is drawn next. Unless it is uniform, there are `DISTINCT` different prompts, which come again and again."""
 
+    grows: bool = False
+    """Whether the curriculum `contrast` doubles groups."""
     poisoned: tuple[int, ...] = ()
     """Tickets whose requests end every engine process that begins one."""
     shared: Literal["", "host", "drop"] = ""
@@ -93,7 +99,8 @@ class Case(Struct, frozen=True):
         """Few candidates and short times, so that short runs choose in every way."""
         candidates = {} if self.curriculum == "uniform" else {"candidates": 3, "remembered": DISTINCT - 2}
         times = {"pools": {"rest": 3, "wait": 2}, "contrast": {"half_life": 2}}.get(self.curriculum, {})
-        return CurriculumConfig(kind=self.curriculum, **candidates, **times)
+        sizes = {"largest_group": 2 * self.group_size} if self.grows and self.curriculum == "contrast" else {}
+        return CurriculumConfig(kind=self.curriculum, **candidates, **times, **sizes)
 
     def task(self) -> SimulatedTask:
         """The task at its beginning."""
@@ -141,7 +148,8 @@ def case_of(seed: int) -> Case:
     if case.members == 1 and seed % 3 == 1:
         case = replace(case, shared="host" if seed % 2 else "drop")
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
-    case = replace(case, curriculum=rng.choice(["pools", "contrast"])) if _chooses(rng, case) else case
+    if _chooses(rng, case):
+        case = replace(case, curriculum=rng.choice(["pools", "contrast"]), grows=seed % 4 < 2)
     return _served(rng, case) if rng.randrange(4) == 0 else case
 
 

@@ -33,6 +33,7 @@ from headrace.faultsim.oracles import (
     oldest,
     one_age,
     records_in,
+    trained_in,
 )
 from headrace.faultsim.scorer import AskedScores
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
@@ -211,12 +212,6 @@ def _sealed(checkpoint: Path) -> tuple[str, int]:
     return checkpoint.name, (checkpoint / FILES).stat().st_mtime_ns
 
 
-def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
-    """Returns the trained tickets and prompts by step, according to the journal."""
-    steps = read_steps(directory)
-    return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
-
-
 class Referee:
     """Implements `protocols.Observer`."""
 
@@ -303,7 +298,7 @@ class Referee:
             assert not fact.lost_tokens or self._history.passes_lost, (
                 f"C7: ticket {ticket} lost {fact.lost_tokens} tokens"
             )
-            expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape)
+            expected = fate_of(case.seed, ticket, fact.prompt_id, case.shape.of(fact.rollouts))
             found = fact.outcome, fact.failures
             deaths = sum(fault.kind == "engine_dies" for fault in self._chance.befell) + 2 * len(case.poisoned)
             excused = "engine_died" in fact.failures and found != expected and deaths >= TICKET_DEATHS

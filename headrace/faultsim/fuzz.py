@@ -70,7 +70,7 @@ def _simpler(case: Case) -> Iterator[Case]:
     for i in range(len(faults)):
         yield _with(case, faults=faults[:i] + faults[i + 1 :])
     plainer: list[dict[str, Any]] = [
-        {"curriculum": "uniform"}, {"shared": ""}, {"mode": "inflight"}, {"overdue": "wait", "stored": 0}, {"order": "stalest"}, {"window": 1}, {"evaluate_every": 0},
+        {"curriculum": "uniform"}, {"grows": False}, {"shared": ""}, {"mode": "inflight"}, {"overdue": "wait", "stored": 0}, {"order": "stalest"}, {"window": 1}, {"evaluate_every": 0},
         {"skips": False}, {"alternatives": 0}, {"alternatives": 0, "turns": 1}, {"group_size": 2}, {"checkpoint_every": 0}, {"max_lag": case.max_lag - 1, "window": 1},
         {"groups": case.groups - 1, "window": 1}, {"steps": case.steps // 2}, {"steps": case.steps - 1},
     ]  # fmt: skip

@@ -49,14 +49,13 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.workers.fake import FakeLauncher
-from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.fake import FakeLauncher, bare_start
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job, Task
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.virtual_time import VirtualTimeLoop
-from headrace.weight_sync.shared_memory import SharedMemory
 
 PATIENCE = 600.0
 """Virtual seconds after which a wait stops the run. Without a fault no wait takes that long."""
@@ -181,17 +180,7 @@ class Life:
         trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
         launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
-        start = TrainerStart(
-            model_dir="",
-            train={},
-            algo={},
-            seed=0,
-            serving_dtype="",
-            keep_routing=False,
-            transport=SharedMemory(-1),  # never opened: weights are words in `_memory`
-            restore={"": str(checkpoint)} if checkpoint else {},
-        )
-        trainer = ProcessTrainer(launcher, start)
+        trainer = ProcessTrainer(launcher, bare_start(restore={"": str(checkpoint)} if checkpoint else {}))
         max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0

@@ -26,6 +26,7 @@ from headrace.durable.journal import (
     LiveRecord,
     ReadyRecord,
     SteppedRecord,
+    read_steps,
 )
 from headrace.faultsim.case import GroupShape
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
@@ -53,6 +54,12 @@ def records_in(directory: Path) -> list[tuple[int, AnyRecord]]:
     path = directory / JOURNAL
     lines = map(_line.decode, path.read_bytes().split(b"\n")[:-1] if path.is_file() else [])
     return [(line.n, line.record) for line in lines]
+
+
+def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
+    """Returns the trained tickets and prompts by step, according to the journal."""
+    steps = read_steps(directory)
+    return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
 
 
 class Counts:

@@ -94,6 +94,8 @@ class GroupEnded(Fact, frozen=True):
     """Tokens of each rollout that lie between its turns: results of tools, what others said."""
     between: tuple[float, ...] = ()
     """Seconds of each rollout in which no turn was sampled."""
+    rollouts: int = 0
+    """Rollouts of the group, if a curriculum has chosen their number; else 0."""
 
 
 class FirstFailure(Fact, frozen=True):

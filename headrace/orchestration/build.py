@@ -30,7 +30,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import RestoredState, assemble, go_live, restore_state
 from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.loop_plan import plan_of
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, earlier_metrics
@@ -214,7 +214,7 @@ async def join(
     )
     pools.teaching = await open_teaching(config, prepared.planned_teachers, student, telemetry)
     restored = restore_state(
-        plan=plan_of(config, adapter),
+        plan=LoopPlan.of(config, adapter),
         task=prepared.task,
         engine=pools.engine,
         partial=config.partial,
@@ -250,7 +250,7 @@ def _built(
     restored: RestoredState,
     telemetry: Telemetry,
 ) -> BuiltRun:
-    encoder, plan, saved, mark = prepared.encoder, plan_of(config, adapter), storage.saved, scoring_mark(config)
+    encoder, plan, saved, mark = prepared.encoder, LoopPlan.of(config, adapter), storage.saved, scoring_mark(config)
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = assemble(

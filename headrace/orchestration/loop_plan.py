@@ -37,6 +37,23 @@ class LoopPlan:
     save_patience: float = 300.0
     """Seconds for which a failed last checkpoint is tried again."""
 
+    @classmethod
+    def of(cls, config: RunConfig, adapter: str) -> LoopPlan:
+        """The plan of a run. `adapter`: the one that its loops train; empty if they train all weights."""
+        return cls(
+            steps=config.train.steps,
+            staleness=config.staleness,
+            rollout=config.rollout,
+            seed=config.seed,
+            max_skipped_steps=config.train.max_skipped_steps,
+            checkpoint_every=config.checkpoint.every,
+            evaluate_every=config.eval.every,
+            adapter=adapter,
+            curriculum=config.curriculum,
+            watch=config.watch,
+            save_patience=config.checkpoint.patience,
+        )
+
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""
         return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
@@ -61,23 +78,6 @@ class LoopPlan:
         seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
         return self.rollout.request(str(key), context, seed, priority=key.ticket, adapter=self.adapter)
 
-    def environment_seeds(self, ticket: int) -> list[int]:
+    def environment_seeds(self, ticket: int, prompt: Prompt) -> list[int]:
         """The seeds of a group's environments, one for each rollout."""
-        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.group_size)]
-
-
-def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
-    """The plan of a run. `adapter`: as in `LoopPlan`."""
-    return LoopPlan(
-        steps=config.train.steps,
-        staleness=config.staleness,
-        rollout=config.rollout,
-        seed=config.seed,
-        max_skipped_steps=config.train.max_skipped_steps,
-        checkpoint_every=config.checkpoint.every,
-        evaluate_every=config.eval.every,
-        adapter=adapter,
-        curriculum=config.curriculum,
-        watch=config.watch,
-        save_patience=config.checkpoint.patience,
-    )
+        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.of(prompt))]

@@ -1,7 +1,9 @@
-"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`).
+"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`), and whether it would that the
+trainer lends its own while it waits.
 
 The same pipeline is simulated with an engine that stands still while the trainer works. On GPUs both then have all of them, instead of a
-part each; on a CPU both have all cores in either case, and what is gained is memory.
+part each; on a CPU both have all cores in either case, and what is gained is memory. Lending is simulated with engines on all GPUs, which
+go at the pace of those that are left to them while the trainer works.
 """
 
 from __future__ import annotations
@@ -87,9 +89,54 @@ def taking_turns(
     return TurnTaking(shared.prediction.seconds_per_step, change, busy, apart)
 
 
+class Lending(NamedTuple):
+    """The prediction for a trainer whose GPUs generate while it waits. Not built: the planner says whether it would be worth it."""
+
+    seconds_per_step: float
+    idle: float
+    """Share of the time in which the trainer waits without lending."""
+    apart: float
+
+    @property
+    def words(self) -> str:
+        share = self.seconds_per_step / self.apart
+        pays = "it would pay" if share < 0.95 else "it would hardly pay"
+        return (
+            f"lending the trainer's GPUs to generation while it waits ({self.idle:.0%} of the time; not built): at best "
+            f"{short_time(self.seconds_per_step)} a step, {share:.2f} times as long: {pays}"
+        )
+
+
+def lending(
+    scenario: Scenario, own: Prediction, *, chip: hardware.Gpu | None, model: Architecture | None, steps: int
+) -> Lending | None:
+    """Simulates the scenario again, with engines on all GPUs. None where the trainer has none of its own, as on a CPU, whose cores the
+    engine has anyway.
+
+    While the trainer works, the sequences of all engines are on those that are left: a pass takes as long as one of so many more sequences. At
+    best, because sequences do not move between engines; the GPUs change hands as in turns, twice a step."""
+    rates, replicas = scenario.rates, scenario.gpus // scenario.rates.engine.gpus
+    if not (chip and model and rates.trainer.gpus) or replicas <= scenario.replicas:
+        return None
+    engine, more = rates.engine, replicas / scenario.replicas
+    read = engine.context * (scenario.prompts.mean_below(float("inf")) + scenario.mean_completion / 2)
+    few, many = (engine.pass_seconds(n) + read * n for n in (own.running / more, own.running))
+    change = (2 * MOVED + BFLOAT16) * model.parameters / (rates.trainer.gpus * HOST_LINK)
+    lent = msgspec.structs.replace(
+        rates,
+        engine_slowed=rates.engine_slowed * many / few,
+        trainer=msgspec.structs.replace(rates.trainer, step=rates.trainer.step + change),
+    )
+    with_more = try_out(dataclasses.replace(scenario, rates=lent, replicas=replicas), steps)
+    return Lending(with_more.prediction.seconds_per_step, own.trainer_idle, own.seconds_per_step)
+
+
 def _with_all(rates: Rates, chip: hardware.Gpu, model: Architecture, config: RunConfig, gpus: int) -> Rates:
     """The rates of a trainer that has all GPUs."""
     train = config.train
     context = train.parallel.context
-    trainer = hardware.trainer_rates(chip, model, gpus - gpus % context, train.microbatch_tokens, context=context)
+    passes = hardware.passes_of(train, config.algo)
+    trainer = hardware.trainer_rates(
+        chip, model, gpus - gpus % context, train.microbatch_tokens, context=context, passes=passes
+    )
     return msgspec.structs.replace(rates, trainer=trainer)

@@ -55,7 +55,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
         *_weights(request),
         *_ranks(request, asked.scenario.rates.trainer.gpus),
         *_piped(request, asked),
-        *([f"  {found.turns.words}"] if found.turns else []),
+        *(f"  {one.words}" for one in (found.turns, found.lending) if one),
     ]
     if biased := bias(prediction):
         lines.append(f"  {biased}")
@@ -109,7 +109,7 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     mesh = hardware.trainer_mesh(chip, model, gpus, tokens, context=train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
     size, waits = moved.microbatch(tokens), moved.together(tokens)
-    computes = 6 * model.active * tokens / (hardware.TRAINS * chip.compute * mesh.tensor)
+    computes = 2 * request.passes * model.active * tokens / (hardware.trains(model) * chip.compute * mesh.tensor)
     names = ("replicate", "context", "tensor", "expert")
     others = [f", {name} = {getattr(mesh, name)}" for name in names if getattr(mesh, name) > 1]
     together = f", and waits for {waits / 1e9:.1f} GB of hidden states" if waits else ""
@@ -200,6 +200,7 @@ def report(found: Answer, travel: Travel | None, price: float, run_steps: int) -
         "turns": {"seconds_per_step": found.turns.seconds_per_step, "change": found.turns.change}
         if found.turns
         else None,
+        "lending": {"seconds_per_step": found.lending.seconds_per_step} if found.lending else None,
         "choices": [_entry(choice, price, run_steps) for choice in found.choices],
         "recommended": found.choices.index(found.recommended) if found.recommended else None,
         "reason": recommendation(found.recommended, found.choices)

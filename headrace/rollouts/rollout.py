@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.types import Request, Sampling
+from headrace.types import Prompt, Request, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -50,10 +50,13 @@ class RolloutConfig:
     """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
     and says why. Failed groups are not counted here (`watch.failed_pause`)."""
 
-    @property
-    def rollouts(self) -> int:
+    def of(self, prompt: Prompt) -> int:
+        """The number of rollouts of a prompt, without alternatives."""
+        return prompt.rollouts or self.group_size
+
+    def all_of(self, prompt: Prompt) -> int:
         """The number of rollouts of a prompt, alternatives included."""
-        return self.group_size * (1 + self.forks.alternatives)
+        return self.of(prompt) * (1 + self.forks.alternatives)
 
     def played(self, turns: int) -> float:
         """Returns the rollouts of a prompt, where an alternative counts as the share of its turns that are its own. `turns`: those of a

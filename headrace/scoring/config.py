@@ -216,7 +216,7 @@ def waiting_problems(config: RewardConfig, *, group: int, stop_after: float) -> 
     for judge in config.judges:
         if judge.mode == "rank" and group > len(LABELS):
             yield (
-                f"the judge {judge.name} ranks at most {len(LABELS)} completions, and rollout.group_size is {group}; use mode = "
+                f"the judge {judge.name} ranks at most {len(LABELS)} completions, and a group has {group}; use mode = "
                 '"compare" or "score", or a smaller group'
             )
     if config.comparing and group < 2:
@@ -228,6 +228,6 @@ def sandbox_problems(config: RewardConfig, *, group: int, seconds: float) -> Ite
     used = [spec.function for spec in config.specs if spec.function in IN_SANDBOX]
     if used and config.timeout < (longest := group * seconds):
         yield (
-            f"reward.timeout = {config.timeout:g} is less than rollout.group_size = {group} programs that each take sandbox.seconds = "
+            f"reward.timeout = {config.timeout:g} is less than the {group} programs of a group that each take sandbox.seconds = "
             f"{seconds:g} under {used[0]}, so endless loops would cost the whole group; set reward.timeout to {2 * longest:g}"
         )

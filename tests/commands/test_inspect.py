@@ -33,7 +33,10 @@ from headrace.steps import spans_of
 from headrace.types import Completion, VersionSpan
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
-RECORDS: list[AnyRecord] = [GoneRecord(0.1, 99, "dropped", "no_contrast"), *records_of(FACTS)]
+RECORDS: list[AnyRecord] = [
+    GoneRecord(0.1, 99, "dropped", "no_contrast", ("reward_raised",), (0.5, 0.25)),
+    *records_of(FACTS),
+]
 
 
 @pytest.fixture
@@ -178,7 +181,10 @@ def test_one_group_by_its_ticket_with_a_line_for_each_token(run: Path) -> None:
 
 
 def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no step of .* trained ticket 99: it was dropped \(no_contrast\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no step of .* trained ticket 99: it was dropped \(no_contrast\); rewards 0\.500, 0\.250; failed: reward_raised 1",
+    ):
         find_step(run, None, 99)
     with pytest.raises(ConfigError, match="has 4 steps, so there is no step 5"):
         find_step(run, 5, None)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from headrace.durable.spelling import encode
@@ -115,3 +116,12 @@ def test_a_curriculum_over_prompts_that_never_come_back_is_advised_against():
     (advice,) = [one for one in advices(state_of(facts)) if one.name == "curriculum"]
     assert "512 of 512 draws were of prompts that had not been drawn before" in advice.sentence
     assert not [one for one in advices(state_of(facts[:-40])) if one.name == "curriculum"], "too few draws"
+
+
+def test_the_sizes_of_groups_are_counted_and_said_if_they_were_chosen():
+    grown = [
+        replace(fact, rollouts=16 if fact.ticket else 4) if isinstance(fact, GroupEnded) else fact for fact in FACTS
+    ]
+    assert state_of(grown).choices.sizes == {4: 1, 16: 4}
+    assert "groups of 4 (20 %), 16 (80 %) rollouts" in prompts(state_of(grown)).detail
+    assert "rollouts" not in prompts(state_of(FACTS)).detail

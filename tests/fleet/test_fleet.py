@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from headrace.engine.fake import FakeEngine
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import in_common
-from headrace.errors import ConfigError, IdentityError, WorkerDied
+from headrace.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
 from headrace.observe.facts import MemberMoved, Warned
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
@@ -58,8 +59,8 @@ def telemetry(facts: FactList) -> Telemetry:
     return Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 1e6))
 
 
-async def flock(engines: list[FakeEngine], version: int | None = 0) -> Flock:
-    facts = FactList()
+async def flock(engines: list[FakeEngine], version: int | None = 0, facts: FactList | None = None) -> Flock:
+    facts = facts or FactList()
     parts = {str(number): engine for number, engine in enumerate(engines, 1)}
     made = Flock(engines, Fleet(parts, FleetPatience(NOBODY, SILENCE), telemetry(facts)), facts)
     made.fleet.listen(lambda raw: made.heard.append(msgspec.msgpack.decode(raw, type=StepOutput)))
@@ -73,9 +74,14 @@ def engine(token: float = TOKEN, **options: Any) -> FakeEngine:
     return FakeEngine(**{"seconds_per_token": token, "length": lambda rng: LENGTH, **options})
 
 
-def run(case: Callable[[Flock], Coroutine[Any, Any, None]], *engines: FakeEngine, count: int = 2) -> None:
+def run(
+    case: Callable[[Flock], Coroutine[Any, Any, None]],
+    *engines: FakeEngine,
+    count: int = 2,
+    facts: FactList | None = None,
+) -> None:
     async def main() -> None:
-        made = await flock(list(engines) or [engine() for _ in range(count)])
+        made = await flock(list(engines) or [engine() for _ in range(count)], facts=facts)
         try:
             async with asyncio.timeout(10_000):
                 await case(made)
@@ -440,6 +446,48 @@ def test_nobody_is_waited_for_longer_than_the_patience() -> None:
             await task
 
     run(case)
+
+
+class FullDisk(FactList):
+    """Cannot write that a member has moved."""
+
+    full = False
+
+    def record(self, fact: Any) -> None:
+        if self.full and isinstance(fact, MemberMoved):
+            raise CheckpointError("the disk is full")
+        super().record(fact)
+
+
+class LostUnderARequest(FakeEngine):
+    """The request is the first to find that it is lost."""
+
+    async def generate(self, request: Request) -> Completion:
+        await asyncio.sleep(3 * TOKEN)
+        raise WorkerDied("engine", "was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("finder", ["care", "request"])
+def test_a_loss_that_cannot_be_recorded_ends_the_fleet_whoever_finds_it(finder: str) -> None:
+    """Nobody awaits the task of a request, or that which cares for a member."""
+    first, unheard = engine() if finder == "care" else LostUnderARequest(), list[dict[str, Any]]()
+
+    async def case(flock: Flock) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+        disk, watch = flock.facts, asyncio.ensure_future(flock.fleet.watch())
+        assert isinstance(disk, FullDisk)
+        (task,) = started(flock, rollout(0, 0))
+        await asyncio.sleep(2.5 * TOKEN)
+        disk.full = True
+        if finder == "care":
+            first.vanish("was killed by SIGKILL")
+        for one in (watch, task):
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                await one
+
+    run(case, first, engine(), facts=FullDisk())
+    gc.collect()  # asyncio reports the error of a task that nobody has asked for it when the task goes
+    assert not unheard
 
 
 def test_requests_wait_while_nobody_serves() -> None:

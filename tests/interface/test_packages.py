@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import venv
 from pathlib import Path
+from urllib.parse import unquote
 from zipfile import ZipFile
 
 import pytest
@@ -42,9 +44,27 @@ def tracked(*folders: str) -> set[str]:
 def test_the_wheel_holds_the_package_with_its_recipes_pages_and_kernels(packages: Path):
     with ZipFile(one(packages, "*.whl")) as wheel:
         inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    wanted = tracked("headrace") | {f"headrace/{name}" for name in tracked("recipes")}
+    pages = {name for name in tracked("docs") if not name.endswith((".py", ".css"))}
+    wanted = tracked("headrace") | {f"headrace/{name}" for name in tracked("recipes") | pages}
     assert inside == wanted
     assert {Path(name).suffix for name in inside} >= {".py", ".cpp", ".js", ".css", ".toml", ".jsonl"}
+
+
+def test_a_recipe_links_to_pages_that_are_in_the_wheel_also_from_its_copy(packages: Path, tmp_path: Path, monkeypatch):
+    with ZipFile(one(packages, "*.whl")) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    package = tmp_path / "installed" / "headrace"
+    monkeypatch.setattr("headrace.__file__", str(package / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    for readme in sorted(package.glob("recipes/*/README.md")):
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", readme.read_text())]
+        assert links and all((readme.parent / link).is_file() for link in links if "//" not in link), (readme, links)
+        assert main(["recipes", readme.parent.name]) == 0
+        copied = re.findall(r"\]\(([^)]+)\)", (tmp_path / readme.parent.name / "README.md").read_text())
+        pages = [
+            Path(unquote(link.removeprefix("file://").partition("#")[0])) for link in copied if link.startswith("file:")
+        ]
+        assert len(pages) == sum("docs/" in link for link in links) and all(page.is_file() for page in pages), copied
 
 
 def test_the_sdist_holds_what_its_tests_need(packages: Path):

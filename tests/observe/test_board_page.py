@@ -180,6 +180,37 @@ def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):
     assert browser.evaluate("document.getElementById('help').open") is True
 
 
+def test_steps_of_a_long_run_are_chosen_by_field_button_and_strip(
+    browser: Headless, place: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.observe.board.board_parts.MAX_BARS", 20)
+    opened(browser, place, "run=first&runs=first&tab=pools")
+    shown = "[...document.querySelectorAll('.pager input')].map((one) => one.value).join('-')"
+    browser.wait(f"{shown} == '1-30'")
+    browser.evaluate(
+        "(() => { const [first, last] = document.querySelectorAll('.pager input'); first.value = 5; last.value = 9;"
+        "document.querySelector('.pager').requestSubmit(); })()"
+    )
+    bars = "document.querySelectorAll('.gantt rect.steps').length"
+    browser.wait(f"{bars} == 5 && {shown} == '5-9' && location.hash.includes('steps=5-9')")
+    browser.evaluate(
+        "[...document.querySelectorAll('.pager button')].find((one) => one.innerText.includes('later')).click()"
+    )
+    browser.wait(f"{shown} == '10-14'")
+    assert browser.evaluate(bars) == 5
+    left, top, width = browser.evaluate(
+        "(({left, top, width}) => [left, top, width])(document.querySelector('.strip svg').getBoundingClientRect())"
+    )
+    browser.drag((left + 0.501 * width, top + 10), (left + 0.501 * width, top + 10))
+    browser.wait(f"{shown} == '14-18'")
+    browser.drag((left + 0.71 * width, top + 10), (left + 0.99 * width, top + 10))
+    browser.wait(f"{shown} == '22-30'")
+    browser.evaluate("document.querySelector('[data-tab=drawn]').click()")
+    browser.wait(f"{shown} == '22-30' && document.querySelector('.figures')")
+    browser.evaluate("document.querySelector('.pager [data-steps=\"\"]').click()")
+    browser.wait(f"{shown} == '1-30' && !location.hash.includes('steps')")
+
+
 @pytest.mark.parametrize("tab", ["curves", "overview", "samples", "pools", "drawn", "accounting", "warnings", "setup"])
 def test_nothing_is_wider_than_a_phone(browser: Headless, place: str, tab: str):
     browser.size(390, 800, phone=True)

@@ -22,6 +22,7 @@ from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import Histogram, length_shift, reward_shift
 from headrace.observe.numbers.state import RunState
+from headrace.observe.numbers.step_totals import trimmed
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
@@ -163,7 +164,7 @@ def test_what_a_step_row_tells_of_swaps_and_of_tokens_out_of_the_loss() -> None:
     group = Group(0, Prompt("p", "", (1,)), scored, rows)
     row = summarise(StepTrained(1.0, TrainReport(3, 4), (group,), {0: 5, 2: 1}, 0.0, 0.0, 0.0, 0.0))
     assert (row.swapped, row.mixed_tokens, row.old_cache_tokens, row.outside) == (1, 1, 2, {2: 2})
-    assert measures.trimmed(row, 1) == 2 and measures.trimmed(row, 2) == 0
+    assert trimmed(row, 1) == 2 and trimmed(row, 2) == 0
 
 
 def test_the_summary_tells_of_versions_trimming_and_interruptions() -> None:
@@ -274,4 +275,4 @@ def test_of_cancelled_groups_no_innocence_is_claimed() -> None:
 
 def test_trimming_is_counted() -> None:
     state = simulated(max_lag=2, overdue="trim", in_flight=12)
-    assert sum(measures.trimmed(row, 2) for row in state.rows) > 0 and max(state.lags) <= 2
+    assert sum(trimmed(row, 2) for row in state.rows) > 0 and max(state.lags) <= 2

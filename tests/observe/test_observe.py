@@ -360,15 +360,16 @@ def test_a_ready_group_may_still_be_dropped_with_its_step() -> None:
 def test_engine_idle_counts_restarts_from_zero_and_skips_the_time_between_sessions() -> None:
     use = EngineUse()
     for t, busy in ((0, 0.0), (1, 1.0), (2, 1.5), (3, 0.25)):  # at 3 a new process answers
-        use.fold(float(t), EngineStats(busy_seconds=busy, sampled_tokens=int(100 * busy)))
+        use.fold(float(t), EngineStats(busy_seconds=busy, sampled_tokens=int(100 * busy)), [(0.0, math.inf)])
     assert [span.busy for span in use.spans] == [1.0, 0.5, 0.25]
-    assert use.idle([(0.0, 3.0)]) == pytest.approx(1 - 1.75 / 3)
-    assert use.idle([(0.0, 1.0)]) == pytest.approx(0.0)
+    assert use.idle == pytest.approx(1 - 1.75 / 3)
     use.restart()
-    use.fold(100.0, EngineStats())
-    use.fold(101.0, EngineStats(busy_seconds=1.0))
-    assert use.idle([(0.0, 101.0)]) == pytest.approx(1 - 2.75 / 4)
-    assert use.idle([(50.0, 60.0)]) is None
+    use.fold(100.0, EngineStats(), [(0.0, 3.0), (99.0, math.inf)])
+    use.fold(101.0, EngineStats(busy_seconds=1.0), [(0.0, 3.0), (99.0, math.inf)])
+    assert use.idle == pytest.approx(1 - 2.75 / 4) and use.rate == pytest.approx(175 / 4)
+    use.fold(102.0, EngineStats(busy_seconds=2.0), [(0.0, 3.0), (99.0, 101.0)])
+    assert use.idle == pytest.approx(1 - 2.75 / 4), "the time after the training does not count"
+    assert EngineUse().idle is None and EngineUse().rate is None
 
 
 def test_time_left_follows_the_pace_of_the_steps() -> None:

@@ -14,8 +14,8 @@ from fact_stream import FactStream, records_of, standing, write_journal
 from headrace.batches import Group
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
-from headrace.observe.numbers.lags import over_steps
 from headrace.observe.numbers.state import RunState
+from headrace.observe.numbers.step_totals import over_steps
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
 from headrace.observe.report import write_report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from server_processes import checked_run, config_for, headrace_server, serving
@@ -11,12 +12,13 @@ from tiny_run import at_steps, of, until_noted
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import WorkerLost
+from headrace.observe.facts import WeightsLive, WorkerLost
 
 
 def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    with serving(headrace_server(tiny_llama, tmp_path / "cache")) as server:
-        config = config_for(tmp_path, tiny_llama, server)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with serving(headrace_server(tiny_llama, tmp_path / "cache")) as server, TemporaryDirectory(dir=memory) as shared:
+        config = config_for(tmp_path, tiny_llama, server, engine={"shared_dir": shared})
         run = tmp_path / "runs" / "tiny"
 
         def kill_and_start_again() -> None:
@@ -27,6 +29,8 @@ def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_l
         killer = at_steps(config, {2: kill_and_start_again})
         result = headrace.train(config)
         killer.join()
+        assert all(one.update.where["path"].startswith(shared) for one in of(run, WeightsLive))
+        assert not list(Path(shared).iterdir()), "nothing is left there"
     assert result.step == 6
     checked_run(run, 6)
     assert len(of(run, WorkerLost)) == 1
@@ -47,6 +51,7 @@ def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, t
         for engine, words in (
             ({"dtype": "bfloat16"}, 'set engine.dtype = "float32"'),
             ({"context_length": 128}, "engine.context_length=128"),
+            ({"shared_dir": str(tmp_path / "nowhere")}, "nowhere is no directory here"),
         ):
             with pytest.raises(ConfigError, match=re.escape(words)):
                 headrace.train(config_for(tmp_path, tiny_llama, server, engine=engine))

@@ -17,7 +17,7 @@ import pytest
 from server_processes import alive
 
 from headrace.commands.installed.doctor import engine_findings
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import FORGIVEN, EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.errors import Unreachable
@@ -251,6 +251,9 @@ def test_a_server_may_take_long_to_come_up_and_must_not_end_before() -> None:
     slow = Played(starting=600.0)
     played(slow, 5.0)
     assert len(slow.starts) == 1 and not slow.kills and not slow.gone
+    again = Played(starting=880.0, silent=100.0)
+    played(again, 100.0 + 60.0 + 880.0 + 50.0)
+    assert len(again.starts) == 2 and again.kills == 1 and not again.gone, "each process has as long"
     with pytest.raises(WorkerDied, match="was away for 900 s"):
         played(Played(starting=1000.0), 5.0)
     with pytest.raises(ConfigError, match="the server did not come up: it died"):
@@ -271,3 +274,6 @@ def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> Non
     played(hopeless, 100.0)
     (error,) = hopeless.gone
     assert len(hopeless.starts) == 3 and "its death no. 3 (engine.max_deaths allows 2)" in str(error)
+    weeks = Played(dead=2 * FORGIVEN)
+    played(weeks, 11 * FORGIVEN)
+    assert len(weeks.starts) == 6 and not weeks.gone, "deaths before an hour of work do not count"

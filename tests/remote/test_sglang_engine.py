@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labelled_engine import ENDS, LENGTH, Kind, request, so_far, until, update
+from labelled_engine import ENDS, LENGTH, SGLANG, request, so_far, until, update
 
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialects.labelled import UNLABELLED
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.sglang_facts import statistics
-from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.strangers import open_control
-from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.types import Request, Sampling
 
-SERVER: Kind[FakeSglang] = Kind(FakeSglang, SglangDialect, {"context_length": 500})
-served, engine_at, run = SERVER.served, SERVER.engine_at, SERVER.run
+served, run = SGLANG.served, SGLANG.run
 
 
 def test_an_update_while_requests_stream_divides_their_tokens_exactly(tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -124,65 +121,6 @@ def test_what_is_not_asked_of_it_is_refused(tiny_tokenizer: Path, tmp_path: Path
                 await engine.generate(refused)
 
     run(tiny_tokenizer, tmp_path, case)
-
-
-def test_a_label_that_somebody_else_sets_ends_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    async def case(engine: RemoteEngine, server: FakeSglang, directory: Path) -> None:
-        asking = asyncio.ensure_future(engine.generate(request("a")))
-        await until(lambda: so_far(engine, "a") > 3)
-        server.label = "of another run"
-        for one in (asking, engine.watch()):
-            with pytest.raises(IdentityError, match="labelled of another run"):
-                await one
-
-    run(tiny_tokenizer, tmp_path, case, speed=0.01)
-
-
-def test_a_new_process_is_met_once_and_before_it_is_given_a_label(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    """However many requests look when the one before has ended, and though an update was under way."""
-
-    async def case(engine: RemoteEngine, server: FakeSglang, directory: Path) -> None:
-        dialect, connection = engine._dialect, engine._connection
-        server.label = UNLABELLED
-        with pytest.raises(Unreachable, match="it was started anew"):
-            await dialect.load(connection, update(directory, 1), 60)
-        states = await asyncio.gather(*(dialect.look(connection, 60) for _ in range(5)))
-        assert len({state.boot for state in states}) == 1 and server.label.endswith("-2-none")
-        await engine.load(update(directory, 1))
-        assert "-2-v1-" in server.label
-
-    run(tiny_tokenizer, tmp_path, case)
-
-
-def test_weights_that_sglang_cannot_load_end_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    async def case(engine: RemoteEngine, server: FakeSglang, directory: Path) -> None:
-        server.faults.add("load_fails")
-        with pytest.raises(ConfigError, match="could not load version 1"):
-            await engine.load(update(directory, 1))
-
-    run(tiny_tokenizer, tmp_path, case)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"dtype": "auto"}, "--dtype bfloat16"),
-        ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
-        ({"max_loras_per_batch": "many", "enable_lora": True}, "does not describe itself as SGLang"),
-        ({"api_key": "0123456789abcdef"}, "engine.token_file"),
-    ],
-)
-def test_a_server_without_what_a_run_needs_is_refused(how: dict[str, Any], words: str, tiny_tokenizer: Path) -> None:
-    async def go() -> None:
-        async with asyncio.timeout(100), served(tiny_tokenizer, **how) as (url, _):
-            engine = engine_at(url)
-            try:
-                with pytest.raises(HeadraceError, match=words):
-                    await engine.open()
-            finally:
-                await engine.close()
-
-    asyncio.run(go())
 
 
 def test_adapters_are_what_the_server_has_room_for(tiny_tokenizer: Path) -> None:

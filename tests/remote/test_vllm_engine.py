@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
-from labelled_engine import ENDS, LENGTH, Kind, request, so_far, until, update
+from labelled_engine import ENDS, LENGTH, VLLM, request, so_far, until, update
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialects.labelled import UNLABELLED
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.dialects.vllm_facts import statistics
-from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.strangers import open_control
-from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.types import Request, Sampling
 
-SERVER: Kind[FakeVllm] = Kind(FakeVllm, lambda ends: VllmDialect(ends, check_every=0))
-served, engine_at, run = SERVER.served, SERVER.engine_at, SERVER.run
+served, run = VLLM.served, VLLM.run
 
 
 def test_an_update_while_requests_stream_divides_their_tokens_exactly(tiny_tokenizer: Path, tmp_path: Path) -> None:
@@ -76,86 +71,6 @@ def test_a_prompt_is_scored_and_a_request_that_has_all_its_tokens_ends(tiny_toke
                 await engine.generate(request("b", **more))
 
     run(tiny_tokenizer, tmp_path, case)
-
-
-def test_a_label_that_somebody_else_sets_ends_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    async def case(engine: RemoteEngine, server: FakeVllm, directory: Path) -> None:
-        asking = asyncio.ensure_future(engine.generate(request("a")))
-        await until(lambda: so_far(engine, "a") > 3)
-        server.label = "of another run"
-        for one in (asking, engine.watch()):
-            with pytest.raises(IdentityError, match="labelled of another run"):
-                await one
-
-    run(tiny_tokenizer, tmp_path, case, speed=0.01)
-
-
-def test_a_new_process_is_met_once_and_before_it_is_given_a_label(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    """However many requests look when the one before has ended, and though an update was under way."""
-
-    async def case(engine: RemoteEngine, server: FakeVllm, directory: Path) -> None:
-        dialect, connection = engine._dialect, engine._connection
-        server.label = UNLABELLED
-        with pytest.raises(Unreachable, match="it was started anew"):
-            await dialect.load(connection, update(directory, 1), 60)
-        states = await asyncio.gather(*(dialect.look(connection, 60) for _ in range(5)))
-        assert len({state.boot for state in states}) == 1 and server.label.endswith("-2-none")
-        await engine.load(update(directory, 1))
-        assert "-2-v1-" in server.label
-
-    run(tiny_tokenizer, tmp_path, case)
-
-
-def test_weights_that_vllm_cannot_load_end_the_run(tiny_tokenizer: Path, tmp_path: Path) -> None:
-    async def case(engine: RemoteEngine, server: FakeVllm, directory: Path) -> None:
-        server.faults.add("load_fails")
-        with pytest.raises(ConfigError, match="could not load version 1"):
-            await engine.load(update(directory, 1))
-
-    run(tiny_tokenizer, tmp_path, case)
-
-
-def test_weights_that_are_live_are_not_read_again_and_after_a_broken_update_none_are(
-    tiny_tokenizer: Path, tmp_path: Path
-) -> None:
-    async def case(engine: RemoteEngine, server: FakeVllm, directory: Path) -> None:
-        async def fingerprints() -> dict[str, str]:
-            return (await engine._dialect.look(engine._connection, 60)).fingerprints
-
-        for _ in range(2):
-            await engine.load(update(directory, 1))
-        assert server._reloads == 2 and await fingerprints() == {"": "fake-2"}
-        server.faults.add("load_fails")
-        with pytest.raises(ConfigError):
-            await engine.load(update(directory, 2))
-        assert await fingerprints() == {}, "whoever comes back from this is given its weights"
-        server.faults.clear()
-        await engine.load(update(directory, 2))
-        assert await fingerprints() == {"": "fake-3"} and not server.serving.paused
-
-    run(tiny_tokenizer, tmp_path, case)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"absent": ["dev"]}, "VLLM_SERVER_DEV_MODE=1"),
-        ({"absent": ["scale_out"]}, "--enable-scale-out"),
-        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
-        ({"api_key": "secret"}, "engine.token_file"),
-    ],
-)
-def test_a_server_without_what_a_run_needs_is_refused(how: dict[str, Any], words: str, tiny_tokenizer: Path) -> None:
-    async def go() -> None:
-        async with asyncio.timeout(100), served(tiny_tokenizer, **how) as (url, _):
-            engine = engine_at(url)
-            try:
-                with pytest.raises(HeadraceError, match=words):
-                    await engine.open()
-            finally:
-                await engine.close()
-
-    asyncio.run(go())
 
 
 def test_adapters_need_their_routes(tiny_tokenizer: Path) -> None:

@@ -454,6 +454,10 @@ OF_CHOOSER = (
         'random.Random(f"curriculum/{ticket}/{key}")', "random.Random()",
     ),
     _one(
+        "rollouts_of_larger_groups_lost", RECOVERY, "C7", "a resumed run looks for the tokens of groups of the usual size only",
+        "plan.rollout.all_of(in_flight[key.ticket])", "plan.rollout.group_size",
+    ),
+    _one(
         "order_of_beliefs_lost", CHOOSER, "C8", "a checkpoint forgets which prompt was not drawn for longest",
         "ratings=tuple(self._beliefs.items()),", "ratings=tuple(sorted(self._beliefs.items())),",
     ),

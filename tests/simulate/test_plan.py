@@ -149,7 +149,7 @@ def test_a_mixture_waits_for_what_its_ranks_gather():
     moved = trainer_traffic(mixture, trainer_mesh(h100, mixture, 8))
     received = 7 / 8 * (2 * 2 * 0.878e9 + 4 * 0.622e9 + 4 * 1.5e9 + 2048 * 4 * 2 * 786_432)
     assert moved.microbatch(2048) == pytest.approx(received, rel=1e-6)
-    assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.4 * 989e12 * 8))
+    assert trainer_rates(h100, mixture, 8).token == pytest.approx(6 * 3.3e9 / (0.15 * 989e12 * 8))
 
 
 def test_few_tokens_are_computed_together():
@@ -203,6 +203,7 @@ def write_run(directory: Path, steps: int = 12) -> Path:
             Waited(2.0 * i, "rollouts", "the scorer", 0.02),
             Waited(2.0 * i, "controller", "the trainer (step)", report.seconds + 0.03),
             Waited(2.0 * i, "controller", "the trainer (publish)", 0.07),
+            Waited(2.0 * i, "delivery", "the trainer (the published weights)", 0.05),
             StepRow(2.0 * i, report, {0: tokens}, 0.5, 0.1, 0.5, 0.0, (i,), {}, (10, 12, 14, 10), 0),
             WeightsLive(2.0 * i, WeightUpdate(version=i + 1, kind="full", fingerprint="f", nbytes=0, seconds=0.06), LoadReport(i + 1, 0.11, 0.004)),
         ]  # fmt: skip
@@ -220,7 +221,8 @@ def test_rates_of_a_run_are_those_that_made_its_metrics(tmp_path: Path):
         "what was computed anew"
     )
     assert (rates.engine.verify, rates.engine.swap) == (0.11, 0.004)
-    assert rates.trainer.token == pytest.approx(2e-3) and rates.trainer.publish == 0.07
+    assert rates.trainer.token == pytest.approx(2e-3)
+    assert (rates.trainer.publish, rates.trainer.send, rates.trainer.send_slows) == (0.07, 0.05, 1.0)
     assert 0.2 <= rates.trainer.step <= 0.34, "and what messages take beside it"
     assert rates.overhead == 0.02 and contrast == pytest.approx(18 / 24)
     assert rates.completions is not None and rates.completions.values[-1] == 14

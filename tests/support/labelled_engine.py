@@ -15,10 +15,14 @@ from served import answering
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
+from headrace.engine.remote.dialects.sglang import SglangDialect
+from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.models.chat import ChatEncoder
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
+from headrace.serve.fakes.fake_sglang import FakeSglang
+from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
@@ -105,3 +109,7 @@ class Kind(Generic[Fake]):
                     await engine.close()
 
         asyncio.run(go())
+
+
+VLLM: Kind[FakeVllm] = Kind(FakeVllm, lambda ends: VllmDialect(ends, check_every=0))
+SGLANG: Kind[FakeSglang] = Kind(FakeSglang, SglangDialect, {"context_length": 500})

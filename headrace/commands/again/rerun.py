@@ -22,7 +22,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.loop_plan import plan_of
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
 from headrace.orchestration.store.run_directory import configs_until
@@ -120,7 +120,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
 
 def batch_of(config: RunConfig, journaled: JournalStep, algorithm: Algorithm) -> Batch:
     """Returns the batch that the step consumed."""
-    batch = plan_of(config, config.lora.served_name).batch_again(journaled, algorithm)
+    batch = LoopPlan.of(config, config.lora.served_name).batch_again(journaled, algorithm)
     return replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
 
 

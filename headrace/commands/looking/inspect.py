@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
 from headrace.observe.screen.inspect_view import show
+from headrace.observe.texts import counted, number
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.reports import TrainReport
 from headrace.types import Struct
@@ -102,13 +104,20 @@ def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
             return step
     gone = {one.ticket: one for one in read_only(run_dir, GoneRecord)}.get(ticket)
     why = (
-        f": it was {gone.outcome} ({gone.reason})"
+        f": it was {gone.outcome} ({gone.reason}){_outcomes(gone)}"
         if gone
         else f"; parts of {JOURNAL} cannot be read: {damage}"
         if damage
         else ""
     )
     raise ConfigError(f"no step of {run_dir} trained ticket {ticket}{why}")
+
+
+def _outcomes(gone: GoneRecord) -> str:
+    """Returns what is known of the rollouts of a group that was not trained; the journal keeps no text of them."""
+    rewards = [f"rewards {', '.join(map(number, gone.rewards))}"] if gone.rewards else []
+    failed = [f"failed: {counted(Counter(gone.failures))}"] if gone.failures else []
+    return "".join(f"; {part}" for part in rewards + failed)
 
 
 # -- the trainer's side -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from headrace.commands.finding import run_directory
 
 
 def add_ls(commands: Commands) -> None:
-    one = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward")
+    one = add_command(commands, "ls", _ls, "the runs of a directory: state, step, last reward, cost")
     one.add_argument(
         "directory", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_DIR", help="default: %(default)s"
     )

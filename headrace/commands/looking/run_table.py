@@ -1,4 +1,4 @@
-"""`headrace ls [RUNS_DIR]`: the runs of a directory, each with its state, its step and its last reward."""
+"""`headrace ls [RUNS_DIR]`: the runs of a directory, each with its state, its step, its last reward and its cost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headrace.errors import ConfigError
 from headrace.observe.board.run_list import RunLine, RunList
+from headrace.observe.costs import dollars
 from headrace.observe.texts import clip, duration
 from headrace.orchestration.store.run_directory import held
 
@@ -34,15 +35,16 @@ def list_runs(directory: Path, as_json: bool = False, console: Console | None = 
         console.print(f"{escape(str(directory))} holds no run yet; headrace train CONFIG.toml starts one")
         return 0
     drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for name in ("run", "state", "step", "reward", "held out", "took", "changed"):
-        drawn.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=name == "run")
+    priced = any(one.cost is not None for one in lines)
+    for name in ("run", "state", "step", "reward", "held out", "took", *(["cost"] * priced), "changed"):
+        drawn.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=name != "state")
     for one in lines:
-        drawn.add_row(*map(escape, _cells(one)), style="bold" if one.living else "")
+        drawn.add_row(*map(escape, _cells(one, priced)), style="bold" if one.living else "")
     console.print(drawn)
     return 0
 
 
-def _cells(one: RunLine) -> tuple[str, ...]:
+def _cells(one: RunLine, priced: bool) -> tuple[str, ...]:
     return (
         one.name,
         clip(one.words, STATE),
@@ -50,5 +52,6 @@ def _cells(one: RunLine) -> tuple[str, ...]:
         "–" if one.reward is None else f"{one.reward:.3f}",
         "–" if one.held_out is None else f"{one.held_out:.3f}",
         duration(one.seconds),
+        *(["–" if one.cost is None else dollars(one.cost)] * priced),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed)),
     )

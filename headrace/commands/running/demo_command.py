@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.settings.extras import install, is_installed
 
 DEMO = "demo"
+README = "README.md"
 DEMO_IS = "a first run: a small model learns to add, in about six minutes"
 RECIPES_ARE = "runs to start from: list, or copy one"
 
@@ -23,6 +24,11 @@ def recipes_directory() -> Path:
     package = Path(headrace.__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def documentation() -> Path:
+    """The folder of the documentation's pages: inside the installed package, or beside it in a checkout."""
+    return recipes_directory().parent / "docs"
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +70,16 @@ def recipes(arguments: argparse.Namespace) -> int:
     files = sorted(one for one in chosen.parent.iterdir() if one.is_file())
     for one in files:
         shutil.copyfile(one, target / one.name)
+    _link_documentation(target / README)
     print(f"{target} holds {', '.join(one.name for one in files)}; now: headrace train {target / chosen.name}")
     return 0
+
+
+def _link_documentation(readme: Path) -> None:
+    """Makes the links of a copied README lead to the pages where they are."""
+    if readme.is_file():
+        text = readme.read_text(encoding="utf-8").replace("](../../docs/", f"]({documentation().resolve().as_uri()}/")
+        readme.write_text(text, encoding="utf-8")
 
 
 def recipe(name: str) -> Path:

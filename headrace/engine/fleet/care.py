@@ -28,6 +28,12 @@ class Care:
 
     async def run(self) -> None:
         """Runs as long as the member is one. The fleet loses it where its engine is lost for good."""
+        try:
+            await self._until_lost()
+        except Exception as error:  # no other task learns of the error that ends this one
+            self._rotation.give_up(error)
+
+    async def _until_lost(self) -> None:
         watch = asyncio.ensure_future(self._member.engine.watch())
         turns = asyncio.ensure_future(self._turns())
         try:
@@ -38,8 +44,6 @@ class Care:
         except HeadraceError as error:
             if not self._rotation.is_lost:
                 self._rotation.lose(self._member, error)
-        except Exception as error:  # no other task learns of the error that ends this one
-            self._rotation.give_up(error)
         finally:
             for task in (watch, turns):
                 task.cancel()
@@ -73,6 +77,7 @@ class Care:
                 return f"has not answered for {self._rotation.patience.silence:g} s"
             now = clock()
             self._member.sampled(stats, now - before)
+            self._rotation.requests.look_at(self._member)
             before = now
 
     async def _answer(self, question: Awaitable[EngineStats]) -> EngineStats | None:
@@ -127,7 +132,7 @@ class Care:
                 if may_enter and member.held == rotation.held:
                     return
                 if may_enter is False:
-                    await rotation.change()
+                    await rotation.news()
 
     async def _may_enter(self) -> bool:
         """Waits until the member is held as the fleet is, and answers. Returns whether it computes what the trainer does."""
@@ -166,9 +171,9 @@ class Care:
         task = asyncio.ensure_future(work)
         try:
             while not task.done() and holds():
-                change = asyncio.ensure_future(self._rotation.change())
-                await asyncio.wait([task, change], return_when=asyncio.FIRST_COMPLETED)
-                await _cancelled(change)
+                news = asyncio.ensure_future(self._rotation.news())
+                await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
+                await _cancelled(news)
                 self._rotation.check()
             return task.result() if task.done() else None
         finally:

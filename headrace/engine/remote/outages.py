@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
+from headrace.engine.config import FORGIVEN
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
@@ -66,13 +67,15 @@ class Presence:
         max_deaths: int,
         host: Host | None = None,
     ) -> None:
-        """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end. `host`: its process, if this run starts
-        it; then it has `STARTING` seconds to come up."""
+        """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end in a row. `host`: its process, if this run
+        starts it; then it has `STARTING` seconds to come up."""
         self._connection, self._dialect, self._dependent = connection, dialect, dependent
         self._patience, self._max_deaths, self._host = patience, max_deaths, host
         self._was_up = False
         """Whether the present process has answered."""
-        self._deaths, self._boot = 0, ""
+        self._deaths, self._forgiven, self._boot = 0, 0, ""
+        self._since = 0.0
+        """The time from which on it has been up."""
         self._up, self._missed = asyncio.Event(), asyncio.Event()
         self._why = ""
         self._outage: asyncio.Future[None] | None = None
@@ -99,6 +102,8 @@ class Presence:
     def miss(self, why: str) -> None:
         """Notes that a request got no answer."""
         if self._up.is_set():
+            if asyncio.get_running_loop().time() - self._since > FORGIVEN:
+                self._forgiven = self._deaths
             self._why = why
             self._up.clear()
             self._missed.set()
@@ -162,7 +167,7 @@ class Presence:
     def _begin(self) -> None:
         self._outage = asyncio.get_running_loop().create_future()
         self._missed.clear()
-        self._was_up = True
+        self._was_up, self._since = True, asyncio.get_running_loop().time()
         self._up.set()
 
     async def _keep(self) -> None:
@@ -209,8 +214,8 @@ class Presence:
     def _died(self, who: str, how: str) -> None:
         self._deaths += 1
         self._dependent.lost(how, self._deaths)
-        if self._deaths > self._max_deaths:
-            said = f"{who}; it was its death no. {self._deaths} (engine.max_deaths allows {self._max_deaths})"
+        if (counted := self._deaths - self._forgiven) > self._max_deaths:
+            said = f"{who}; it was its death no. {counted} (engine.max_deaths allows {self._max_deaths})"
             raise WorkerDied("engine", said)
 
     async def _found(self) -> ServerState:
@@ -218,26 +223,29 @@ class Presence:
         began = asyncio.get_running_loop().time()
         patience = max(self._patience, STARTING) if self._host else self._patience
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience) as deadline:
                 while True:
                     try:
                         return await self._dialect.look(self._connection, SILENT)
                     except (Unreachable, Busy) as error:
                         self._why = str(error)
-                    if self._host:
-                        self._tend(self._host, began)
+                    if self._host and self._tend(self._host, began):
+                        deadline.reschedule(asyncio.get_running_loop().time() + patience)
                     await asyncio.sleep(AGAIN)
         except TimeoutError:
             said = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
             raise WorkerDied("engine", said) from None
 
-    def _tend(self, host: Host, missed: float) -> None:
-        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`."""
+    def _tend(self, host: Host, missed: float) -> bool:
+        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.
+        Returns whether it has started one."""
         if how := host.ended():
             if not self._boot:
                 raise ConfigError(f"{host.who} did not come up: it {how}")
             self._was_up = False
             self._died(f"{host.who} {how}", how)
             host.start()
-        elif self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
+            return True
+        if self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
             host.kill()
+        return False

@@ -13,9 +13,10 @@
 // A process must ask Linux once before it may use tiles (ARCH_REQ_XCOMP_PERM, XTILEDATA).
 static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
-// All tiles are 16 rows of 64 bytes.
+// All tiles are 16 rows of 64 bytes. A constant: some compilers take the instruction for one that reads eight bytes, and leave out
+// what the others of a local variable are set to.
 static inline void tiles_begin() {
-    struct alignas(64) {
+    alignas(64) static constexpr struct {
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};

@@ -103,7 +103,9 @@ def _part(request: Request) -> Response:
     which = request.query_params.get("part", "")
     if which not in PARTS:
         raise Refused(404, f"part must be one of {', '.join(PARTS)}")
-    return HTMLResponse(_board(request).part(_one_run(request), which))
+    first, last = (_number(request, name, 0) for name in ("from", "to"))
+    steps = (int(first), int(last)) if request.query_params.get("from") else None
+    return HTMLResponse(_board(request).part(_one_run(request), which, steps))
 
 
 def _differences(request: Request) -> Response:

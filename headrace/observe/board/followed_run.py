@@ -2,53 +2,76 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
 
 from headrace.observe.health.live_status import Follower
+from headrace.observe.index.digest import DIGEST, read_digest, write_digest
 from headrace.observe.index.index_file import INDEX, IndexReader, save, saved_at
 from headrace.observe.index.numbers import Numbers
 from headrace.observe.records import METRICS, MetricsFact
 
 AT_ONCE = 2 << 20
 """Bytes that are read before others get their turn."""
+SHORT = 8 << 20
+"""Bytes of facts that are read rather than taken from a digest: all that a chart can show of them is then there."""
 WORTH_SAVING = 32 << 20
 """Bytes of a file whose numbers are saved; a smaller one is read within a second or two."""
 
 
 class FollowedRun(Follower):
-    """Reads a run and what is added to it. Its numbers come from an index until the metrics have been read up to there: the one that the run
-    writes, or the one that was saved at the last visit. Several threads may ask."""
+    """Reads a run and what is added to it. What a long run's files say at their place is not read: its numbers and its sums come from the
+    index and the digest that the run writes, or from those that were saved at the last visit. Several threads may ask."""
 
     def __init__(self, run_dir: Path, saves: Path | None = None) -> None:
         """`saves`: the directory of the indexes of runs that wrote none."""
         self._saved_at, self._lock = saved_at(saves, run_dir) if saves else None, threading.RLock()
-        places = [run_dir / INDEX, *([self._saved_at] if self._saved_at else [])]
-        self._indexes = [IndexReader(path, run_dir) for path in places]
+        places = [(run_dir / INDEX, run_dir / DIGEST)]
+        places += [(self._saved_at, self._saved_at.with_suffix(".digest"))] if self._saved_at else []
+        self._indexes = [(IndexReader(index, run_dir), digest) for index, digest in places]
         self._indexed = 0
         super().__init__(run_dir)
         self._read_indexes()
 
     def _restart(self, inode: int) -> None:
         if getattr(self, "_offset", 0):  # the file was cut or replaced
-            for index in self._indexes:
+            for index, _ in self._indexes:
                 index.restart()
         super()._restart(inode)
-        self._own = Numbers()
+        self._own, self._begun = Numbers(), False
 
     def _read_indexes(self) -> None:
-        for index in self._indexes:
-            if self.unread:
+        for index, digest in self._indexes:
+            if self.unread > SHORT:
+                self._begin_at(index, digest)
+            if self.unread > (SHORT if self._begun else 0):
                 index.catch_up()
                 self._indexed = max(self._indexed, index.numbers.size)
             elif index.numbers.size:
                 index.restart()  # frees its memory
 
+    def _begin_at(self, index: IndexReader, path: Path) -> None:
+        """Goes on from a digest, and from the numbers of the index up to its place."""
+        found = read_digest(path, self.run_dir)
+        if found is None or found[0].size <= self._offset:
+            return
+        digest, state = found
+        index.catch_up(until=digest.size)
+        if index.numbers.size != digest.size:
+            return
+        self._inode = os.stat(self.run_dir / METRICS).st_ino
+        self.state, self._offset, self._lines = state, digest.size, digest.lines
+        self._own, self._indexed = index.numbers, max(self._indexed, digest.size)
+        self._own.go_on()
+        self._unreadable, self._begun = [], True
+        index.restart()
+
     @property
     def numbers(self) -> Numbers:
         """The newest numbers that are known."""
-        return max((self._own, *(index.numbers for index in self._indexes)), key=lambda one: one.size)
+        return max((self._own, *(index.numbers for index, _ in self._indexes)), key=lambda one: one.size)
 
     @property
     def size(self) -> int:
@@ -83,6 +106,8 @@ class FollowedRun(Follower):
             if not more and self._saved_at and self._offset > max(WORTH_SAVING, 1.1 * self._indexed):
                 self._indexed = self._offset
                 save(self._saved_at, self.run_dir, self._own)
+                saved = self._saved_at.with_suffix(".digest")
+                write_digest(saved, self.run_dir, self.state, size=self._offset, lines=self._lines)
             self._read_indexes()
         return more
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.observe.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
 from headrace.observe.health.live_status import judge, read_live
+from headrace.observe.index.digest import DIGEST, read_digest
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS, StepRow, decode_metrics
@@ -17,6 +18,8 @@ from headrace.types import Struct
 
 HEAD, TAIL = 1 << 16, 1 << 18
 """Bytes that are read at the start and at the end of a file."""
+FIRST = (RunStarted, Planned)
+"""Facts that the start of a file is read for."""
 LAST = (RunStarted, TicketDrawn, StepRow, Evaluated, RunEnded, Planned)
 """Facts that the end of a file is read for."""
 
@@ -36,6 +39,8 @@ class RunLine(Struct, frozen=True, kw_only=True):
     reward: float | None
     """Mean reward of the drawn rollouts over the last steps."""
     held_out: float | None
+    cost: float | None
+    """Dollars; None if no price was set."""
     seconds: float
     changed: float
     """Seconds since 1970 at which its numbers last changed."""
@@ -83,6 +88,7 @@ class RunList:
             steps=started.steps if started else 0,
             reward=measures.recent_reward(state),
             held_out=evals[-1].reward_mean if evals else None,
+            cost=state.costs.total if state.costs.prices else None,
             seconds=state.now,
             changed=changed,
             started=changed - state.now,
@@ -100,14 +106,22 @@ class RunList:
             file.seek(start)
             tail = _whole(file.read(TAIL))[bool(start) :]
         state = RunState()
-        facts = map(decode_metrics, head)
-        if first := next((fact for fact in facts if isinstance(fact, RunStarted)), None):
-            state.fold(first)
-        for fact in map(decode_metrics, tail):
+        for fact in map(decode_metrics, head):
+            if isinstance(fact, FIRST):
+                state.fold(fact)
+        last = [fact for fact in map(decode_metrics, tail) if fact]
+        for fact in last:
             if isinstance(fact, LAST):
                 state.fold(fact)
-            elif fact:
+            else:
                 state.now = max(state.now, fact.t)
+                state.costs.fold(fact)
+        if start and state.costs.prices and (digested := read_digest(path / DIGEST, path)):
+            _, known = digested  # engines may have come and gone where the file is not read
+            for fact in last:
+                if fact.t > known.now:
+                    known.costs.fold(fact)
+            state.costs = known.costs
         self._known[path] = key, state
         return state
 

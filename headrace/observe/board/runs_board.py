@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.board.board_parts import part
+from headrace.observe.board.board_parts import Steps, part
 from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
 from headrace.observe.board.followed_run import FollowedRun
 from headrace.observe.board.run_list import RunLine, RunList
@@ -97,13 +97,13 @@ class RunsBoard:
                 self._opened[name] = FollowedRun(path, self._saves)
             return self._opened[name]
 
-    def part(self, name: str, which: str) -> str:
+    def part(self, name: str, which: str, steps: Steps = None) -> str:
         run = self.run(name)
         unread = run.read_share < 1.0
         note = (
             f'<p class="banner">{100 * run.read_share:.0f} % of the facts have been read so far.</p>' if unread else ""
         )
-        return note + part(which, run.run_dir, run.state)
+        return note + part(which, run.run_dir, run.state, run.numbers.columns, steps)
 
     def metrics(self, names: Sequence[str]) -> dict[str, dict[str, float | None]]:
         """Returns every number by its name, with the last value of each run that has it."""

@@ -168,6 +168,9 @@ def prompts(state: RunState) -> Verdict:
         said.append(
             f"as uneven as {chosen.effective:.0f} equally likely prompts, of {chosen.known}; one at most {chosen.most} times"
         )
+    if chosen.sizes:
+        shares = (f"{size} ({percent(chosen.sizes[size] / chosen.sizes.total())})" for size in sorted(chosen.sizes))
+        said.append(f"groups of {', '.join(shares)} rollouts")
     said.append("the reward of what was drawn is that of chosen prompts, not of the policy")
     return Verdict(title, f"chosen, {number(chosen.distance, 2)} from uniform", "; ".join(said), "plain")
 
@@ -213,38 +216,32 @@ def reasons(counts: Accounting) -> list[str]:
 def identity(state: RunState) -> Verdict:
     """Summarises the probes of C3."""
     title = "Policy identity"
-    swaps = f"{plural(len(state.swaps), 'version')} delivered"
-    if not state.checks:
-        return Verdict(title, "not probed", swaps if state.swaps else "no version was delivered", "unknown")
-    failed = [check for check in state.checks if not check.ok]
-    worst = max(state.checks, key=lambda check: check.mean_abs_diff if math.isfinite(check.mean_abs_diff) else math.inf)
+    swaps = f"{plural(state.swapped.count, 'version')} delivered"
+    failed, worst = state.probed.failed, state.probed.worst
+    if worst is None:
+        return Verdict(title, "not probed", swaps if state.swapped.count else "no version was delivered", "unknown")
     spread = f"worst mean |Δ log-prob| {number(worst.mean_abs_diff)} of {number(worst.tolerance)} allowed"
-    spread += f" (single token {number(max(check.max_abs_diff for check in state.checks))})"
+    spread += f" (single token {number(state.probed.widest)})"
     if failed:
         return Verdict(
             title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"
         )
-    return Verdict(title, f"{plural(len(state.checks), 'probe')} ok", f"{spread}; {swaps}", "good")
+    return Verdict(title, f"{plural(state.probed.count, 'probe')} ok", f"{spread}; {swaps}", "good")
 
 
 def record(state: RunState) -> Verdict:
     """Judges whether the trainer had the engine's record of every token: log-prob, sampling mask, experts."""
-    title, reports = "Sampler's record", [row.report for row in state.rows]
-    if not reports:
+    title, totals = "Sampler's record", state.totals
+    if not totals.steps:
         return Verdict(title, "unknown", "no step was trained", "unknown")
     gaps = {
-        "no finite log-prob (not trained)": sum(report.dropped_tokens for report in reports),
-        "a token outside its sampling mask (trained with the whole vocabulary)": sum(
-            one.outside_tokens for one in reports
-        ),
-        "no recorded experts (the trainer's router chose)": sum(report.missing_routes for report in reports),
-        "two records of experts for one shared prompt (the first was used)": sum(
-            one.routing_conflicts for one in reports
-        ),
+        "no finite log-prob (not trained)": totals.dropped_tokens,
+        "a token outside its sampling mask (trained with the whole vocabulary)": totals.outside_tokens,
+        "no recorded experts (the trainer's router chose)": totals.missing_routes,
+        "two records of experts for one shared prompt (the first was used)": totals.routing_conflicts,
     }
     if not any(gaps.values()):
-        trained = sum(report.loss_tokens for report in reports)
-        return Verdict(title, "complete", f"{plural(trained, 'token')} trained as they were sampled", "good")
+        return Verdict(title, "complete", f"{plural(totals.tokens, 'token')} trained as they were sampled", "good")
     return Verdict(
         title, "has gaps", "; ".join(f"{count:,} × {what}" for what, count in gaps.items() if count), "plain"
     )

@@ -9,6 +9,7 @@ bytes before that place are those that it saw. What is torn, damaged or missing 
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,7 +66,7 @@ def block_of(
     changed = changed[(changed >= 0) & (changed < len(rows))]
     return IndexBlock(
         size=numbers.size,
-        mark=_mark(run_dir / METRICS, numbers.size),
+        mark=mark_of(run_dir / METRICS, numbers.size),
         steps=list(places),
         series=series,
         tickets=changed.astype("<i8").tobytes(),
@@ -79,8 +80,20 @@ def header() -> bytes:
 
 
 def framed(block: IndexBlock) -> bytes:
-    body = msgspec.msgpack.encode(block)
+    return framed_bytes(msgspec.msgpack.encode(block))
+
+
+def framed_bytes(body: bytes) -> bytes:
     return FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unframed(data: bytes, place: int) -> memoryview | None:
+    """Returns the body that begins at `place`; None if it is torn or damaged."""
+    if place + FRAME.size > len(data):
+        return None
+    length, checksum = FRAME.unpack_from(data, place)
+    body = memoryview(data)[place + FRAME.size : place + FRAME.size + length]
+    return body if len(body) == length and xxhash.xxh3_64_intdigest(body) == checksum else None
 
 
 def save(path: Path, run_dir: Path, numbers: Numbers) -> None:
@@ -108,7 +121,8 @@ class IndexReader:
         self.numbers = Numbers()
         self._header, self._offset = b"", 0
 
-    def catch_up(self) -> None:
+    def catch_up(self, until: float = math.inf) -> None:
+        """`until`: bytes of the metrics; blocks that count more are left for later."""
         try:
             file = self._path.open("rb")
         except OSError:
@@ -122,7 +136,9 @@ class IndexReader:
                 return
             file.seek(self._offset)
             for block, length in _blocks(file.read()):
-                if block.mark != _mark(self._metrics, block.size) or not _add(self.numbers, block):
+                if block.size > until or block.mark != mark_of(self._metrics, block.size):
+                    return
+                if not _add(self.numbers, block):
                     return
                 self._offset += length
 
@@ -130,16 +146,12 @@ class IndexReader:
 def _blocks(data: bytes) -> Iterator[tuple[IndexBlock, int]]:
     """Yields blocks and their bytes, up to the first that is torn or damaged."""
     place = 0
-    while place + FRAME.size <= len(data):
-        length, checksum = FRAME.unpack_from(data, place)
-        body = memoryview(data)[place + FRAME.size : place + FRAME.size + length]
-        if len(body) < length or xxhash.xxh3_64_intdigest(body) != checksum:
-            return
+    while (body := unframed(data, place)) is not None:
         try:
-            yield msgspec.msgpack.decode(body, type=IndexBlock), FRAME.size + length
+            yield msgspec.msgpack.decode(body, type=IndexBlock), FRAME.size + len(body)
         except msgspec.MsgspecError:  # by another version of headrace
             return
-        place += FRAME.size + length
+        place += FRAME.size + len(body)
 
 
 def _add(numbers: Numbers, block: IndexBlock) -> bool:
@@ -158,7 +170,7 @@ def _add(numbers: Numbers, block: IndexBlock) -> bool:
     return True
 
 
-def _mark(path: Path, size: int) -> str:
+def mark_of(path: Path, size: int) -> str:
     """Returns a checksum of the bytes before `size`; empty if the file is shorter."""
     start = max(0, size - SEEN)
     try:

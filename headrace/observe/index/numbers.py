@@ -17,6 +17,10 @@ class Numbers:
         """Bytes of `metrics.jsonl` that they were counted from; set by whoever reads or writes that file."""
         self._tokens = 0
 
+    def go_on(self) -> None:
+        """Prepares numbers that were read from an index for further facts."""
+        self._tokens = int(self.columns.last(TOKENS) or 0)
+
     def take(self, fact: MetricsFact, state: RunState) -> None:
         """Counts a fact. `state` already includes it."""
         step, values = scalars(fact, state)

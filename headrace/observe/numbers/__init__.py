@@ -2,6 +2,6 @@
 
 Read `state.py` (everything that is counted) and its parts: `tickets.py`, `fates.py` (the outcomes of groups), `engine_use.py`,
 `shares.py` (failed, cut off, without contrast), `scorers.py` (the parts of the reward) and `choices.py` (the bias of a curriculum);
-`measures.py` (rates and means), `lags.py`, `progress.py` (the values of `on_step`) and `rollout_view.py` (single rollouts, from the journal)
+`step_totals.py` (sums over all steps and versions), `measures.py` (rates and means), `progress.py` (the values of `on_step`) and `rollout_view.py` (single rollouts, from the journal)
 with `turn_view.py` (their turns).
 """

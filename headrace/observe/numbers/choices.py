@@ -27,6 +27,8 @@ class Choices:
         """Candidates by their pool."""
         self.flat: Counter[str] = Counter()
         """Groups without contrast, by the pool of the prompt when it was drawn."""
+        self.sizes: Counter[int] = Counter()
+        """Groups by their number of rollouts, if that was chosen too."""
         self._twins = 0
         """Ordered pairs of draws of one prompt."""
         self._means = [0.0, 0.0, 0.0]
@@ -49,6 +51,8 @@ class Choices:
         pool = self._pending.pop(fact.ticket, None)
         if pool and fact.reason == NO_CONTRAST:
             self.flat[pool] += 1
+        if pool and fact.rollouts:
+            self.sizes[fact.rollouts] += 1
 
     @property
     def distance(self) -> float | None:

@@ -26,10 +26,14 @@ class EngineSpan(NamedTuple):
 
 
 class EngineUse:
-    """All spans of a run."""
+    """All spans of a run, and what was done in those of them whose middle lies in the training."""
 
     def __init__(self) -> None:
         self.spans: list[EngineSpan] = []
+        self.seconds = self.busy = 0.0
+        """Time of the spans during training, and the part of it in which the engine worked."""
+        self.sampled = 0
+        """Tokens."""
         self.last: EngineStats | None = None
         self._at = 0.0
         self._origin = True
@@ -38,7 +42,8 @@ class EngineUse:
         """Begins a new process of the run: counters start at zero again, and the time in between is not counted."""
         self._origin = True
 
-    def fold(self, t: float, stats: EngineStats) -> None:
+    def fold(self, t: float, stats: EngineStats, windows: Sequence[Window]) -> None:
+        """`windows`: intervals of training so far; the last one ends at infinity while it goes on."""
         before, self.last = self.last, stats
         start, self._at = self._at, t
         if self._origin or before is None or t <= start:
@@ -47,33 +52,30 @@ class EngineUse:
         # Counters that went down belong to a new engine process.
         old = before if stats.busy_seconds >= before.busy_seconds and stats.steps >= before.steps else EngineStats()
         busy = (stats.busy_seconds - old.busy_seconds) / (t - start)
-        self.spans.append(
-            EngineSpan(
-                start=start,
-                end=t,
-                busy=min(1.0, max(0.0, busy)),
-                sampled=stats.sampled_tokens - old.sampled_tokens,
-                prompt=stats.prompt_tokens - old.prompt_tokens,
-                running=stats.running,
-                waiting=stats.waiting,
-            )
+        span = EngineSpan(
+            start=start,
+            end=t,
+            busy=min(1.0, max(0.0, busy)),
+            sampled=stats.sampled_tokens - old.sampled_tokens,
+            prompt=stats.prompt_tokens - old.prompt_tokens,
+            running=stats.running,
+            waiting=stats.waiting,
         )
+        self.spans.append(span)
+        if any(a <= (start + t) / 2 <= b for a, b in windows):
+            self.seconds += t - start
+            self.busy += span.busy * (t - start)
+            self.sampled += span.sampled
 
-    def idle(self, windows: Sequence[Window]) -> float | None:
-        """Returns the share of the windows in which the engine was idle; None if they contain no samples."""
-        inside = self.inside(windows)
-        total = sum(span.end - span.start for span in inside)
-        return 1 - sum(span.busy * (span.end - span.start) for span in inside) / total if total else None
+    @property
+    def idle(self) -> float | None:
+        """Share of the training in which the engine was idle; None without samples of it."""
+        return 1 - self.busy / self.seconds if self.seconds else None
 
-    def rate(self, windows: Sequence[Window]) -> float | None:
-        """Returns sampled tokens per second in the windows."""
-        inside = self.inside(windows)
-        total = sum(span.end - span.start for span in inside)
-        return sum(span.sampled for span in inside) / total if total else None
-
-    def inside(self, windows: Sequence[Window]) -> list[EngineSpan]:
-        """Returns the spans whose middle is in a window."""
-        return [span for span in self.spans if any(a <= (span.start + span.end) / 2 <= b for a, b in windows)]
+    @property
+    def rate(self) -> float | None:
+        """Sampled tokens per second of training."""
+        return self.sampled / self.seconds if self.seconds else None
 
     def recent(self, seconds: float = 30.0) -> tuple[float | None, float | None]:
         """Returns idle share and sampled tokens per second of the newest samples. The cost does not grow with the run."""

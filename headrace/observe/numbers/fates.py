@@ -79,7 +79,7 @@ class Fate:
             self.rewards.add(solve_rate(one))
         elif one.lost_tokens:
             self.unfinished += 1
-            self.lengths.add([round(one.lost_tokens / group_size, 1)])
+            self.lengths.add([round(one.lost_tokens / (one.rollouts or group_size), 1)])
 
 
 def solve_rate(one: GroupEnded) -> list[float]:

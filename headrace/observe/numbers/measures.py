@@ -39,8 +39,8 @@ def cost_numbers(state: RunState) -> dict[str, float]:
     found = {"cost": costs.total} | {
         f"cost of the {pool}{'s' * (pool == ENGINE)}": costs.spent[pool] for pool in costs.prices
     }
-    tokens = sum(row.report.loss_tokens for row in state.rows)
-    found |= {"cost a step": costs.total / len(state.rows)} if state.rows else {}
+    steps, tokens = state.totals.steps, state.totals.tokens
+    found |= {"cost a step": costs.total / steps} if steps else {}
     return found | ({"cost of a million trained tokens": 1e6 * costs.total / tokens} if tokens else {})
 
 
@@ -74,16 +74,7 @@ def trainer_idle(state: RunState) -> float | None:
     total = train_seconds(state)
     if not state.rows or not total:
         return None
-    busy = sum(row.report.seconds for row in state.rows)
-    inside = [(swap.t, swap.update.seconds) for swap in state.swaps] + [
-        (one.t, one.seconds) for one in state.checkpoints
-    ]
-    busy += sum(seconds for t, seconds in inside if any(a <= t <= b for a, b in state.windows))
-    return max(0.0, 1 - busy / total)
-
-
-def engine_idle(state: RunState) -> float | None:
-    return state.engine.idle(state.windows)
+    return max(0.0, 1 - (state.totals.seconds + state.swapped.busy) / total)
 
 
 def idle_shares(state: RunState) -> tuple[float | None, float | None]:
@@ -91,7 +82,7 @@ def idle_shares(state: RunState) -> tuple[float | None, float | None]:
     samples."""
     if state.ended and len(state.sessions) == 1 and state.rows:
         return state.ended.engine_idle, state.ended.trainer_idle
-    return engine_idle(state), trainer_idle(state)
+    return state.engine.idle, trainer_idle(state)
 
 
 def recent_trainer_idle(state: RunState, recent: int = 10) -> float | None:
@@ -107,7 +98,7 @@ def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
     """Returns trained tokens per second: over all training time, or over the last `recent` steps."""
     if recent is None:
         total = train_seconds(state)
-        return sum(row.report.loss_tokens for row in state.rows) / total if total and state.rows else None
+        return state.totals.tokens / total if total and state.rows else None
     rows = session_rows(state)[-recent - 1 :]
     if len(rows) < 2 or rows[-1].t <= rows[0].t:
         return None
@@ -127,28 +118,22 @@ def mean_lag(state: RunState) -> float | None:
 
 def mean_swap(state: RunState) -> float | None:
     """Returns the mean seconds for which a swap stopped generation."""
-    return sum(swap.load.swap_seconds for swap in state.swaps) / len(state.swaps) if state.swaps else None
+    return state.swapped.swap_seconds / state.swapped.count if state.swapped.count else None
 
 
 def version_spread(state: RunState) -> tuple[float, int] | None:
     """Returns the number of versions between the oldest and the newest token of a batch: mean and maximum over the steps."""
-    widths = [max(row.lags) - min(row.lags) for row in state.rows if row.lags]
-    return (sum(widths) / len(widths), max(widths)) if widths else None
+    totals = state.totals
+    return (totals.widths / totals.lagged, totals.widest) if totals.lagged else None
 
 
 def swapped_share(state: RunState) -> float | None:
     """Returns the share of trained completions that were sampled by more than one version."""
-    count = sum(len(row.lengths) for row in state.rows)
-    return sum(row.swapped for row in state.rows) / count if count else None
-
-
-def trimmed(row: StepRow, bound: int) -> int:
-    """Returns the tokens of a step that are older than the bound, and so are context only."""
-    return sum(count for lag, count in row.outside.items() if lag > bound)
+    return state.totals.swapped / state.totals.completions if state.totals.completions else None
 
 
 def trimmed_tokens(state: RunState) -> int:
-    return sum(trimmed(row, state.started.max_lag) for row in state.rows) if state.started else 0
+    return state.totals.trimmed
 
 
 def lost_tokens(state: RunState) -> int:
@@ -158,5 +143,4 @@ def lost_tokens(state: RunState) -> int:
 
 def mean_pause(state: RunState) -> float | None:
     """Returns the mean seconds per swap for which generation was held back or stopped."""
-    pauses = [max(swap.pause, swap.load.swap_seconds) for swap in state.swaps]
-    return sum(pauses) / len(pauses) if pauses else None
+    return state.swapped.pauses / state.swapped.count if state.swapped.count else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -39,8 +40,22 @@ from headrace.observe.numbers.engine_use import EngineUse, Naps, Window
 from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Shares
+from headrace.observe.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.records import MetricsFact, Sample, StepRow
+
+SHOWN = 256
+"""Steps of a long run that its curves are drawn from where not all are known, at most."""
+
+
+def stride_of(steps: int) -> int:
+    """Returns the smallest power of two by which the numbers of at most SHOWN of so many steps can be divided; of the steps that are kept for
+    one stride, those of the next are a part.
+
+    >>> stride_of(256), stride_of(257), stride_of(100_000)
+    (1, 2, 512)
+    """
+    return 1 << max(0, -(-steps // SHOWN) - 1).bit_length()
 
 
 class WaitTotal:
@@ -66,6 +81,9 @@ class RunState:
         """Start time of every process of this run; more than one after a resume."""
         self.windows: list[Window] = []
         """Intervals of training: from the first ticket of a process to its last step."""
+        self.whole = True
+        """Whether the lists here have all of the run. A state that was read from a digest (`index/digest.py`) has only some of its steps,
+        swaps, probes and samples of the engine; all sums are complete."""
         self.rows: list[StepRow] = []
         self.drawn_rewards: list[float] = []
         """Rewards of the rollouts whose groups ended since the last step."""
@@ -83,6 +101,7 @@ class RunState:
         self.tickets = Tickets()
         self.engine = EngineUse()
         self.naps = Naps()
+        self.totals, self.swapped, self.probed = StepTotals(), SwapTotals(), ProbeTotals()
         self.evals: list[Evaluated] = []
         self.checks: list[IdentityChecked] = []
         self.swaps: list[WeightsLive] = []
@@ -118,7 +137,7 @@ class RunState:
             case StepRow():
                 self._step(fact)
             case EngineSample():
-                self.engine.fold(fact.t, fact.stats)
+                self.engine.fold(fact.t, fact.stats, self._open_windows())
             case FleetSample():
                 self.members = fact.members
             case MemberMoved():
@@ -133,12 +152,15 @@ class RunState:
                 self.evals.append(fact)
             case IdentityChecked():
                 self.checks.append(fact)
+                self.probed.add(fact)
             case ScorerAsked():
                 self.scorers.setdefault(fact.scorer, ScorerUse(fact.what)).add(fact)
             case WeightsLive():
                 self.swaps.append(fact)
+                self.swapped.swap(fact, self._trained_at(fact.t))
             case CheckpointSaved():
                 self.checkpoints.append(fact)
+                self.swapped.save(fact, self._trained_at(fact.t))
             case WorkerLost():
                 self.deaths.append(fact)
                 self.joined.pop(fact.who, None)
@@ -184,8 +206,18 @@ class RunState:
         self.shares.end(fact)
         self.choices.end(fact)
 
+    def _open_windows(self) -> list[Window]:
+        """Returns the intervals of training so far; the last one has no end while it goes on."""
+        if not self._training:
+            return self.windows
+        return [*self.windows[:-1], (self.windows[-1][0], math.inf)]
+
+    def _trained_at(self, t: float) -> bool:
+        return any(start <= t <= end for start, end in self._open_windows())
+
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)
+        self.totals.add(row, self.started.max_lag if self.started else math.inf)
         self.costs.end_step()
         self.drawn_rewards.clear()
         self.lags.update(row.lags)

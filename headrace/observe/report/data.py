@@ -9,9 +9,10 @@ from pathlib import Path
 
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.facts import GroupEnded, Warned
+from headrace.observe.numbers.engine_use import Window
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.numbers.shares import NO_CONTRAST, Tally
-from headrace.observe.numbers.state import RunState
+from headrace.observe.numbers.state import RunState, stride_of
 from headrace.observe.records import StepRow, read_metrics
 
 MAX_BINS = 200
@@ -142,19 +143,25 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
 
 def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
     """Returns the bins of a run. `ended`: the groups that ended before each row of the state."""
-    rows = state.rows
+    rows = state.rows if state.whole else _spread(state)
     per = max(1, math.ceil(len(rows) / most))
-    began = [_began(state, place) for place in range(len(rows))]
+    began = [_began(state.windows, rows, place) for place in range(len(rows))]
     return [
         Bin(tuple(rows[i : i + per]), Ended.join(ended[i : i + per]), tuple(began[i : i + per]))
         for i in range(0, len(rows), per)
     ]
 
 
-def _began(state: RunState, place: int) -> float:
-    row = state.rows[place]
-    opened = max((start for start, _ in state.windows if start <= row.t), default=0.0)
-    return max(opened, state.rows[place - 1].t) if place else opened
+def _spread(state: RunState) -> list[StepRow]:
+    """Returns steps at equal distances of a state that has only some of them."""
+    stride = stride_of(state.totals.steps)
+    return [row for row in state.rows if row.report.step % stride == 0]
+
+
+def _began(windows: Sequence[Window], rows: Sequence[StepRow], place: int) -> float:
+    row = rows[place]
+    opened = max((start for start, _ in windows if start <= row.t), default=0.0)
+    return max(opened, rows[place - 1].t) if place else opened
 
 
 def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[RolloutView]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.observe.numbers.state import stride_of
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.svg import Chart
 
@@ -15,7 +16,12 @@ def of_steps(data: ReportData) -> tuple[float, float]:
 def note_of(data: ReportData, note: str) -> str:
     """Returns the note, with the number of steps per point if that is more than one."""
     per = len(data.bins[0].rows)
-    parts = (note.rstrip("."), f"each point is the mean of {per} steps" if per > 1 else "")
+    stride = 1 if data.state.whole else stride_of(data.state.totals.steps)
+    parts = (
+        note.rstrip("."),
+        f"one step in {stride:,} is drawn" if stride > 1 else "",
+        f"each point is the mean of {per} steps" if per > 1 else "",
+    )
     return "; ".join(part for part in parts if part)
 
 

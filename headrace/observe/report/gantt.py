@@ -21,21 +21,28 @@ MAX_BARS = 3000
 """Bars of one kind at most. In longer runs engine samples are merged, and only the last steps are drawn, which a note says."""
 
 
-def gantt(state: RunState) -> str:
+def gantt(run: RunState, part: RunState | None = None) -> str:
+    """Draws a run, or a part of its facts."""
+    state = part or run
     if not state.engine.spans and not state.rows:
         return '<p class="empty">Neither pool was sampled.</p>'
-    start, end = 0.0, max(state.now, 1.0)
-    left, right = _first_window(state, end)
+    start, end = _start(part) if part else 0.0, max(state.now, 1.0)
+    left, right = (start, end) if part else _first_window(state, end)
     bars = "".join([*_engine(state), *_swaps(state), *_trainer(state), *_naps(state), *_others(state)])
     labels = "".join(
         f'<span style="top:{top + height / 2:.0f}px">{name}</span>' for name, (top, height) in LANES.items()
     )
     return (
-        f'<div class="gantt" data-start="{start}" data-end="{end:.3f}">{_controls()}'
+        f'<div class="gantt" data-start="{start}" data-end="{end:.3f}">{_controls(part is not None)}'
         f'<div class="gantt-body"><div class="lanes">{labels}</div><svg class="gantt-svg" height="{HEIGHT}"'
-        f' viewBox="{left:.3f} 0 {right - left:.3f} {HEIGHT}" preserveAspectRatio="none">{_ground(end)}{bars}</svg></div>'
-        f'<div class="gantt-axis">{_axis(left, right)}</div>{_legend(state)}</div>'
+        f' viewBox="{left:.3f} 0 {right - left:.3f} {HEIGHT}" preserveAspectRatio="none">{_ground(start, end)}{bars}</svg></div>'
+        f'<div class="gantt-axis">{_axis(left, right)}</div>{_legend(run, state)}</div>'
     )
+
+
+def _start(part: RunState) -> float:
+    began = [row.t - row.report.seconds - row.wait_seconds for row in part.rows[:1]]
+    return max(0.0, min([*began, *(span.start for span in part.engine.spans[:1])]))
 
 
 def _first_window(state: RunState, end: float) -> tuple[float, float]:
@@ -56,9 +63,9 @@ def _bar(start: float, end: float, *, lane: str, name: str, tip: str, share: flo
     )
 
 
-def _ground(end: float) -> str:
+def _ground(start: float, end: float) -> str:
     return "".join(
-        f'<rect class="ground" x="0" y="{top}" width="{end:.3f}" height="{height}"/>'
+        f'<rect class="ground" x="{start:.3f}" y="{top}" width="{end - start:.3f}" height="{height}"/>'
         for top, height in (LANES["engine"], LANES["trainer"])
     )
 
@@ -151,15 +158,22 @@ def _axis(left: float, right: float) -> str:
     )
 
 
-def _controls() -> str:
-    buttons = (("all", "whole run"), ("in", "+"), ("out", "−"), ("left", "◀"), ("right", "▶"))
+def _controls(part: bool) -> str:
+    buttons = (
+        ("all", "all of these steps" if part else "whole run"),
+        ("in", "+"),
+        ("out", "−"),
+        ("left", "◀"),
+        ("right", "▶"),
+    )
     made = "".join(f'<button type="button" data-do="{do}">{text}</button>' for do, text in buttons)
     return (
         f'<div class="gantt-controls">{made}<span class="faint">drag to move<i>, Ctrl + wheel to zoom</i></span></div>'
     )
 
 
-def _legend(state: RunState) -> str:
+def _legend(run: RunState, state: RunState) -> str:
+    """`state`: what is drawn of the run."""
     names = (
         ("busy", "engine busy (height is the share)"),
         ("swap", "new weights live"),
@@ -175,5 +189,5 @@ def _legend(state: RunState) -> str:
     cut = ""
     if len(state.rows) > MAX_BARS:
         cut = f'<p class="note">The last {MAX_BARS:,} of {len(state.rows):,} steps are drawn.</p>'
-    spent = f'<p class="note">Training took {duration(train_seconds(state))} of {duration(state.now)}.</p>'
+    spent = f'<p class="note">Training took {duration(train_seconds(run))} of {duration(run.now)}.</p>'
     return f'<div class="keys">{keys}</div>{spent}{cut}'

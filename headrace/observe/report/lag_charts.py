@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from headrace.observe.numbers.lags import over_steps
+from headrace.observe.numbers.step_totals import over_steps
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
@@ -44,7 +44,7 @@ def lag_name(name: str, lag: int) -> str:
 
 def lag_table(data: ReportData) -> str:
     """Returns the table; empty if no step reported statistics by lag."""
-    stats = over_steps(data.state.rows)
+    stats = data.state.totals.by_lag.stats()
     if not stats:
         return ""
     rules = list(dict.fromkeys(rule for one in stats for rule in one.masked))
@@ -74,7 +74,7 @@ def _cells(one: LagStats, rules: list[str]) -> list[str]:
 
 def kl_by_lag(data: ReportData) -> str:
     """Draws k3 over steps, one line per lag."""
-    names = [one.name for one in over_steps(data.state.rows)]
+    names = sorted(data.state.totals.by_lag.of)
     if not names:
         return ""
     lines = {name: [(one.x, value) for one in data.bins if math.isfinite(value := _kl(one, name))] for name in names}

@@ -57,10 +57,10 @@ def _curves(data: ReportData) -> str:
     return f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
 
 
-def pools(data: ReportData) -> str:
-    """Returns the chart of both pools, and who waited for whom."""
+def pools(data: ReportData, shown: RunState | None = None) -> str:
+    """Returns the chart of both pools, and who waited for whom. `shown`: the part of the run that is drawn; all of it by default."""
     turns = f'<p class="note">{escape(data.state.naps.words)}.</p>' if data.state.naps.words else ""
-    return gantt(data.state) + turns + _waits(data.state) + _scorers(data.state)
+    return gantt(data.state, shown) + turns + _waits(data.state) + _scorers(data.state)
 
 
 def accounting(data: ReportData) -> str:
@@ -154,7 +154,7 @@ def cards(state: RunState) -> str:
 def _tiles(state: RunState) -> list[tuple[str, str]]:
     engine, trainer = measures.idle_shares(state)
     total = state.shares.total
-    gap, rates = measures.mean_swap(state), (state.engine.rate(state.windows), measures.trainer_rate(state))
+    gap, rates = measures.mean_swap(state), (state.engine.rate, measures.trainer_rate(state))
     return [
         ("tokens a second sampled", _rate(rates[0])),
         ("tokens a second trained", _rate(rates[1])),
@@ -303,7 +303,7 @@ def _warnings(state: RunState) -> str:
     found += [(one.t, one.message) for one in state.warnings]
     found += [(one.t, f"the first {one.reason}: {one.detail}") for one in state.failures.values()]
     found += [(one.t, f"checkpoint of step {one.step} failed: {one.error}") for one in state.checkpoints if one.error]
-    found += [(one.t, f"identity probe FAILED at version {one.version}") for one in state.checks if not one.ok]
+    found += [(one.t, f"identity probe FAILED at version {one.version}") for one in state.probed.failed]
     if not found:
         return '<p class="empty">None.</p>'
     rows = [(duration(t), escape(clip(message, 2000))) for t, message in sorted(found)[-200:]]

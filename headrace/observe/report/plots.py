@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.observe.numbers.measures import trimmed, trimmed_tokens
+from headrace.observe.numbers.step_totals import trimmed
 from headrace.observe.records import StepRow
 from headrace.observe.report.curves import agents, failures, held_out, lengths_over_steps, throughput
 from headrace.observe.report.data import Bin, ReportData
@@ -154,7 +154,7 @@ def _lag_tip(one: Bin) -> str:
 
 def thrown(data: ReportData) -> str:
     """Draws trimmed tokens per step; nothing if none were trimmed."""
-    if not data.state.started or not trimmed_tokens(data.state):
+    if not data.state.started or not data.state.totals.trimmed:
         return ""
     bound = data.state.started.max_lag
     return curve(

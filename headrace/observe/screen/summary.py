@@ -27,7 +27,6 @@ from headrace.observe.diagnosis.verdicts import (
 )
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import DISCARDED
-from headrace.observe.numbers.lags import over_steps
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.screen.live import BAD, GOOD, WARN
@@ -113,7 +112,7 @@ def _planned(table: Table, state: RunState) -> None:
 
 def _stale(table: Table, state: RunState) -> None:
     _row(table, lag(state))
-    total, apart = state.lags.total(), {one.name: one for one in over_steps(state.rows)}
+    total, apart = state.lags.total(), {one.name: one for one in state.totals.by_lag.stats()}
     for step, count in sorted(state.lags.items())[:8]:
         text = Text(f"{step:>2} ").append(f"{bar(count / total, BAR):<{BAR}} ", "cyan")
         text.append(f"{percent(count / total):>5}")
@@ -147,7 +146,7 @@ def _thrown(state: RunState) -> str:
 
 def _spent(table: Table, state: RunState) -> None:
     engine, trainer = measures.idle_shares(state)
-    rates = state.engine.rate(state.windows), measures.trainer_rate(state)
+    rates = state.engine.rate, measures.trainer_rate(state)
     for name, idle, rate, verb in (("Engine", engine, rates[0], "sampled"), ("Trainer", trainer, rates[1], "trained")):
         text = Text(f"idle {percent(idle)}", "bold")
         if rate is not None:

@@ -8,13 +8,11 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
+from headrace.engine.config import FORGIVEN
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.protocols import Heard, Job, Launcher, Worker
 
 T = TypeVar("T")
-
-FORGIVEN = 3600.0
-"""Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
 
 
 class WorkerOwner(Protocol):

@@ -24,7 +24,7 @@ class BusGroups:
     async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         errand = GroupErrand(ticket, prompt, at_least=self._desk.newest)
         async with self._waits.named("rollouts", "a rollout host"):
-            group = await _played(self._desk.ask(str(ticket), errand), self._sizes.trained)
+            group = await _played(self._desk.ask(str(ticket), errand), prompt.rollouts or self._sizes.trained)
         return _shown(group, seen)
 
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:

@@ -43,7 +43,7 @@ class OwnGroups:
             detail = (
                 f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {context_length}"
             )
-            return PlayedGroup(failures=(Failure("prompt_too_long", detail),) * rollout.group_size)
+            return PlayedGroup(failures=(Failure("prompt_too_long", detail),) * rollout.of(prompt))
 
         async def ask(asked: TurnAsked) -> Completion:
             return await self.interrupts.generate(self.plan.request(ticket, prompt, asked), asked.heard)
@@ -55,7 +55,7 @@ class OwnGroups:
             results = await roll_out(
                 self.environment,
                 prompt,
-                self.plan.environment_seeds(ticket),
+                self.plan.environment_seeds(ticket, prompt),
                 ask=ask,
                 decode=self.decode,
                 room=self._room,

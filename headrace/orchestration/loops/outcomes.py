@@ -54,6 +54,7 @@ class Rolled:
             lost_tokens=self.lost_tokens,
             kinds=dict(Counter(failure.kind for failure in self.failures)),
             talk=talk_of([one.episode for one in self.scored]),
+            rollouts=self.prompt.rollouts,
             **self._paces(),
         )
 

@@ -222,7 +222,7 @@ def recover(
         key = RolloutKey.read(name)
         if key is None or key.adapter != plan.adapter or key.ticket not in in_flight:
             return None
-        return plan.recorded(key) if key.index < plan.rollout.rollouts else None
+        return plan.recorded(key) if key.index < plan.rollout.all_of(in_flight[key.ticket]) else None
 
     begun = _begun(saved, asked, plan.adapter)
     outlived = begun is None

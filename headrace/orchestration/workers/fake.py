@@ -15,7 +15,9 @@ import msgspec
 
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.orchestration.workers.wire import BEAT, HEAD, Frame, decode, name_of, pack, pack_payload
+from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import Heard, Job
+from headrace.weight_sync.shared_memory import SharedMemory
 
 
 class Network(Protocol):
@@ -195,3 +197,9 @@ class FakeLauncher:
 
     def worker(self, job: Job, heard: Heard) -> FakeWorker:
         return FakeWorker(job.who, self._begin[job.kind], heard, self._network)
+
+
+def bare_start(**more: Any) -> TrainerStart:
+    """The start message of a trainer that has no model. Its transport is never opened: what stands for weights travels by other ways."""
+    bare = {"model_dir": "", "train": {}, "algo": {}, "seed": 0, "serving_dtype": "", "keep_routing": False}
+    return TrainerStart(**{**bare, "transport": SharedMemory(-1), **more})

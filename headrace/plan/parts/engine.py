@@ -239,7 +239,7 @@ class SimulatedEngine:
         new = self._prompts.enter(prompt, self.version)
         compute = flight.prefix + (flight.prompt - self._turns.known(prompt, self.version) if new else 0)
         self._prompted += compute
-        passes.debt += compute * self._rates.prefill
+        passes.debt += compute * self._rates.prefill + self._rates.request
         if not self._running:
             self._shared.engine_works(True)
             self._idle.clear()

@@ -20,17 +20,25 @@ class Shared:
     def engine_factor(self) -> float:
         return self._engine_slowed if self._trainers else 1.0
 
+    @property
+    def trainer_factor(self) -> float:
+        return self._trainer_slowed if self._engines else 1.0
+
     def engine_works(self, works: bool) -> None:
         before = self._engines
         self._engines += 1 if works else -1
         if not (before and self._engines):
             self._changed.set()
 
-    async def train(self, seconds: float) -> None:
-        """Works for `seconds`, or longer if the engine works too."""
+    def changed(self) -> None:
+        """Something has changed on which the factor given to `train` depends."""
+        self._changed.set()
+
+    async def train(self, seconds: float, factor: Callable[[], float] = lambda: 1.0) -> None:
+        """Works for `seconds`, or longer if the engine works too, or as `factor` says."""
         self._trainer_works(1)
         try:
-            await self._work(seconds)
+            await work(seconds, lambda: factor() * self.trainer_factor, self._changed)
         finally:
             self._trainer_works(-1)
 
@@ -40,12 +48,6 @@ class Shared:
         self._trainers += change
         for settle in self.on_trainer:
             settle()
-
-    async def _work(self, seconds: float) -> None:
-        if self._trainer_slowed == 1.0:
-            await asyncio.sleep(seconds)
-        else:
-            await work(seconds, lambda: self._trainer_slowed if self._engines else 1.0, self._changed)
 
 
 async def work(seconds: float, factor: Callable[[], float], changed: asyncio.Event) -> None:

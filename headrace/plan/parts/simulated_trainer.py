@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.batches import Batch
-from headrace.plan.parts.shared_cores import Shared
+from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import TrainerRates
 from headrace.reports import TrainReport
 from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
@@ -19,6 +19,9 @@ class SimulatedTrainer:
         self._rates, self._shared, self._grain = rates, shared, grain
         self.version = version
         self._copied: int | None = None
+        self._sending, self._working = 0, False
+        self._turned = asyncio.Event()
+        """Set when it starts or stops to work, on which the pace of a publish beside it depends."""
         self.busy = 0.0
         """Seconds of work so far, without waits."""
 
@@ -50,6 +53,7 @@ class SimulatedTrainer:
             await self.copy()
         version, self._copied = self._copied, None
         assert version is not None
+        await self._send()
         return WeightUpdate(
             version=version,
             kind="full",
@@ -57,6 +61,19 @@ class SimulatedTrainer:
             nbytes=0,
             seconds=self._rates.publish,
         )
+
+    async def _send(self) -> None:
+        """Makes the copy an update, beside the next step: each may slow the other down."""
+        slows = self._rates.send_slows
+        self._sends(1)
+        try:
+            await work(self._rates.send, lambda: slows if self._working else 1.0, self._turned)
+        finally:
+            self._sends(-1)
+
+    def _sends(self, change: int) -> None:
+        self._sending += change
+        self._shared.changed()
 
     async def publish_shadow(self) -> WeightUpdate | None:
         return None
@@ -72,8 +89,16 @@ class SimulatedTrainer:
     async def _work(self, seconds: float) -> None:
         clock = asyncio.get_running_loop().time
         started = clock()
-        await self._shared.train(seconds)
+        self._works(True)
+        try:
+            await self._shared.train(seconds, lambda: self._rates.send_slows if self._sending else 1.0)
+        finally:
+            self._works(False)
         self.busy += clock() - started
+
+    def _works(self, works: bool) -> None:
+        self._working = works
+        self._turned.set()
 
     async def watch(self) -> None:
         """Never returns: `faultsim/lives.py` simulates deaths."""

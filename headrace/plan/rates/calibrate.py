@@ -26,7 +26,8 @@ from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.plan.rates.fits import alike, line
+from headrace.plan.rates.fits import alike, line, newly_computed, rotated
+from headrace.plan.rates.publish_times import Publishing, time_publishing, timed
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
 from headrace.rollouts.episodes import roll_out
@@ -129,28 +130,31 @@ class Bench:
         computed = (await self._engine.stats()).prompt_tokens - before.prompt_tokens
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
-        decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
-        # Prompts of a task often share a beginning, which the engine computes once.
-        new = min(1.0, computed / sum(len(prompt.tokens) for prompt in prompts))
+        curve = [(float(n), *await self._pass_seconds(n, prompts)) for n in self._sizes()]
+        decode = [(n, seconds) for n, seconds, _ in curve]
+        new = newly_computed(
+            computed, [len(prompt.tokens) for prompt in prompts], self._config.staleness.groups_per_step
+        )
         prefill = new * await self._prefill(prompts)
         context = await self._context(decode, prompts)
         self._say("the trainer's steps")
         step, token = await self._steps(groups)
         self._say("publishing, swapping, and both at once")
-        publish, verify, verify_slows, swap = await self._publish(groups)
+        publish = await self._publish(groups)
         engine_slowed, trainer_slowed = await self._together(groups)
-        probe = min([await _timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
+        probe = min([await timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
         engine = EngineRates(
             tuple(decode),
             prefill,
-            context,
-            self._config.engine.max_running,
-            kv_tokens,
-            verify=verify,
-            verify_slows=verify_slows,
-            swap=swap,
+            request=line([(n, rest) for n, _, rest in curve])[1],
+            context=context,
+            max_running=self._config.engine.max_running,
+            kv_tokens=kv_tokens,
+            verify=publish.verify,
+            verify_slows=publish.verify_slows,
+            swap=publish.swap,
         )
-        trainer = TrainerRates(token, step, publish, score=probe)
+        trainer = TrainerRates(token, step, publish.copy, send=publish.send, send_slows=publish.send_slows, score=probe)
         lengths = [[len(row.tokens) for row in group.rows] for group in groups]
         return Rates(
             engine=engine,
@@ -174,7 +178,7 @@ class Bench:
         seconds = []
         for group in groups[:4]:
             episodes = [one.episode for one in group.scored]
-            seconds.append(await _timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
+            seconds.append(await timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
         return groups, statistics.median(seconds)
 
     async def _roll(self, prompt: Prompt) -> list[Episode]:
@@ -207,15 +211,15 @@ class Bench:
         most = self._config.engine.max_running
         return sorted({most} | {1 << k for k in range(10) if 1 << k < most})
 
-    async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> float:
-        """Returns the seconds of a pass, from two lengths, so that the times of prompts and messages cancel."""
+    async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> tuple[float, float]:
+        """Returns the seconds of a pass, from two lengths, so that all else cancels; and the seconds of all else, with prompts that are
+        cached."""
         long = self._long(prompts)
         tokens = [prompt.tokens for prompt in prompts]
-        times = []
-        for _ in range(ROUNDS):
-            first = await self._generate(running, tokens, SHORT)
-            times.append((await self._generate(running, tokens, long) - first) / (long - SHORT))
-        return max(1e-6, statistics.median(times))
+        await self._generate(running, tokens, 1)
+        times = [[await self._generate(running, tokens, length) for length in (SHORT, long)] for _ in range(ROUNDS)]
+        a_pass = max(1e-6, statistics.median((last - first) / (long - SHORT) for first, last in times))
+        return a_pass, min(first for first, _ in times) - SHORT * a_pass
 
     def _long(self, prompts: Sequence[Prompt]) -> int:
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -225,7 +229,7 @@ class Bench:
         return long
 
     async def _generate(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> float:
-        return await _timed(lambda: self._all(count, prompts, length))
+        return await timed(lambda: self._all(count, prompts, length))
 
     async def _all(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> None:
         requests = [self._request(prompts[i % len(prompts)], length) for i in range(count)]
@@ -272,13 +276,13 @@ class Bench:
     # -- the trainer ----------------------------------------------------------------------------------------------------
 
     async def _steps(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """Returns the fixed seconds of a step, and the seconds per token, from a line through steps of up to three sizes."""
+        """Returns the fixed seconds of a step, and the seconds per token, from a line through steps of up to three sizes. Every step has other
+        groups, as in a run: the memory and the plans of one batch do not fit the next."""
         whole = min(self._config.staleness.groups_per_step, len(groups))
-        for _ in range(2):  # the first steps allocate memory
-            await self._step(groups[:whole])
+        for batch in rotated(groups, [whole] * 2):  # the first steps allocate memory
+            await self._step(batch)
         sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
-        found = [await self._step(groups[:size]) for size in sizes * ROUNDS]
-        return line(found)
+        return line([await self._step(batch) for batch in rotated(groups, sizes * ROUNDS)])
 
     async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Returns the tokens as the simulated trainer counts them, and the seconds. The real trainer forwards fewer tokens, because shared
@@ -291,25 +295,15 @@ class Bench:
         tokens = sum(len(group.prompt.tokens) + sum(len(row.tokens) for row in group.rows) for group in groups)
         return float(tokens), time.perf_counter() - started
 
-    async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
-        """Returns seconds of a publish, seconds of a verification, the factor by which generation slows it, and seconds of a swap."""
-        published: list[float] = []
-        idle: list[float] = []
-        beside: list[float] = []
-        swaps: list[float] = []
-        for _ in range(ROUNDS + 1):
-            for loaded, seconds in ((False, idle), (True, beside)):
-                await self._step(groups[:1])  # a new version
-                started = time.perf_counter()
-                update = await self._trainer.publish()
-                published.append(time.perf_counter() - started)
-                async with self._generating(groups) if loaded else contextlib.nullcontext():
-                    report = await self._engine.load(update)
-                seconds.append(report.verify_seconds)
-                swaps.append(report.swap_seconds)
-        alone = statistics.median(idle)
-        slows = max(1.0, statistics.median(beside) / alone) if alone else 1.0
-        return statistics.median(published), alone, slows, statistics.median(swaps)
+    async def _publish(self, groups: Sequence[Group]) -> Publishing:
+        batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
+        return await time_publishing(
+            self._engine,
+            self._trainer,
+            step=lambda: self._step(batch),
+            generating=lambda: self._generating(groups),
+            rounds=ROUNDS + 1,
+        )
 
     # -- both -----------------------------------------------------------------------------------------------------------
 
@@ -353,9 +347,3 @@ class Bench:
         await meanwhile()
         after = await self._engine.stats()
         return (after.sampled_tokens - before.sampled_tokens) / (time.perf_counter() - started)
-
-
-async def _timed(work: Callable[[], Awaitable[Any]]) -> float:
-    started = time.perf_counter()
-    await work()
-    return time.perf_counter() - started

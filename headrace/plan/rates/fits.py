@@ -1,11 +1,14 @@
-"""Fits of measurements: least squares without negative coefficients, and how alike the rollouts of a prompt are."""
+"""Fits of measurements: least squares without negative coefficients, how alike the rollouts of a prompt are, what prompts share."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -40,3 +43,22 @@ def alike(groups: Sequence[Sequence[float]]) -> float:
     within = sum(((group - group.mean()) ** 2).sum() for group in full) / sum(len(group) - 1 for group in full)
     total = between + (size - 1) * within
     return float(min(1.0, max(0.0, (between - within) / total))) if total > 0 else 0.0
+
+
+def newly_computed(computed: float, prompts: Sequence[int], together: int) -> float:
+    """The share of prompt tokens that is computed where `together` prompts follow new weights. `computed`: tokens computed for all of
+    `prompts`, given by their lengths, under the same weights. Prompts of a task often share a beginning, which is computed once under
+    each version: the fewer prompts a version has, the larger a share that is."""
+    count, whole = len(prompts), float(sum(prompts))
+    if count < 2:
+        return 1.0
+    shared = min(whole / count, max(0.0, (whole - computed) / (count - 1)))
+    return 1 - shared * (together - 1) / together * count / whole
+
+
+def rotated(values: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Yields as many values as each size says, each time those that follow, from the first again after the last."""
+    start = 0
+    for size in sizes:
+        yield [values[(start + i) % len(values)] for i in range(size)]
+        start += size

@@ -132,7 +132,8 @@ def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[W
     publish = _waited(waits, "controller", "the trainer (publish)")
     score = _waited(waits, "controller", "the trainer (probe)")
     published = publish or statistics.median(one.update.seconds for one in live)
-    return TrainerRates(token, fixed_part + messages, published, score=score)
+    send = _waited(waits, "delivery", "the trainer (the published weights)")
+    return TrainerRates(token, fixed_part + messages, published, send=send, score=score)
 
 
 def _waited(waits: Sequence[Waited], owner: str, what: str) -> float:

@@ -2,12 +2,14 @@
 
     a pass of n sequences   fixed + max(weights read / bandwidth, 2 · active parameters · n / compute) + cache read / bandwidth
     a prompt token          2 · active parameters / compute
-    a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
-                            or what travels between ranks for it, if that takes longer (`mesh.py`); and what travels for attention
+    a trained token         2 · active parameters · passes / (compute of the pool)        3 passes: forward, and backward, which is two of
+                            them (Kaplan et al., 2020); and one each for what is computed again (`gradient_checkpointing`) and for a
+                            reference model in the loss; or what travels between ranks for it, if that takes longer (`mesh.py`); and
+                            what travels for attention
     an update on its way    bytes of the weights / network (`travel.py`)
 
-Peaks are from the manufacturers; the shares of them that are reached are assumptions for well-tuned stacks, written below. A short
-measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
+Peaks are from the manufacturers; the shares of them that are reached are those of well-tuned stacks, written below with what others
+measured. A short measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
 """
 
 from __future__ import annotations
@@ -18,17 +20,28 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError
 from headrace.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.plan.rates.shapes import Architecture
 from headrace.plan.rates.travel import BFLOAT16, Travel, whole
+from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig
 
 READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
-"""Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached."""
+"""Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached.
+
+With these and FIXED, a pass of an 8B model takes 7.3 ms for 8 sequences on an H200 (vLLM measured 6.5: buildkite.com/vllm/performance-benchmark,
+build 9515), and 15 ms for 100 sequences of 1,500 tokens on a GH200 (NVIDIA measured 13: NIM of Llama 3.1 8B, bfloat16). The 8B model of torchtitan
+reached an MFU of 39 % on 8 and on 128 H100 with torch.compile, and 33 % without (benchmarks/llama3_h100_202412_torchtitan.md)."""
+TRAINS_MIXTURE = 0.15
+"""The same in the training of mixtures of experts, whose products are small: 153 of 989 TFLOP/s for GPT-OSS 120B in bfloat16 on 64 H100; in 8 bits, 121
+for Qwen3-30B-A3B on 16 and 233 for Qwen3-235B-A22B on 256 (docs/performance-summary.md of NVIDIA-NeMo/Megatron-Bridge, container 25.11)."""
 FIXED = 3e-3
 """Seconds per pass for scheduling, launches and sampling."""
+PASSES = 3
+"""Forward passes that forward and backward pass of a trained token cost together."""
 DOUBLING = 0.95
 """Factor on the speed per GPU for every doubling of a pool beyond eight, or of a tensor-parallel replica."""
 NETWORK = 40e9
@@ -112,11 +125,24 @@ def _narrowest(chip: Gpu, model: Architecture, gpus: int, context: int) -> Paral
     return ParallelConfig(shard=gpus // context, context=context, expert=expert, gather=gather)
 
 
-def token_seconds(chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int) -> float:
+def trains(model: Architecture) -> float:
+    """Returns the share of peak compute that the training of a model reaches."""
+    return TRAINS_MIXTURE if model.experts else TRAINS
+
+
+def passes_of(train: TrainConfig, algo: AlgoConfig) -> int:
+    """Returns the forward passes that a trained token costs under these settings."""
+    return PASSES + train.gradient_checkpointing + algo.reference_in_loss
+
+
+def token_seconds(
+    chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int, passes: float = PASSES
+) -> float:
     """Returns the seconds per token of the whole pool: those of its products, or of the weights that travel meanwhile if these take longer;
-    and those for which ranks wait that compute a microbatch together. `microbatch`: tokens that a rank forwards at once."""
+    and those for which ranks wait that compute a microbatch together. `microbatch`: tokens that a rank forwards at once; `passes`: that a
+    token costs."""
     moved, joint = trainer_traffic(model, mesh), mesh.ranks * DOUBLING ** max(0.0, math.log2(mesh.ranks / 8))
-    computed = 6 * model.active / (TRAINS * chip.compute * joint)
+    computed = 2 * passes * model.active / (trains(model) * chip.compute * joint)
     at_once = microbatch * mesh.ranks / mesh.tensor
     waits = (moved.together(microbatch) + moved.attended * microbatch) / neighbours_link(chip, mesh)
     return max(computed, moved.microbatch(microbatch) / link(chip, mesh) / at_once) + waits / at_once
@@ -198,17 +224,20 @@ def trainer_rates(
     travel: Travel | None = None,
     *,
     context: int = 1,
+    passes: float = PASSES,
 ) -> TrainerRates:
     """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once, and
-    compares them with the version before if `travel` says so. `microbatch` and `context`: as for `trainer_mesh`."""
+    compares them with the version before if `travel` says so, beside the next step. `microbatch` and `context`: as for `trainer_mesh`;
+    `passes`: as for `token_seconds`."""
     mesh = trainer_mesh(chip, model, gpus, microbatch, context=context)
     moved = trainer_traffic(model, mesh)
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
-        token=token_seconds(chip, model, mesh, microbatch),
+        token=token_seconds(chip, model, mesh, microbatch, passes),
         step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory + moved.copied / NETWORK,
-        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory + (travel.compare if travel else 0.0),
+        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
+        send=travel.compare if travel else 0.0,
         gpus=gpus,
     )
 
@@ -224,19 +253,20 @@ def rates(
     microbatch: int = MICROBATCH,
     travel: Travel | None = None,
     context: int = 1,
+    passes: float = PASSES,
 ) -> Rates:
     """Returns the rates of pools that have their own GPUs."""
     return Rates(
         engine_rates(chip, model, replica, max_running, travel),
-        trainer_rates(chip, model, trainer, microbatch, travel, context=context),
-        source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
+        trainer_rates(chip, model, trainer, microbatch, travel, context=context, passes=passes),
+        source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {trains(model):.0%})",
         model=name,
     )
 
 
-def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "") -> Rates:
+def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "", passes: float = PASSES) -> Rates:
     """Returns the rates of engine and trainer on one GPU, as headrace runs today. The GPU is counted for the engine."""
-    engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1)
+    engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1, passes=passes)
     room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes
     return Rates(
         replace(engine, kv_tokens=float(max(0, int(room)))),
@@ -244,6 +274,6 @@ def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "
         engine_slowed=SHARED,
         trainer_slowed=SHARED,
         source=f"roofline of one {chip.name} that both pools share ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at "
-        f"{TRAINS:.0%}; each takes {SHARED:g} times as long while the other works)",
+        f"{trains(model):.0%}; each takes {SHARED:g} times as long while the other works)",
         model=name,
     )

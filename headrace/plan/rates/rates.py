@@ -15,7 +15,8 @@ from headrace.types import Struct
 class EngineRates(Struct, frozen=True):
     """The speeds of one replica. A forward pass gives one token to every running sequence, and takes
 
-    decode(running) + context · (tokens in the caches of the running sequences) + prefill · (prompt tokens computed in it)  seconds.
+    decode(running) + context · (tokens in the caches of the running sequences) + prefill · (prompt tokens computed in it)
+        + request · (sequences that begin with it)  seconds.
     """
 
     decode: tuple[tuple[float, float], ...]
@@ -31,6 +32,8 @@ class EngineRates(Struct, frozen=True):
     """Factor by which verification slows down during generation, and a pass during verification."""
     swap: float = 0.0
     """Seconds for which the swap stops generation."""
+    request: float = 0.0
+    """Seconds of a sequence beside its tokens: messages, a row, the way back."""
     gpus: int = 1
 
     def pass_seconds(self, running: float) -> float:
@@ -47,6 +50,11 @@ class TrainerRates(Struct, frozen=True):
     token: float
     step: float = 0.0
     publish: float = 0.0
+    """Seconds in which new weights are copied; the next step waits for them."""
+    send: float = 0.0
+    """Seconds from the copy to the update that an engine can load: its fingerprint or difference, computed beside the next step."""
+    send_slows: float = 1.0
+    """Factor by which these seconds and those of a step beside them get longer."""
     save: float = 0.0
     score: float = 0.0
     """Seconds of the probe of C3."""

@@ -57,7 +57,7 @@ class FakeSglang:
     def __init__(self, serving: Serving, *, faults: Collection[str] = (), **arguments: Any) -> None:
         assert set(faults) <= set(FAULTS)
         self.serving, self.faults = serving, set(faults)
-        self.label, self.dead = "default", False
+        self.label, self.dead, self.reloads = "default", False, 0
         self.bodies: list[SglangGenerate] = []
         """Requests that were served, for tests to look at."""
         self._rids: set[str] = set()
@@ -219,6 +219,7 @@ class FakeSglang:
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
         self.label = body.weight_version or self.label
+        self.reloads += 1
         return _outcome(f"Succeeded to update model weights. Weight version updated to {self.label}.")
 
     async def relabel(self, request: HttpRequest) -> Response:

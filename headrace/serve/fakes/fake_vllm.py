@@ -113,7 +113,7 @@ class FakeVllm:
         """Requests that were served, for tests to look at."""
         self._salts: dict[str, int] = {}
         """The number of reloads under which each salt was used first."""
-        self._reloads = 0
+        self.reloads = 0
         self._checksums = checksums_of(weights) if weights else {}
 
     # -- generation -----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class FakeVllm:
         room = self.serving.engine.capabilities.context_length - len(body.token_ids)
         if room < 1:
             raise Refused(400, f"the prompt has {len(body.token_ids)} tokens and leaves room for {room}")
-        if self._salts.setdefault(body.cache_salt or "", self._reloads) != self._reloads:
+        if self._salts.setdefault(body.cache_salt or "", self.reloads) != self.reloads:
             raise Refused(400, f"cache_salt {body.cache_salt} was used with other weights, whose KV it would be given")
 
     def _request(self, body: VllmGenerate, name: str, scores: bool = False) -> Request:
@@ -241,13 +241,13 @@ class FakeVllm:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
             if self._checksums:
                 self._checksums |= await asyncio.to_thread(checksums_of, Path(body.kwargs["weights_path"]), without)
-        self._reloads += 1
+        self.reloads += 1
         return json_response({"results": [None]})
 
     async def _fetch(self, update: WeightUpdate) -> None:
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(update)))
-        self._reloads += 1
+        self.reloads += 1
 
     async def check_weights(self, request: HttpRequest) -> Response:
         await read_body(request, CheckWeights, self.serving.limits)

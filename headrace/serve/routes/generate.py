@@ -18,6 +18,7 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.engine.remote.dialects.headrace import LOWEST
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sampling import of_generate
 from headrace.serve.serving import Serving
@@ -119,8 +120,8 @@ def tops(details: TokenDetails) -> list[dict[str, Any]]:
 
 
 def finite(value: float) -> float:
-    """JSON has no infinity: a token that cannot be sampled has the smallest number there is."""
-    return max(value, -3.4e38)
+    """JSON has no infinity."""
+    return max(value, LOWEST)
 
 
 def prompt_logprobs(serving: Serving, prompt: Sequence[int], scores: PromptScores) -> dict[str, Any]:

@@ -70,7 +70,7 @@ static bool all(const char* what) {
 }
 
 int main() {
-    if (!executable()) return std::puts("cannot be executed here"), 0;
+    if (!executable() || !tiles_allowed()) return std::puts("cannot be executed here"), 0;
     tiles_begin();
     bool good = all<bf16, bf16>("bf16") && all<float, bf16>("float32 times bf16") && all<float, float>("float32");
     tiles_end();

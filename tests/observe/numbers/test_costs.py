@@ -10,11 +10,15 @@ import pytest
 from fact_stream import FactStream
 from rich.console import Console
 
+from headrace import cli
 from headrace.commands.looking.compare import compare
 from headrace.config import load_config
 from headrace.errors import ConfigError
+from headrace.observe.board.run_list import RunList
 from headrace.observe.config import ObserveConfig
+from headrace.observe.costs import dollars
 from headrace.observe.facts import Evaluated, Fact, FleetSample, MemberSample, RunStarted, StepTrained
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
@@ -133,3 +137,28 @@ def test_a_price_below_zero_is_refused_and_adapters_share_one(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"observe\.engine_price"):
         load_config({"model": {"path": "m"}, "observe": {"engine_price": -1.0}})
     assert ObserveConfig(engine_price=3.0, trainer_price=1.5).shared_by(3).prices == {"engine": 1.0, "trainer": 0.5}
+
+
+def test_a_list_of_runs_has_their_cost_from_the_ends_of_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headrace.observe.board.run_list.HEAD", 1000)
+    monkeypatch.setattr("headrace.observe.board.run_list.TAIL", 3000)
+    monkeypatch.setenv("COLUMNS", "200")
+    facts = list(FactStream(steps=40, prices=PRICES).facts())
+    costly = [*facts[:60], members(facts[60].t, "serving", "serving", "serving"), *facts[60:]]
+    for name, given in (("one", facts), ("fleet", costly), ("free", list(FactStream(steps=3).facts()))):
+        (tmp_path / name).mkdir()
+        recorder = Recorder(tmp_path / name, index=NumbersIndex(tmp_path / name, every=3000))
+        for fact in given:
+            recorder.record(fact)
+        recorder.close()
+    whole = {
+        name: folded(*(summarise(fact) if isinstance(fact, StepTrained) else fact for fact in given)).costs.total
+        for name, given in (("one", facts), ("fleet", costly))
+    }
+    found = {line.name: line.cost for line in RunList(tmp_path, lambda path: False).lines()}
+    assert found == {"one": pytest.approx(whole["one"]), "fleet": pytest.approx(whole["fleet"]), "free": None}
+    assert cli.main(["ls", str(tmp_path)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "cost" in lines["run"] and dollars(whole["fleet"]) in lines["fleet"] and "$" not in lines["free"]

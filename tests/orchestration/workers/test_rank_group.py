@@ -20,7 +20,7 @@ from headrace.observe.facts import WorkerJoined
 from headrace.orchestration.clients.rank_group import TOGETHER, RankGroup
 from headrace.orchestration.seats import ranks_of, threads_of_rank
 from headrace.orchestration.workers.build import _served_here
-from headrace.orchestration.workers.fake import Died, FakeLauncher, FakeProcess
+from headrace.orchestration.workers.fake import Died, FakeLauncher, FakeProcess, bare_start
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import SILENCE
 from headrace.orchestration.workers.joining.joined import JoinLauncher
@@ -31,7 +31,6 @@ from headrace.simulate import virtual_time
 from headrace.simulate.world import FactList
 from headrace.trainer.placement.meeting import interface_of
 from headrace.weight_sync.over_tcp.tcp import Tcp
-from headrace.weight_sync.shared_memory import SharedMemory
 
 Answer = Callable[[int, Frame], Awaitable[Any]]
 
@@ -98,17 +97,7 @@ def test_at_the_start_each_learns_its_number_and_where_they_meet() -> None:
         heard.append(unpack(frame.payload, TrainerStart))
 
     async def use(group: RankGroup, made: list[Rank]) -> None:
-        start = TrainerStart(
-            model_dir="",
-            train={},
-            algo={},
-            seed=0,
-            serving_dtype="",
-            keep_routing=False,
-            transport=SharedMemory(-1),
-            ranks=2,
-        )
-        await group.call("start", start, type(None))
+        await group.call("start", bare_start(ranks=2), type(None))
 
     run(2, answer, use)
     assert [start.rank for start in heard] == [0, 1]
@@ -200,12 +189,6 @@ class Beating(Rank):
             await asyncio.sleep(1.0)
 
 
-def start_of(ranks: int) -> TrainerStart:
-    return TrainerStart(
-        model_dir="", train={}, algo={}, seed=0, serving_dtype="", keep_routing=False, transport=Tcp("t"), ranks=ranks
-    )
-
-
 def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_is_named() -> None:
     heard: dict[int, TrainerStart] = {}
     facts = FactList()
@@ -229,7 +212,7 @@ def test_ranks_that_join_meet_at_the_door_of_rank_0_and_a_machine_that_vanishes_
         for seconds, host in ((0, "a"), (20, "a"), (40, "b")):
             loop.call_later(seconds, come, host)
         await group.start()
-        await group.call("start", start_of(3), type(None))
+        await group.call("start", bare_start(transport=Tcp("t"), ranks=3), type(None))
         step = asyncio.ensure_future(group.call("step", None, type(None)))
         await asyncio.sleep(30)
         made[1].gone, began = True, loop.time()
@@ -267,7 +250,7 @@ def test_a_rank_that_leaves_before_the_last_one_has_come_ends_the_start() -> Non
 
 
 def test_weights_are_served_at_the_rank_s_own_address() -> None:
-    child = start_of(1)
+    child = bare_start(transport=Tcp("t"), ranks=1)
     assert _served_here(child).transport == Tcp("t")
     elsewhere = msgspec.structs.replace(child, door="10.0.0.7:55")
     assert _served_here(elsewhere).transport == Tcp("t", host="10.0.0.7")

@@ -20,6 +20,9 @@ from headrace.steps import Finished, PromptScores, TokenDetails
 from headrace.types import Request, RoutingTrace, Stop, TopLogprobs
 from headrace.weights import WeightUpdate
 
+LOWEST = -3.4e38
+"""Stands for the log-prob of a token that cannot be sampled: JSON has no infinity."""
+
 _ENDS: dict[str, Stop] = {"stop": "stop", "length": "length", "error": "error"}
 _CANNOT = ("forks", "streamed")
 """Fields of `Capabilities` for features that the engine has and that are not requested from its server."""
@@ -147,7 +150,7 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
         TokenDetails(
             request.id,
             array("i", [top["token_id"] for top in one["top_logprobs"]]).tobytes(),
-            array("f", [top["logprob"] for top in one["top_logprobs"]]).tobytes(),
+            array("f", [_number(top["logprob"]) for top in one["top_logprobs"]]).tobytes(),
             array("i", mask).tobytes(),
         )
         for one, mask in zip(content, masks, strict=True)
@@ -160,12 +163,12 @@ def _scores(event: Any, request: Request) -> tuple[PromptScores | None, str]:
     rows, by, k = event["prompt_logprobs"][1:], event["prompt_version"], request.top_logprobs
     if len(rows) != len(request.prompt) - 1:
         raise Unreachable(f"the server scored {len(rows)} tokens of a prompt of {len(request.prompt)}")
-    logprobs = tuple(row[str(token)]["logprob"] for row, token in zip(rows, request.prompt[1:], strict=True))
+    logprobs = tuple(_number(row[str(token)]["logprob"]) for row, token in zip(rows, request.prompt[1:], strict=True))
     tops = [
         sorted((one["rank"], int(token), one["logprob"]) for token, one in row.items() if "rank" in one) for row in rows
     ]
     ids = array("i", [token for row in tops for _, token, _ in row[:k]])
-    values = array("f", [value for row in tops for _, _, value in row[:k]])
+    values = array("f", [_number(value) for row in tops for _, _, value in row[:k]])
     top = TopLogprobs(k, ids.tobytes(), values.tobytes()) if k else None
     return PromptScores(request.id, by["version"], logprobs, top, by["mixed"]), by["fingerprint"]
 
@@ -182,5 +185,7 @@ def _end(choice: Any, request: Request) -> Finished:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN: null stands for it."""
-    return math.nan if value is None else value
+    """JSON has neither NaN, for which null stands, nor infinity."""
+    if value is None:
+        return math.nan
+    return -math.inf if value <= LOWEST else value

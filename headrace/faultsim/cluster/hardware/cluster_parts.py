@@ -16,12 +16,11 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.orchestration.workers.fake import bare_start
 from headrace.protocols import Observer
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop
-from headrace.weight_sync.shared_memory import SharedMemory
 
 ENDLESS = 1_000_000
 """Steps of the run: the day ends first."""
@@ -43,18 +42,8 @@ class ClusterProcesses:
     def trainer(self, directory: Path) -> ProcessTrainer:
         """The trainer of a run, from its newest checkpoint."""
         newest, _ = Checkpoints(directory / "checkpoints", keep=2).newest_good()
-        start = TrainerStart(
-            model_dir="",
-            train={},
-            algo={},
-            seed=0,
-            serving_dtype="",
-            keep_routing=False,
-            transport=SharedMemory(-1),  # never opened: weights are words in `MeshState`
-            restore={"": str(newest)} if newest else {},
-            ranks=self._size.ranks,
-        )
-        return ProcessTrainer(self.launcher, start)
+        restore = {"": str(newest)} if newest else {}
+        return ProcessTrainer(self.launcher, bare_start(restore=restore, ranks=self._size.ranks))
 
     def befall(self, mishap: Mishap) -> list[str]:
         """Makes it happen, whether or not the processes that it befalls are there. Returns the seats that are gone with their node."""

@@ -1,8 +1,9 @@
 // The page: the list of runs, the tabs, what the server says as it happens. curves.js and samples.js draw two of the tabs; the others are
 // the report's parts as the server makes them.
-import { view, go, ask, readAddress, element, number, clock, seldom } from "/static/view.js";
+import { view, go, ask, readAddress, element, number, clock, dollars, seldom } from "/static/view.js";
 import { drawCurves, refreshCurves, smoother, whole, colourOf } from "/static/curves.js";
 import { drawSamples } from "/static/samples.js";
+import { setUpPager } from "/static/pager.js";
 
 const TABS = { curves: "Curves", overview: "Overview", samples: "Samples", pools: "Pools", drawn: "Drawn against trained",
   accounting: "Accounting", warnings: "Warnings", setup: "Setup" };
@@ -31,6 +32,7 @@ function row(one) {
   if (one.reward != null) numbers.append(element("span", {}, "reward ", element("b", {}, number(one.reward))));
   if (one.held_out != null) numbers.append(element("span", {}, "held out ", element("b", {}, number(one.held_out))));
   numbers.append(element("span", {}, clock(one.seconds)));
+  if (one.cost != null) numbers.append(element("span", {}, dollars(one.cost)));
   const swatch = element("button", { class: `swatch ${chosen ? colourOf(one.name) : ""}`, type: "button", "aria-pressed": String(chosen),
     title: chosen ? "leave its curves out" : "overlay its curves", onclick: (event) => { event.stopPropagation(); overlay(one.name); } });
   return element("li", { class: `run${view.run === one.name ? " here" : ""}`, "data-name": one.name, onclick: () => open(one.name) },
@@ -42,7 +44,7 @@ function row(one) {
 
 function open(name) {
   const alone = view.runs.length <= 1;
-  go({ run: name, runs: alone ? [name] : view.runs.includes(name) ? view.runs : [...view.runs, name].slice(-MOST_RUNS), from: "", to: "" });
+  go({ run: name, runs: alone ? [name] : view.runs.includes(name) ? view.runs : [...view.runs, name].slice(-MOST_RUNS), from: "", to: "", steps: "" });
   draw();
 }
 
@@ -93,10 +95,13 @@ async function draw() {
 
 async function drawPart(place) {
   if (!place.childNodes.length) place.append(element("p", { class: "empty" }, "Reading …"));
-  const text = await (await ask("/api/part", [["run", view.run], ["part", view.tab]])).text();
+  const pairs = [["run", view.run], ["part", view.tab]];
+  if (view.steps) pairs.push(...view.steps.split("-").map((step, i) => [["from", "to"][i], step]));
+  const text = await (await ask("/api/part", pairs)).text();
   if (!place.isConnected) return;
   place.innerHTML = text;
   setUp(place);
+  setUpPager(place, (steps) => { go({ steps }); drawPart(place).catch((error) => place.prepend(element("p", { class: "banner" }, error.message))); });
 }
 
 const renew = seldom(() => {

@@ -5,7 +5,7 @@ export const DEFAULT_METRICS = [
   "cost/dollars_per_step",
 ];
 const LISTS = ["runs", "metrics"];
-export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", q: "" };
+export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", steps: "", q: "" };
 const EMPTY = structuredClone(view);
 
 export function readAddress() {
@@ -61,6 +61,8 @@ export const clock = (seconds) => {
   const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
   return s >= 3600 ? `${Math.floor(s / 3600)}:${pad(Math.floor(s / 60) % 60)}:${pad(s % 60)}` : `${Math.floor(s / 60)}:${pad(s % 60)}`;
 };
+
+export const dollars = (value) => (value >= 1000 ? `$${Math.round(value).toLocaleString("en")}` : value >= 0.1 ? `$${value.toFixed(2)}` : `$${Number(value.toPrecision(2))}`);
 
 // At most once in `wait` milliseconds, and always once more after the last call.
 export function seldom(work, wait) {

@@ -53,6 +53,9 @@ Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]],
 ENGINES: tuple[Kind, ...] = ("engine",)
 
 
+_SOCKET: dict[str, Any] = {"limit": 1 << 24, "backlog": STRANGERS}
+
+
 class Spare(NamedTuple):
     """A worker without a seat."""
 
@@ -79,7 +82,7 @@ class Listener:
     ) -> None:
         """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may; `code`: the terms of those
         of them that run the user's code. `reconnect`: seconds in which
-        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: is told of the first connection of each
+        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: hears of the first connection of each
         kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
@@ -102,8 +105,8 @@ class Listener:
 
     async def open(self) -> None:
         """Raises OSError if it cannot listen on that address."""
-        patience: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
-        self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24, **patience)
+        tls: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
+        self._server = await asyncio.start_server(self._greet, self._host, self._port, **_SOCKET, **tls)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"
 

@@ -48,7 +48,11 @@ def witnessed(address: str) -> Callable[[str], None]:
     for standard in (1, 2):
         os.dup2(printed, standard)
     os.close(printed)
-    return lambda session: (os.write(commands, session.encode()), None)[1]
+
+    def seated(session: str) -> None:
+        os.write(commands, session.encode())
+
+    return seated
 
 
 class _Witness:

@@ -1,0 +1,102 @@
+"""The facts of some steps of a long run, read from their place in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from headrace.observe.facts import RunStarted
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import METRICS, decode_metrics
+
+MOST = 6 << 20
+"""Bytes of facts that are read for one window."""
+NEAR = 1 << 16
+"""Bytes within which a place is looked for line by line."""
+_STEP = re.compile(rb'\{"fact":"StepTrained","t":[^,]+,"report":\{"step":(\d+)')
+_KIND = re.compile(rb'\{"fact":"(\w+)"')
+OF_POOLS = (
+    b"StepTrained",
+    b"EngineSample",
+    b"WeightsLive",
+    b"Evaluated",
+    b"CheckpointSaved",
+    b"WorkerLost",
+    b"Slept",
+    b"Woke",
+)
+"""Facts from which the chart of the pools is drawn."""
+
+
+class StepWindow(NamedTuple):
+    """Some steps, counted from 1, both ends included."""
+
+    state: RunState
+    """The facts from the end of the step before the first to the end of the last."""
+    first: int
+    last: int
+    cut: bool
+    """Whether the last steps that were asked for are left out, because there would be too much to read."""
+
+
+def read_window(
+    run_dir: Path,
+    started: RunStarted | None,
+    first: int,
+    last: int,
+    *,
+    kinds: Collection[bytes] = (),
+    most: int = MOST,
+) -> StepWindow:
+    """Reads the facts of steps `first` to `last`. `started`: the facts' run. `kinds`: the facts that are wanted; all by default. Raises
+    OSError if the file cannot be read."""
+    state, done, size = RunState(), first - 1, 0
+    state.started = started
+    with (run_dir / METRICS).open("rb") as file:
+        file.seek(place_after(file, first - 1))
+        for line in file:
+            kind = _KIND.match(line)
+            size += len(line)
+            if not line.endswith(b"\n") or size > most:
+                break
+            if kind and (not kinds or kind[1] in kinds) and (fact := decode_metrics(line[:-1])):
+                state.fold(fact)
+            if step := _STEP.match(line):
+                done = int(step[1]) + 1
+                if done >= last:
+                    break
+    return StepWindow(state, first, done, done < last and size > most)
+
+
+def place_after(file: BinaryIO, step: int) -> int:
+    """Returns the place behind the fact of a step, counted from 1; 0 if there is none before. Steps rise along the file, so their places
+    are found by halving it."""
+    low, high = 0, file.seek(0, 2)
+    while high - low > NEAR:
+        middle = (low + high) // 2
+        found = _next_step(file, middle, high)
+        if found is None or found[0] > step:
+            high = middle
+        else:
+            low = found[1]
+    while (found := _next_step(file, low, high + NEAR)) and found[0] <= step:
+        low = found[1]
+    return low
+
+
+def _next_step(file: BinaryIO, start: int, end: int) -> tuple[int, int] | None:
+    """Returns the number of the first step whose fact begins in a line behind `start`, and the place behind it; None if there is none
+    before `end`."""
+    file.seek(start - 1 if start else 0)
+    if start:
+        file.readline()  # the rest of a line
+    place = file.tell()
+    for line in file:
+        if place >= end:
+            return None
+        place += len(line)
+        if step := _STEP.match(line):
+            return int(step[1]) + 1, place
+    return None

@@ -1,0 +1,151 @@
+"""Sums over all steps, versions and probes of a run: what a verdict needs of them, without the list of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from headrace.observe.facts import CheckpointSaved, IdentityChecked, WeightsLive
+from headrace.observe.records import StepRow
+from headrace.reports import LagStats
+
+
+class LagSum:
+    """Token-weighted sums of the `LagStats` of one name.
+
+    The token-weighted mean is exact for shares and ratios. Quantiles and the effective sample size are means of the steps' own values,
+    and `max` is the largest.
+    """
+
+    FIELDS = ("ratio", "kl", "ess", "chi2", "clipped")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.sums = dict.fromkeys(self.FIELDS, 0.0)
+        self.masked: dict[str, float] = {}
+        self.gaps: dict[str, float] = {}
+
+    def add(self, one: LagStats) -> None:
+        self.tokens += one.tokens
+        for field in self.FIELDS:
+            self.sums[field] += getattr(one, field) * one.tokens
+        for rule, share in one.masked.items():
+            self.masked[rule] = self.masked.get(rule, 0.0) + share * one.tokens
+        for key, value in one.gaps.items():
+            known = self.gaps.get(key, 0.0)
+            self.gaps[key] = max(known, value) if key == "max" else known + value * one.tokens
+
+    def stats(self, name: str) -> LagStats:
+        """Returns the means. `name`: of the lag."""
+        masked = {rule: total / self.tokens for rule, total in self.masked.items()}
+        gaps = {key: value if key == "max" else value / self.tokens for key, value in self.gaps.items()}
+        means = {field: total / self.tokens for field, total in self.sums.items()}
+        return LagStats(name=name, tokens=self.tokens, masked=masked, gaps=gaps, **means)
+
+
+class LagSums:
+    """Sampler against trainer by lag, over many steps."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, LagSum] = {}
+
+    def add(self, row: StepRow) -> None:
+        for one in row.report.lags:
+            self.of.setdefault(one.name, LagSum()).add(one)
+
+    def stats(self) -> list[LagStats]:
+        """Returns the statistics of each lag that had tokens, `swapped` last."""
+        return [self.of[name].stats(name) for name in sorted(self.of)]
+
+
+def over_steps(rows: Iterable[StepRow]) -> list[LagStats]:
+    """Returns the statistics of each lag that had tokens in these steps, `swapped` last."""
+    sums = LagSums()
+    for row in rows:
+        sums.add(row)
+    return sums.stats()
+
+
+class StepTotals:
+    """Sums over the steps."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = 0
+        """Steps; tokens in the loss."""
+        self.seconds = 0.0
+        """Time in which the trainer stepped."""
+        self.completions = self.swapped = 0
+        """Trained completions; those that were sampled by more than one version."""
+        self.trimmed = 0
+        """Tokens that are older than the bound, and so are context only."""
+        self.dropped_tokens = self.outside_tokens = self.missing_routes = self.routing_conflicts = 0
+        """Sums of these fields of `TrainReport`."""
+        self.lagged = self.widths = self.widest = 0
+        """Steps with lags; sum and maximum of the versions between the oldest and the newest token of a step."""
+        self.by_lag = LagSums()
+
+    def add(self, row: StepRow, bound: float) -> None:
+        """`bound`: on the lag."""
+        report = row.report
+        self.steps += 1
+        self.tokens += report.loss_tokens
+        self.seconds += report.seconds
+        self.completions += len(row.lengths)
+        self.swapped += row.swapped
+        self.trimmed += trimmed(row, bound)
+        self.dropped_tokens += report.dropped_tokens
+        self.outside_tokens += report.outside_tokens
+        self.missing_routes += report.missing_routes
+        self.routing_conflicts += report.routing_conflicts
+        if row.lags:
+            width = max(row.lags) - min(row.lags)
+            self.lagged, self.widths, self.widest = self.lagged + 1, self.widths + width, max(self.widest, width)
+        self.by_lag.add(row)
+
+
+def trimmed(row: StepRow, bound: float) -> int:
+    """Returns the tokens of a step that are older than the bound, and so are context only."""
+    return sum(count for lag, count in row.outside.items() if lag > bound)
+
+
+class SwapTotals:
+    """Sums over the versions that went live, and over the checkpoints."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.swap_seconds = self.pauses = 0.0
+        """Time for which swaps stopped generation; for which they held it back or stopped it."""
+        self.busy = 0.0
+        """Time that the trainer published and saved during training."""
+
+    def swap(self, fact: WeightsLive, training: bool) -> None:
+        self.count += 1
+        self.swap_seconds += fact.load.swap_seconds
+        self.pauses += max(fact.pause, fact.load.swap_seconds)
+        self.busy += fact.update.seconds * training
+
+    def save(self, fact: CheckpointSaved, training: bool) -> None:
+        self.busy += fact.seconds * training
+
+
+class ProbeTotals:
+    """The probes of C3: how many, and the worst."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.failed: list[IdentityChecked] = []
+        self.worst: IdentityChecked | None = None
+        """The one with the largest mean difference."""
+        self.widest = -math.inf
+        """The largest difference of a single token."""
+
+    def add(self, fact: IdentityChecked) -> None:
+        self.count += 1
+        self.failed += [] if fact.ok else [fact]
+        if self.worst is None or _size(fact) > _size(self.worst):
+            self.worst = fact
+        self.widest = max(self.widest, fact.max_abs_diff)
+
+
+def _size(check: IdentityChecked) -> float:
+    return check.mean_abs_diff if math.isfinite(check.mean_abs_diff) else math.inf

@@ -1,0 +1,229 @@
+"""The sums of a long run from its digest, and its steps from their place in the metrics: the same as from all facts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fact_stream import FactStream, standing
+
+from headrace.observe.board.board_parts import PARTS, part
+from headrace.observe.board.followed_run import FollowedRun
+from headrace.observe.board.step_windows import OF_POOLS, place_after, read_window
+from headrace.observe.facts import (
+    Fact,
+    FirstFailure,
+    FleetSample,
+    GroupEnded,
+    MemberMoved,
+    MemberSample,
+    Planned,
+    PromptChosen,
+    ScorerAsked,
+    Slept,
+    StepTrained,
+    TicketDrawn,
+    Waited,
+    Woke,
+    WorkerJoined,
+)
+from headrace.observe.index.digest import DIGEST, frozen, read_digest, thawed, thinned
+from headrace.observe.index.index_file import INDEX
+from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.numbers.state import RunState, stride_of
+from headrace.observe.recorder import Recorder
+from headrace.observe.records import METRICS, summarise
+from headrace.reports import PromptChoice, SleepReport
+
+OTHERS: tuple[Fact, ...] = (
+    TicketDrawn(0.1, 9000, "p"),
+    PromptChosen(
+        0.1, 9000, PromptChoice(pool="mixed", drawn=2, known=7, mean=0.5, offered=0.4, looked={"mixed": 3, "new": 1})
+    ),
+    PromptChosen(0.2, 9001, PromptChoice(pool="new", drawn=1, known=8, mean=math.nan, offered=0.4, looked={"new": 4})),
+    GroupEnded(0.3, 9000, "p", "dropped", "overdue", lengths=(3, 4), rewards=(0.0, 1.0), talk={"turns": 4}),
+    ScorerAsked(0.4, scorer="judge", what="judge", completions=4, seconds=1.5, tokens=9, failures={"timeout": 1}),
+    FleetSample(0.5, (MemberSample(name="e1", state="serving", version=0, running=1, tokens=5, rate=2.0, absences=0),)),
+    MemberMoved(0.6, "e1", "away", "no answer", 2, 30, 0),
+    WorkerJoined(0.7, "engine 2", "host", 12, "10.0.0.1:5"),
+    FirstFailure(0.8, "reward_raised", "KeyError", "'x'", "line 1", "p"),
+    Slept(0.9, "engine", SleepReport(seconds=0.1, memory=5)),
+    Woke(1.5, "engine", SleepReport(seconds=0.2)),
+    Slept(1.6, "trainer", SleepReport(seconds=0.1, memory=7)),
+    Waited(1.7, "engine", "the trainer", 0.5),
+    Planned(1.8, 300, "time is short"),
+)
+
+
+def facts(steps: int, seed: int = 0) -> list[Fact]:
+    first, *rest = FactStream(steps=steps, seed=seed).facts()
+    return [first, *OTHERS, *rest]
+
+
+def written(run_dir: Path, given: list[Fact], ends: bool = True) -> Recorder:
+    recorder = Recorder(run_dir, index=NumbersIndex(run_dir, every=3000))
+    for fact in given:
+        recorder.record(fact)
+    if ends:
+        recorder.close()
+    return recorder
+
+
+def folded(given: list[Fact]) -> RunState:
+    state = RunState()
+    for fact in given:
+        state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)  # type: ignore[arg-type]
+    return state
+
+
+def whole(run_dir: Path) -> FollowedRun:
+    """Reads all facts, with neither index nor digest."""
+    for name in (INDEX, DIGEST):
+        (run_dir / name).rename(run_dir / f"{name}.away")
+    run = FollowedRun(run_dir)
+    run.catch_up(60)
+    for name in (INDEX, DIGEST):
+        (run_dir / f"{name}.away").rename(run_dir / name)
+    assert run.state.whole and run.read_share == 1.0
+    return run
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every run counts as long."""
+    monkeypatch.setattr("headrace.observe.board.followed_run.SHORT", 0)
+    yield
+
+
+def parts(run: FollowedRun) -> dict[str, str]:
+    """The tabs that have no choice of steps."""
+    names = PARTS.keys() - {"pools", "drawn"}
+    return {name: part(name, run.run_dir, run.state, run.numbers.columns) for name in names}
+
+
+def test_a_state_is_the_same_when_it_comes_back_from_bytes():
+    state = thinned(folded(facts(40)))
+    once = msgspec.msgpack.encode(frozen(state))
+    back = thawed(msgspec.msgpack.decode(once))
+    assert msgspec.msgpack.encode(frozen(back)) == once
+    assert vars(back).keys() == vars(RunState()).keys() and back.accounting == state.accounting
+    assert (
+        back.choices.distance == state.choices.distance and back.scorers["judge"].words == state.scorers["judge"].words
+    )
+
+
+def test_a_long_run_is_known_from_its_digest_as_from_all_its_facts(tmp_path: Path, long: None):
+    written(tmp_path, facts(300))
+    opened = FollowedRun(tmp_path)
+    assert opened.read_share == 1.0 and not opened.state.whole, "nothing was left to read"
+    read = whole(tmp_path)
+    assert parts(opened) == parts(read)
+    assert opened.state.step == 300 and len(opened.state.rows) < 200 < len(read.state.rows)
+    for name in ("lag", "tokens", "KL (k3)", "max"):  # the table by lag is of all steps
+        cells = [re.findall(rf'data-head="{re.escape(name)}">(.*?)</td>', part("drawn", tmp_path, one.state, one.numbers.columns)) for one in (opened, read)]  # fmt: skip
+        assert cells[0] == cells[1] != []
+
+
+def test_facts_behind_the_digest_are_read(tmp_path: Path, long: None):
+    given = facts(60)
+    half = next(place for place, fact in enumerate(given) if isinstance(fact, StepTrained) and fact.report.step == 41)
+    recorder = written(tmp_path, given[:half], ends=False)
+    assert read_digest(tmp_path / DIGEST, tmp_path), "it is written while the run goes on"
+    opened = FollowedRun(tmp_path)
+    assert 0 < opened.unread < 100_000 and not opened.state.whole
+    for fact in given[half:]:
+        recorder.record(fact)
+    opened.catch_up(60)
+    recorder.close()
+    read = whole(tmp_path)
+    assert parts(opened) == parts(read)
+    for (name, one), (_, other) in zip(
+        sorted(opened.numbers.columns.items()), sorted(read.numbers.columns.items()), strict=True
+    ):
+        assert one[0].tolist() == other[0].tolist() and one[1].tolist() == other[1].tolist(), name
+    assert opened.numbers.groups.rows.view.tobytes() == read.numbers.groups.rows.view.tobytes()
+    lines = (tmp_path / METRICS).read_bytes().count(b"\n")
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b"damaged\n")
+    opened.catch_up(60)
+    assert f"(line {lines + 1})" in opened.state.warnings[-1].message
+
+
+def test_a_digest_of_other_metrics_is_not_used(tmp_path: Path, long: None):
+    written(tmp_path, facts(60))
+    digest, metrics = (tmp_path / DIGEST).read_bytes(), (tmp_path / METRICS).read_bytes()
+    for data in (b"", digest[: len(digest) // 2], digest[:100] + b"####" + digest[104:], b"another " + digest[8:]):
+        (tmp_path / DIGEST).write_bytes(data)
+        assert read_digest(tmp_path / DIGEST, tmp_path) is None
+        assert FollowedRun(tmp_path).state.whole
+    (tmp_path / DIGEST).write_bytes(digest)
+    assert read_digest(tmp_path / DIGEST, tmp_path)
+    (tmp_path / METRICS).write_bytes(metrics[: len(metrics) // 2])
+    assert FollowedRun(tmp_path).state.whole, "a resume cut the metrics"
+    (tmp_path / METRICS).write_bytes(metrics.replace(b'"prompts":64', b'"prompts":65'))
+    assert read_digest(tmp_path / DIGEST, tmp_path) is None
+
+
+def test_a_resumed_run_has_the_digest_of_all_its_processes(tmp_path: Path, long: None):
+    given = list(FactStream(steps=24).facts())
+    half = next(place for place, fact in enumerate(given) if isinstance(fact, StepTrained) and fact.report.step == 13)
+    written(tmp_path, given[: half + 20], ends=False)
+    resumed = Recorder(tmp_path, resume=standing(given[:half], 13), index=NumbersIndex(tmp_path, every=3000))
+    for fact in given[half:]:
+        resumed.record(fact)
+    resumed.close()
+    opened = FollowedRun(tmp_path)
+    assert opened.read_share == 1.0 and not opened.state.whole
+    assert parts(opened) == parts(whole(tmp_path))
+
+
+def test_kept_steps_are_a_part_of_those_kept_before():
+    for steps in (255, 256, 257, 511, 512, 513, 100_000):
+        stride = stride_of(steps)
+        assert steps / stride <= 256 and (stride == 1 or 2 * steps / stride > 256)
+    assert all(stride_of(steps + 1) % stride_of(steps) == 0 for steps in range(3000))
+
+
+def test_a_window_has_the_facts_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.observe.board.step_windows.NEAR", 2000)
+    given = facts(60)
+    written(tmp_path, given)
+    state = whole(tmp_path).state
+    for first, last in ((1, 60), (1, 1), (17, 31), (60, 60), (59, 90)):
+        found = read_window(tmp_path, state.started, first, last)
+        end = min(last, 60)
+        assert [row.report.version for row in found.state.rows] == list(range(first, end + 1))
+        assert (found.first, found.last, found.cut) == (first, end, False)
+        assert {swap.update.version for swap in found.state.swaps} >= set(range(first, end))
+        assert found.state.lengths.drawn.count > 0 or first == last
+        pools = read_window(tmp_path, state.started, first, last, kinds=OF_POOLS)
+        assert pools.state.rows == found.state.rows and not pools.state.lengths.drawn.count
+    short = read_window(tmp_path, state.started, 10, 60, most=20_000)
+    assert short.cut and 10 <= short.last < 60 and short.state.rows[-1].report.version == short.last
+    with (tmp_path / METRICS).open("rb") as file:
+        for step in range(61):
+            file.seek(place_after(file, step))
+            later = [int(one) for one in re.findall(rb'"fact":"StepTrained"[^{]*\{"step":(\d+)', file.read())]
+            assert later == list(range(step, 60))
+
+
+def test_the_pools_of_a_long_run_are_shown_for_some_steps(tmp_path: Path, long: None):
+    written(tmp_path, facts(120))
+    run = FollowedRun(tmp_path)
+
+    def shown(name: str, asked: tuple[int, int] | None = None) -> tuple[list[int], str]:
+        html = part(name, tmp_path, run.state, run.numbers.columns, asked)
+        return [int(one) for one in re.findall(r'data-tip="step (\d+)\ntrained', html)], html
+
+    steps, html = shown("pools")
+    assert steps == list(range(81, 121)) and 'class="strip"' in html and "Who waited for whom" in html
+    steps, html = shown("pools", (7, 12))
+    assert steps == list(range(7, 13)) and 'data-steps="1-6"' in html and 'data-steps="13-18"' in html
+    assert shown("pools", (500, 900))[0] == [120] and shown("pools", (-3, 1))[0] == [1]
+    everything, some = shown("drawn")[1], shown("drawn", (7, 12))[1]
+    tips = [list(dict.fromkeys(re.findall(r'data-tip="step (\d+)\nlag', html))) for html in (everything, some)]
+    assert tips == [[str(one) for one in range(1, 121)], [str(one) for one in range(7, 13)]]
