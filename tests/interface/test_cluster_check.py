@@ -279,7 +279,9 @@ def test_workers_that_run_the_user_s_code_are_counted_and_asked_for_its_files(ti
 
 def test_workers_that_join_read_what_the_others_wrote(tiny_llama: Path, tmp_path: Path) -> None:
     heard: list[str] = []
-    sections = examined(tmp_path, tiny_llama, lambda address: heard.append(offered(address, tiny_llama)), ranks=True)
+    kinds = ["engine", "trainer"]
+    come = lambda address: heard.append(offered(address, tiny_llama, kind=kinds.pop()))  # noqa: E731
+    sections = examined(tmp_path, tiny_llama, come, ranks=True)
     assert not bad(sections) and len(heard) == 2
     assert sections["Workers"][0] == DoctorFinding("workers", "ok", "2 came; the run has 2 seats")
     assert len(shared(sections)) == 3
