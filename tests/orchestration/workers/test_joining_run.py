@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 import torch
 from beside import PATIENCE, Beside, until
@@ -41,7 +42,7 @@ def offering(directory: Path, port: int, *more: str, count: int = 1) -> Iterator
     """Workers, as a person would start them."""
     words = ["--connect", f"127.0.0.1:{port}", "--token-file", str(directory / "token"), "--offers", "engine", *more]
     workers = [
-        subprocess.Popen(
+        preloaded_python.Program(
             [sys.executable, "-m", "headrace", "worker", *words, "--patience", str(PATIENCE)],
             stderr=subprocess.PIPE,
             text=True,

@@ -53,6 +53,9 @@ Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]],
 ENGINES: tuple[Kind, ...] = ("engine",)
 
 
+_SOCKET: dict[str, Any] = {"limit": 1 << 24, "backlog": STRANGERS}
+
+
 class Spare(NamedTuple):
     """A worker without a seat."""
 
@@ -100,8 +103,8 @@ class Listener:
 
     async def open(self) -> None:
         """Raises OSError if it cannot listen on that address."""
-        patience: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
-        self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24, **patience)
+        tls: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
+        self._server = await asyncio.start_server(self._greet, self._host, self._port, **_SOCKET, **tls)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"
 
