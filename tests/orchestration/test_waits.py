@@ -293,8 +293,8 @@ def stall_at(waits: Waits, owner: str, pattern: str) -> Waits:
     named, wanted = waits.named, re.compile(re.escape(pattern).replace(r"\*", ".+"))
 
     @contextlib.asynccontextmanager
-    async def stuck(who: str, what: str, endless: bool = False) -> AsyncIterator[None]:
-        async with named(who, what, endless):
+    async def stuck(who: str, what: str, endless: bool = False, **more: Any) -> AsyncIterator[None]:
+        async with named(who, what, endless, **more):
             if who == owner and wanted.fullmatch(what):
                 await asyncio.Event().wait()
             yield
