@@ -115,7 +115,7 @@ verifiers-setup: $(VERIFIERS)/.installed
 
 $(VERIFIERS)/.installed:
 	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
-	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 "transformers>=5.17,<6"
+	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 uv "transformers>=5.17,<6"
 	touch $@
 
 # atroposlib, whose client runs against environment.kind = "atropos" in a slow test.

@@ -46,7 +46,9 @@ def _trainer(train: TrainConfig, place: OrchestrationConfig) -> str:
         "experts whole": parallel.expert > 1,
         f"microbatches in {parallel.context}": parallel.context > 1,
     }
-    ways[f"{copies}a pipeline of {parallel.pipeline}, {parallel.schedule}"] = parallel.pipeline > 1
+    ways[f"{'' if parallel.gathering > 1 else copies}a pipeline of {parallel.pipeline}, {parallel.schedule}"] = (
+        parallel.pipeline > 1
+    )
     split = ", ".join(way for way, used in ways.items() if used)
     who = "own process" if parallel.ranks == 1 else f"{parallel.ranks} ranks ({split})"
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"

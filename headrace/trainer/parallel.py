@@ -27,7 +27,8 @@ class ParallelConfig:
     """Ranks that compute each microbatch together, every one a part of its tokens: for rows whose activations do not fit into
     one. The model is split among them too, so among `shard` × `context` ranks."""
     pipeline: int = Field(default=1, gt=0)
-    """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank."""
+    """Ranks among which the layers are split: each holds some consecutive ones, and microbatches pass from rank to rank. With `shard`,
+    each of them is so many ranks, which split its layers (FSDP2)."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
     """Order of the microbatches in a `pipeline`. 1f1b: a backward pass after each forward pass. gpipe: all forward passes
     first, which keeps more activations. interleaved: as 1f1b, with two stages on each rank: less waiting, twice the
@@ -80,7 +81,7 @@ def parallel_problems(train: Any, lora: Any, *, itself: bool) -> Iterator[str]:
                 yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
     if ranks == 1:
         return
-    yield from _mesh_problems(parallel, bool(lora.rank))
+    yield from _mesh_problems(parallel)
     asks = f"train.parallel asks for {ranks} ranks"
     yield from _pipeline_problems(train)
     if train.parity == "bitwise":
@@ -119,12 +120,17 @@ def _pipeline_problems(train: Any) -> Iterator[str]:
             yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
         return
     asks = f"train.parallel.pipeline = {parallel.pipeline}"
-    for name in ("shard", "expert", "context", "tensor"):
+    for name in ("expert", "context", "tensor"):
         if (size := getattr(parallel, name)) > 1:
             yield (
                 f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "
-                "several pipelines)"
+                "several pipelines, and train.parallel.shard splits their stages)"
             )
+    if parallel.schedule == "zero_bubble" and parallel.shard > 1:
+        yield (
+            'train.parallel.schedule = "zero_bubble" computes gradients of weights after the pass in which train.parallel.shard sums and splits them; '
+            'use "1f1b" or "interleaved"'
+        )
     if parallel.schedule == "zero_bubble" and train.gradient_checkpointing:
         yield (
             'train.parallel.schedule = "zero_bubble" goes through a layer backwards twice, and train.gradient_checkpointing keeps '
@@ -132,11 +138,12 @@ def _pipeline_problems(train: Any) -> Iterator[str]:
         )
 
 
-def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
-    """Yields sizes that do not go together. `adapters`: whether adapters are trained."""
-    if parallel.split == parallel.pipeline == 1:
+def _mesh_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """Yields sizes that do not go together."""
+    if parallel.gathering == parallel.pipeline == 1 and parallel.replicate > 1:
+        held = "the whole model" if parallel.tensor == 1 else "its whole part of each layer"
         yield (
-            f"train.parallel.replicate = {parallel.replicate} alone would keep the whole model on every rank; set train.parallel.shard = "
+            f"train.parallel.replicate = {parallel.replicate} alone would keep {held} on every rank; set train.parallel.shard = "
             f"{parallel.replicate} instead, which computes the same with less memory"
         )
     if parallel.expert not in (1, parallel.split):
@@ -145,25 +152,16 @@ def _mesh_problems(parallel: ParallelConfig, adapters: bool) -> Iterator[str]:
             f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.{among} = {parallel.split} ranks; set it "
             f"to {parallel.split}, or remove it"
         )
-    beside = f"is not combined with train.parallel.replicate = {parallel.replicate}"
     if parallel.expert > 1 and parallel.replicate > 1:
         yield (
-            f"train.parallel.expert = {parallel.expert} {beside}; set shard and expert to {parallel.ranks} and remove replicate, or remove "
-            "expert"
+            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard to "
+            f"{parallel.shard * parallel.replicate} and expert to {parallel.ranks} and remove replicate, or remove expert"
         )
     if parallel.tensor == 1:
         return
     asks = f"train.parallel.tensor = {parallel.tensor}"
-    if parallel.replicate > 1:
-        wider = parallel.shard * parallel.replicate
-        yield f"{asks} {beside}; set shard to {wider} and remove replicate, or remove tensor"
     if parallel.context > 1:
         yield (
             f"{asks} is not combined with train.parallel.context = {parallel.context}: both split the heads of attention; set one of them to "
             f"{parallel.tensor * parallel.context} and remove the other"
-        )
-    if adapters:
-        yield (
-            f"{asks} splits layers whose results an adapter needs whole; use train.parallel.shard = {parallel.split} without tensor, or set "
-            "lora.rank = 0"
         )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 from beside import PATIENCE, until
 from tiny_run import tiny_config
@@ -26,7 +27,7 @@ REWARD = "def has_e(completions, **columns): return [float('e' in text) for text
 
 def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
     """Kills the controller when its journal has so many steps."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = preloaded_python.Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: process.poll() is not None or count_steps(run_dir) >= steps)
     finally:
@@ -37,11 +38,11 @@ def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
 GROWS = {"kind": "contrast", "largest_group": 12, "least_chance": 0.8}
 
 
-@pytest.mark.parametrize("choice", [GROWS, pytest.param({"kind": "pools"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", [GROWS, pytest.param({"kind": "pools"}, marks=pytest.mark.slow)])
 def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
-    tmp_path: Path, tiny_llama: Path, choice: dict[str, Any]
+    tmp_path: Path, tiny_llama: Path, setting: dict[str, Any]
 ):
-    curriculum = {**choice, "candidates": 3}
+    curriculum = {**setting, "candidates": 3}
     settings = tiny_config(tmp_path, tiny_llama, train={"steps": 100_000}, curriculum=curriculum)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i} + 1?"}) for i in range(9)))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -55,8 +56,9 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
     again = [*headrace, "--resume", str(run_dir)]
     killed_after(again, run_dir, count_steps(run_dir) + 3)
     end = f"train.steps={count_steps(run_dir) + 3}"
-    done = subprocess.run([*again, "--set", end], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+    last = preloaded_python.Program([*again, "--set", end], stderr=subprocess.PIPE, text=True)
+    said = last.communicate(timeout=PATIENCE)[1]
+    assert last.returncode == 0, said
     task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
     reader = open_curriculum(task, config.curriculum, config.rollout.group_size)
     drawn, sizes = [], set[int]()
@@ -70,6 +72,6 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
             drawn.append((record.ticket, choice))
         reader.count(record)
     assert int(prompt.id.split("/")[1]) > 1, "several epochs"
-    assert max(sizes) > 3 or "largest_group" not in choice, "no group has grown"
+    assert max(sizes) > 3 or "largest_group" not in setting, "no group has grown"
     facts = {fact.ticket: fact.choice for fact in read_metrics(run_dir) if isinstance(fact, PromptChosen)}
     assert set(facts) <= dict(drawn).keys() and len(facts) >= len(drawn) - 4, "a kill may cost the last facts"

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,13 +60,15 @@ def roomy(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(recipe: str, model: Path, place: Path, *sets: str) -> list[Any]:
-    """Returns the scored rollouts of a finished run of the recipe, in which no rollout failed."""
+def run(recipe: str, model: Path, place: Path, *sets: str, **tables: Any) -> list[Any]:
+    """Returns the scored rollouts of a finished run of the recipe, in which no rollout failed. `tables`: in place of the recipe's."""
     (place / "reward.py").write_text(REWARD)
     folder = shutil.copytree(ROOT / "recipes" / recipe, place / recipe)
     own = (f"name={recipe}", f"out={json.dumps(str(place))}", f"model.path={json.dumps(str(model))}")
     reward = f"reward.function={json.dumps(str(place / 'reward.py') + ':varied')}"
-    result = headrace.train(folder / f"{recipe}.toml", sets=[*own, reward, *SMALL, *sets])
+    path = folder / f"{recipe}.toml"
+    config = {**tomllib.loads(path.read_text()), **tables} if tables else path
+    result = headrace.train(config, sets=[*own, reward, *SMALL, *sets])
     assert result.reason == "finished"
     steps = list(read_steps(result.directory))
     assert len(steps) == 2 and not any(fact.failures for fact in of(result.directory, GroupEnded))
@@ -87,7 +90,8 @@ def test_a_recipe_trains(recipe: str, reward: str, turns: int, roomy: Path, tmp_
     rollouts = run(recipe, roomy, tmp_path)
     check(rollouts, reward, turns)
     if recipe == "self_play":
-        assert {turn.agent for one in rollouts for turn in one.episode.turns} == {"player 0", "player 1"}
+        agents = {turn.agent for one in rollouts for turn in one.episode.turns}
+        assert agents and agents <= {"player 0", "player 1"}, "who begins may lose by two moves that are not allowed"
 
 
 @pytest.mark.slow
@@ -95,9 +99,9 @@ def test_an_environment_of_skyrl_gym_trains(roomy: Path, tmp_path: Path) -> None
     pytest.importorskip("skyrl_gym")
     row = {"prompt": "What is 8 times 9?", "reward_spec": {"ground_truth": "72"}, "extra_info": {}}
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "prompt": f"{i}: 8 * 9?"}) for i in range(40)))
-    rows = json.dumps(str(tmp_path / "rows.jsonl"))
-    sets = (f'task={{kind="jsonl", path={rows}, held_out=0, answer=""}}', "environment.name=gsm8k_multi_turn")
-    check(run("gym", roomy, tmp_path, *sets, "environment.options={}"), "gym", 4)
+    task = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 0}
+    environment = {"kind": "gym", "name": "gsm8k_multi_turn", "max_turns": 4}
+    check(run("gym", roomy, tmp_path, task=task, environment=environment), "gym", 4)
 
 
 @contextmanager

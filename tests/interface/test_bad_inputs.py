@@ -228,7 +228,8 @@ PAIRS = [
     sets("copies beside experts", "remove replicate", "train.parallel={shard=2,expert=2,replicate=2}"),
     sets("an order of one rank", "no meaning for one rank", "train.parallel.schedule=gpipe"),
     sets("an order of no pipeline", "set train.parallel.pipeline", "train.parallel={shard=2,schedule='gpipe'}"),
-    sets("a split pipeline", "train.parallel.replicate gives several", "train.parallel={shard=2,pipeline=2}"),
+    sets("a pipeline of layers in parts", "gives several pipelines", "train.parallel={tensor=2,pipeline=2}"),
+    sets("sums too early", 'use "1f1b" or "inter', "train.parallel={shard=2,pipeline=2,schedule='zero_bubble'}"),
     sets("a pipeline that gathers", "weights that are never gathered", "train.parallel={pipeline=2,reshard=false}"),
     sets(
         "a pipeline that computes twice",
@@ -236,7 +237,7 @@ PAIRS = [
         "train.parallel={pipeline=2,schedule='zero_bubble'}",
         "train.gradient_checkpointing=true",
     ),
-    sets("copies of layers", "set shard to 4 and remove replicate", "train.parallel={shard=2,tensor=2,replicate=2}"),
+    sets("copies of layers", "set train.parallel.shard = 2 instead", "train.parallel={tensor=2,replicate=2}"),
     sets(
         "nothing is gathered",
         "no meaning for weights that are never gathered",
@@ -244,12 +245,6 @@ PAIRS = [
     ),
     sets("heads split twice", "set one of them to 4 and remove the other", "train.parallel={context=2,tensor=2}"),
     sets("experts of some ranks", "set it to 4, or remove it", "train.parallel={shard=2,tensor=2,expert=2}"),
-    sets(
-        "adapters of split layers",
-        "use train.parallel.shard = 2 without tensor",
-        "train.parallel.tensor=2",
-        "lora.rank=4",
-    ),
     sets("ranks with proven bits", 'set train.parity = "off"', "train.parallel.shard=2", "train.parity=bitwise"),
     sets("ranks with kernels", 'use "auto" or "torch"', "train.parallel.shard=2", "train.path=kernels"),
     sets("ranks with a host", "raise train.parallel.shard", "train.parallel.shard=2", "train.offload_optimizer=true"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import threading
@@ -39,7 +40,7 @@ def findings(directory: Path, model: Path, nodes: list[NodeShare], begin: Any = 
         cluster = FakeCluster(nodes, begin or (lambda machine: NodeHost()))
         for machine in cluster.machines.values():  # all of them are this machine
             machine.node = ClusterNode(machine.node.id, "10.0.0.1", machine.node.has)
-        return await findings_of(config, cluster)
+        return await findings_of(config, cluster, within=0)
 
     return asyncio.run(go())
 
@@ -122,6 +123,89 @@ def test_a_silent_node_and_one_that_is_gone_are_said(
     assert bad(findings(tmp_path, tiny_llama, [NodeShare(2)], begin)) == [("the node", "did not answer in 0.1 seconds")]
 
 
+# --- a directory that all machines see -------------------------------------------------------------------------------------------
+
+RANKS = {"trainer": "elsewhere", "listen": "127.0.0.1:0"}
+
+
+class Elsewhere(NodeHost):
+    """A node with another directory under the same path."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    async def leave(self, path: str, word: str) -> str:
+        return await super().leave(self._there(path), word)
+
+    async def find(self, path: str, word: str, within: float) -> tuple[str, float]:
+        return await super().find(self._there(path), word, within)
+
+    async def drop(self, path: str) -> None:
+        await super().drop(self._there(path))
+
+    def _there(self, path: str) -> str:
+        return str(self._root / Path(path).name)
+
+
+class Stale(NodeHost):
+    """A node that does not see that a file was replaced."""
+
+    async def find(self, path: str, word: str, within: float) -> tuple[str, float]:
+        os.truncate(path, 0)
+        return await super().find(path, word, within)
+
+
+class Full(NodeHost):
+    async def leave(self, path: str, word: str) -> str:
+        return await super().leave(f"{path}/below/a/file", word)
+
+
+def shared(sections: Sections) -> list[DoctorFinding]:
+    return [one for found in sections.values() for one in found if one.what == "shared directory"]
+
+
+def placed(directory: Path, model: Path, hosts: list[NodeHost]) -> list[DoctorFinding]:
+    """What is found about the directory by the run's machine, and by a node for each host."""
+    number = lambda machine: int(machine.node.id.split()[-1]) - 1  # noqa: E731
+    nodes = [NodeShare(4)] * len(hosts)
+    return shared(
+        findings(
+            directory, model, nodes, lambda machine: hosts[number(machine)], orchestration=RANKS, out=str(directory)
+        )
+    )
+
+
+def test_every_machine_reads_what_the_others_wrote(tiny_llama: Path, tmp_path: Path) -> None:
+    found = placed(tmp_path, tiny_llama, [NodeHost(), NodeHost()])
+    assert [one.state for one in found] == ["ok"] * 3
+    assert all(
+        "checkpoints, which rank 0 writes" in one.value and "files of 2 others seen" in one.value for one in found
+    )
+    assert not [*tmp_path.glob(".shared*")]
+
+
+def test_a_machine_with_another_directory_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    here, same, there = placed(tmp_path, tiny_llama, [NodeHost(), Elsewhere(other)])
+    assert "wrote is not there within 0 s" in here.value and "Node 10.0.0.1 (4 CPUs), node 2" in here.value
+    assert "set out to one that all of them see" in here.remedy
+    assert same.state == there.state == "bad"
+    assert "what the run's machine wrote is not there" in there.value
+    assert not [*other.iterdir()] and not [*tmp_path.glob(".shared*")]
+
+
+def test_an_older_version_and_a_place_without_room_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    here, stale = placed(tmp_path, tiny_llama, [Stale()])
+    assert here.state == "ok" and "is there in an older version within 0 s" in stale.value
+    here, full = placed(tmp_path, tiny_llama, [Full()])
+    assert here.state == "ok" and "cannot write into it: No such file or directory" in full.value
+
+
+def test_without_ranks_elsewhere_nothing_is_shared(tiny_llama: Path, tmp_path: Path) -> None:
+    assert not shared(findings(tmp_path, tiny_llama, [NodeShare(2)]))
+
+
 def test_the_same_versions_are_the_same() -> None:
     there = {
         one.what: one.value for one in versions(dict.fromkeys(("headrace", "Python", "torch", "transformers"), ""))
@@ -134,15 +218,18 @@ def test_the_same_versions_are_the_same() -> None:
 # --- workers that join ---------------------------------------------------------------------------------------------------------
 
 
-def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections:
-    """`come`: called with the address in threads of its own, one for each seat."""
+def examined(directory: Path, model: Path, come: Any, ranks: bool = False, more: Any = None, **engine: Any) -> Sections:
+    """`come`: called with the address in threads of its own, one for each seat. `ranks`: whether the trainer joins too. `more`: settings of
+    `orchestration` beside those."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (token := directory / "token").write_text(TOKEN)
     token.chmod(0o600)
-    place = {"kind": "join", "listen": address, "token_file": str(token)}
-    config = load_config(tiny_config(directory, model, engine=engine, orchestration=place))
-    threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(config.engine.replicas)]
+    place = {"kind": "join", "listen": address, "token_file": str(token), "trainer": "elsewhere" if ranks else "local"}
+    place |= more or {}
+    config = load_config(tiny_config(directory, model, engine=engine, orchestration=place, out=str(directory)))
+    seats = config.engine.replicas + ranks
+    threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(seats)]
     for one in threads:
         one.start()
     found = asyncio.run(findings_of_joining(config))
@@ -151,11 +238,11 @@ def examined(directory: Path, model: Path, come: Any, **engine: Any) -> Sections
     return found
 
 
-def offered(address: str, model: Path, examine: Any = answer, token: str = "") -> str:
+def offered(address: str, model: Path, examine: Any = answer, token: str = "", kind: Any = "engine") -> str:
     """Returns what a worker hears in the end."""
     while True:
         try:
-            dial(address, "engine", token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
+            dial(address, kind, token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
         except OSError:
             time.sleep(0.05)
         except HeadraceError as error:
@@ -173,6 +260,33 @@ def test_workers_that_join_are_asked_like_nodes(tiny_llama: Path, tmp_path: Path
     network = last(sections)[-1].value
     assert "MB/s from 127.0.0.1:" in network and network.endswith(" MB/s back")
     assert heard == ["the doctor has asked all that it wanted to know; the run takes its workers when it starts"] * 2
+
+
+def test_workers_that_run_the_user_s_code_are_counted_and_asked_for_its_files(tiny_llama: Path, tmp_path: Path) -> None:
+    def come(address: str) -> None:
+        offered(address, tiny_llama, kind="scorer")
+        (tmp_path / "reward.py").write_text("def share_of_e(completions):\n    return [0.0] * len(completions)\n")
+        offered(address, tiny_llama, kind="scorer")
+
+    sections = examined(tmp_path, tiny_llama, come, more={"kind": "local", "scorers": 2})
+    assert sections["Workers"] == [DoctorFinding("workers", "ok", "2 came; the run has 2 seats")]
+    first, second = (found for title, found in sections.items() if ", scorer: " in title)
+    (code,) = [one for one in first if one.what == "user code"]
+    assert (code.state, code.value) == ("ok", "1 file") and "model" not in [one.what for one in first]
+    (code,) = [one for one in second if one.what == "user code"]
+    assert code.state == "bad" and "its content differs" in code.value
+
+
+def test_workers_that_join_read_what_the_others_wrote(tiny_llama: Path, tmp_path: Path) -> None:
+    heard: list[str] = []
+    kinds = ["engine", "trainer"]
+    come = lambda address: heard.append(offered(address, tiny_llama, kind=kinds.pop()))  # noqa: E731
+    sections = examined(tmp_path, tiny_llama, come, ranks=True)
+    assert not bad(sections) and len(heard) == 2
+    assert sections["Workers"][0] == DoctorFinding("workers", "ok", "2 came; the run has 2 seats")
+    assert len(shared(sections)) == 3
+    assert all("files of 2 others seen" in one.value for one in shared(sections))
+    assert not [*tmp_path.glob(".shared*")]
 
 
 def test_a_worker_with_other_packages_is_shown_and_one_with_another_token_is_not_asked(

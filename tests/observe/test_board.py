@@ -24,7 +24,7 @@ from headrace.observe.board.followed_run import FollowedRun
 from headrace.observe.board.journal_index import JournalIndex
 from headrace.observe.board.run_list import RunList
 from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.observe.facts import GroupEnded, Planned, StepTrained
 from headrace.observe.index.digest import DIGEST
 from headrace.observe.index.group_table import GroupTable, Wanted
 from headrace.observe.index.index_file import INDEX, IndexReader
@@ -33,6 +33,7 @@ from headrace.observe.index.numbers import Numbers
 from headrace.observe.index.step_columns import StepColumns, merged, trailing_mean
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS
+from headrace.observe.report.apart import settings_apart
 from headrace.web.server import bind
 
 TOKEN = "a-token-of-the-tests-only"
@@ -92,6 +93,9 @@ def test_a_number_is_drawn_over_another_where_both_are_known_and_a_step_done_aga
     assert (curve.x.tolist(), curve.y.tolist()) == ([3.0, 4.0, 5.0], [20.0, 30.0, 10.0])
     inside = columns.drawn("y", "step", within=(2, 3))
     assert (inside.x.tolist(), inside.y.tolist()) == ([2.0, 3.0], [20.0, 30.0])
+    for step, value in ((0, 0.1), (3, 0.9)):
+        columns.add(step, {"held_out/reward": value})
+    assert columns.drawn("held_out/reward", "step", window=5).y.tolist() == [0.1, 0.9], "a measurement is not smoothed"
     assert columns.drawn("absent", "step").x.tolist() == columns.drawn("y", "absent").x.tolist() == []
 
 
@@ -270,6 +274,17 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
     ]
 
 
+def test_the_list_knows_how_many_steps_were_planned_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.observe.board.run_list.TAIL", 20_000)
+    first, *rest = FactStream(steps=30).facts()
+    (tmp_path / "run").mkdir()
+    recorder = Recorder(tmp_path / "run")
+    for fact in (first, Planned(0.5, 44, "a step takes less time"), *rest):
+        recorder.record(fact)
+    recorder.close()
+    assert [(one.step, one.steps) for one in RunList(tmp_path, lambda path: False).lines()] == [(30, 44)]
+
+
 def test_the_list_knows_a_long_run_by_the_ends_of_its_file(runs: Path, tmp_path: Path):
     data = (runs / "first" / METRICS).read_bytes().splitlines(keepends=True)
     path = tmp_path / "long"
@@ -332,6 +347,14 @@ def test_curves_and_table_have_the_numbers_of_the_run(client: TestClient, runs: 
     assert table[0] == "run,step,minutes,tokens,reward/drawn" and len(table) == 31
     assert [float(line.split(",")[-1]) for line in table[1:]] == rewards
     assert client.get("/api/metrics", params={"run": "first"}).json()["reward/drawn"] == {"first": rewards[-1]}
+
+
+def test_names_and_measured_speeds_are_no_settings_that_differ(tmp_path: Path):
+    for name, steps in (("a", 3), ("b", 4)):
+        write_run(
+            tmp_path / name, config=f"name = '{name}'\n[train]\nsteps = {steps}\n[chosen.speeds]\nstep = {steps}.25\n"
+        )
+    assert list(settings_apart({name: tmp_path / name for name in "ab"})) == ["train.steps"]
 
 
 def test_only_settings_that_differ_are_compared(client: TestClient):

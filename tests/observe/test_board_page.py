@@ -191,12 +191,13 @@ def test_steps_of_a_long_run_are_chosen_by_field_button_and_strip(
         "(() => { const [first, last] = document.querySelectorAll('.pager input'); first.value = 5; last.value = 9;"
         "document.querySelector('.pager').requestSubmit(); })()"
     )
-    browser.wait(f"{shown} == '5-9' && location.hash.includes('steps=5-9')")
+    bars = "document.querySelectorAll('.gantt rect.steps').length"
+    browser.wait(f"{bars} == 5 && {shown} == '5-9' && location.hash.includes('steps=5-9')")
     browser.evaluate(
         "[...document.querySelectorAll('.pager button')].find((one) => one.innerText.includes('later')).click()"
     )
     browser.wait(f"{shown} == '10-14'")
-    assert browser.evaluate("document.querySelectorAll('.gantt rect.steps').length") == 5
+    assert browser.evaluate(bars) == 5
     left, top, width = browser.evaluate(
         "(({left, top, width}) => [left, top, width])(document.querySelector('.strip svg').getBoundingClientRect())"
     )

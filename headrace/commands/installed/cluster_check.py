@@ -5,30 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import importlib.metadata
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from headrace.commands.installed.doctor import GIB, DoctorFinding, print_findings
+from headrace.commands.installed.shared_check import SEEN, SharedCheck, ThisMachine, shared_places, until_all
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
+from headrace.observe.texts import plural
 from headrace.orchestration.seats import (
     check_seats,
     invitation,
     ranks_of,
     reach_problem,
+    seats_of,
     secrets_of,
     threads_elsewhere,
     threads_of_rank,
 )
+from headrace.orchestration.user_sites import terms_of_code
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
+from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind, Terms
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
@@ -49,102 +55,169 @@ ARRIVALS = 120.0
 CLOCKS = 1.0
 """Seconds by which the clock of a node may differ: logs of several machines are read side by side."""
 
+HERE = "the run's machine"
+
 Findings = list[DoctorFinding]
 
 
 def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
-    if not config.orchestration.elsewhere:
+    place = config.orchestration
+    if not place.elsewhere and not place.hosts:
         raise ConfigError(
-            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join"'
+            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join", or scorers or environments'
         )
-    check_seats(config.orchestration)
-    if config.orchestration.kind == "join":
+    check_seats(place)
+    if place.joined:
         return print_findings(asyncio.run(findings_of_joining(config)))
-    return print_findings(asyncio.run(findings_of(config, open_cluster(config.orchestration.address))))
+    return print_findings(asyncio.run(findings_of(config, open_cluster(place.address))))
 
 
-async def findings_of(config: RunConfig, cluster: Cluster) -> dict[str, Findings]:
-    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine or a rank."""
+async def findings_of(config: RunConfig, cluster: Cluster, within: float = SEEN) -> dict[str, Findings]:
+    """Returns the findings by title: about the whole cluster, then about each node that could hold an engine or a rank. `within`: seconds in
+    which machines must see each other's files."""
+    check = SharedCheck(shared_places(config), within)
+    with check.open():
+        async with aclosing(cluster), sending(config.orchestration.host) as (address, token):
+            await cluster.open()
+            found, nodes = await _cluster(config, cluster)
+            await check.leave(HERE, ThisMachine())
+            terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
+            for title, node in nodes.items():
+
+                async def ask(hosted: Hosted, title: str = title) -> Findings:
+                    findings = await _ask(hosted, terms, address, token)
+                    await check.leave(title, hosted)
+                    return findings
+
+                found[title] = await _visited(cluster, node, ask)
+            found["Cluster"] += await check.findings(HERE, ThisMachine())
+            for title, node in nodes.items() if check else ():
+                if check.wrote(title):
+                    found[title] += await _visited(cluster, node, functools.partial(check.findings, title))
+            return found
+
+
+async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findings], dict[str, ClusterNode]]:
+    """Returns the findings about the whole, and the nodes that could hold an engine or a rank, by title."""
     place, ranks = config.orchestration, ranks_of(config)
     bundle = NodeShare(threads_elsewhere(config), place.gpus)
     rank = NodeShare(threads_of_rank(config), place.rank_gpus)
     engines = [f"engine {number}" for number in range(config.engine.replicas)]
-    async with aclosing(cluster), sending(place.host) as (address, token):
-        await cluster.open()
-        nodes = await cluster.nodes()
-        problems = [
-            refusal(nodes, bundle, engines, cluster.address),
-            refusal(nodes, rank, ranks, cluster.address),
-            await reach_problem(place, cluster),
-        ]
-        said = [DoctorFinding("the run", "bad", one) for one in problems if one]
-        room = (
-            f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
-        )
-        ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
-        trainer = DoctorFinding(
-            "trainer",
-            "ok",
-            ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)",
-        )
-        found = {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}
-        terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
-        for node in nodes:
-            if node.holds(bundle) or (ranks and node.holds(rank)):
-                found[f"Node {node.address} ({node.has}), {node.id[:6]}"] = await _node(
-                    cluster, node, (terms, address, token)
-                )
-        return found
+    nodes = await cluster.nodes()
+    problems = [
+        refusal(nodes, bundle, engines, cluster.address),
+        refusal(nodes, rank, ranks, cluster.address),
+        await reach_problem(place, cluster),
+    ]
+    said = [DoctorFinding("the run", "bad", one) for one in problems if one]
+    room = f"{sum(node.holds(bundle) for node in nodes)} engines of {bundle}; the run wants {config.engine.replicas}"
+    ranks_room = f"{sum(node.holds(rank) for node in nodes)} ranks of {rank}; the run wants {len(ranks)}"
+    trainer = DoctorFinding(
+        "trainer",
+        "ok",
+        ranks_room if ranks else "stays on this machine, as a child of the run (orchestration.trainer)",
+    )
+    held = [node for node in nodes if node.holds(bundle) or (ranks and node.holds(rank))]
+    titles = {f"Node {node.address} ({node.has}), {node.id[:6]}": node for node in held}
+    return {"Cluster": [*(said or [DoctorFinding("room", "ok", room)]), trainer]}, titles
 
 
-async def findings_of_joining(config: RunConfig) -> dict[str, Findings]:
-    """Waits for as many workers as the run has seats, and asks each one. Returns the findings by title."""
-    place, seats = config.orchestration, config.engine.replicas
+async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[str, Findings]:
+    """Waits for as many workers as the run has seats, and asks each one. Returns the findings by title. `within`: as of `findings_of`."""
+    place = config.orchestration
     token, tls = secrets_of(place)
     terms = terms_of(config.model.path, await asyncio.to_thread(resolve_model, config.model.path))
-    found: dict[str, Findings] = {"Workers": []}
-    enough = asyncio.Event()
     away: list[str] = []
-    async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
-
-        async def examine(hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
-            title = f"Worker {len(found)}: {hello.host} (process {hello.pid})"
-            found[title] = []
+    check = SharedCheck(shared_places(config), within)
+    await check.leave(HERE, ThisMachine())
+    with check.open():
+        async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
+            seats = {kind: len(names) for kind, names in seats_of(config).items()}
+            workers = _Workers(check, (terms, address, key), seats, terms_of_code(config))
+            listener = Listener(
+                token, place.host, place.port, terms=terms, tls=tls, examine=workers.examine, say=away.append
+            )
             try:
-                async with asyncio.timeout(PATIENCE):
-                    found[title] = await _ask(ExaminedWorker(ask), terms, address, key)
-            except (TimeoutError, HostLost) as error:
-                found[title] = [DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s")]
-            if len(found) > seats and all(found[one] for one in found if one != "Workers"):
-                enough.set()
+                await listener.open()
+                print(invitation(config, listener.address), file=sys.stderr, flush=True)
+                await workers.until_asked()
+            except OSError as error:
+                raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
+            finally:
+                await listener.close()
+        strangers = (DoctorFinding("a stranger", "note", one) for one in away)
+        return {"Workers": [workers.came(), *await check.findings(HERE, ThisMachine()), *strangers], **workers.found}
 
-        listener = Listener(token, place.host, place.port, terms=terms, tls=tls, examine=examine, say=away.append)
+
+class _Workers:
+    """Those that join to be asked."""
+
+    def __init__(
+        self, check: SharedCheck, asked: tuple[Any, str, str], seats: Mapping[Kind, int], code: Mapping[Kind, Terms]
+    ) -> None:
+        """`code`: the terms of those who run the user's code, and share no directory with the others."""
+        self.found: dict[str, Findings] = {}
+        self._check, self._asked, self._code = check, asked, code
+        self._wanted = self._seats = sum(seats.values())
+        self._hosts = sum(count for kind, count in seats.items() if kind in code)
+        self._left = Counter(seats)
+        """The seats for which nobody has come yet."""
+        self._all_wrote, self._finished = asyncio.Event(), asyncio.Event()
+        self._done = 0
+
+    async def examine(self, hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
+        kind = f", {hello.kind}" if self._code else ""
+        title, worker = f"Worker {len(self.found) + 1}{kind}: {hello.host} (process {hello.pid})", ExaminedWorker(ask)
+        terms, *place = self._asked
+        findings = self.found[title] = []
         try:
-            await listener.open()
-            print(invitation(config, listener.address), file=sys.stderr, flush=True)
+            async with asyncio.timeout(PATIENCE):
+                findings += await _ask(worker, self._code.get(hello.kind, terms), *place)
+            if hello.kind not in self._code:
+                findings += await self._shares(title, worker)
+        except (TimeoutError, HostLost) as error:
+            findings.append(DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s"))
+        self._done += 1
+        self._left[hello.kind] -= 1
+        if self._seats <= self._done == len(self.found):
+            self._finished.set()
+
+    async def _shares(self, title: str, worker: ExaminedWorker) -> Findings:
+        async with asyncio.timeout(PATIENCE):
+            await self._check.leave(title, worker)
+        if self._check.machines > self._seats - self._hosts:
+            self._all_wrote.set()
+        await until_all(self._check, worker, self._all_wrote)
+        async with asyncio.timeout(PATIENCE):
+            return await self._check.findings(title, worker)
+
+    async def until_asked(self) -> None:
+        """Returns when as many as there are seats were asked, or no more are awaited."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVALS):
+                await self._finished.wait()
+                return
+        self._all_wrote.set()
+        if self._check and self.found:  # they read each other's files now
+            self._seats = len(self.found)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ARRIVALS):
-                    await enough.wait()
-        except OSError as error:
-            raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
-        finally:
-            await listener.close()
-    came, wanted = len(found) - 1, f"the run has {seats} seat{'s' if seats > 1 else ''}"
-    missing = f"start more within {ARRIVALS:g} s" if came < seats else ""
-    found["Workers"] = [
-        DoctorFinding("workers", "bad" if missing else "ok", f"{came} came; {wanted}", missing),
-        *(DoctorFinding("a stranger", "note", one) for one in away),
-    ]
-    return found
+                async with asyncio.timeout(PATIENCE):
+                    await self._finished.wait()
+
+    def came(self) -> DoctorFinding:
+        came, wanted = len(self.found), f"the run has {self._wanted} seat{'s' if self._wanted > 1 else ''}"
+        lacking = ", ".join(sorted(kind for kind, left in self._left.items() if left > 0))
+        missing = f"start more within {ARRIVALS:g} s (--offers {lacking})" if lacking else ""
+        return DoctorFinding("workers", "bad" if missing else "ok", f"{came} came; {wanted}", missing)
 
 
-async def _node(cluster: Cluster, node: ClusterNode, asked: tuple[Any, str, str]) -> Findings:
+async def _visited(cluster: Cluster, node: ClusterNode, ask: Callable[[Hosted], Awaitable[Findings]]) -> Findings:
     try:
         async with asyncio.timeout(PATIENCE):
             hosted = await cluster.visit(node)
             try:
-                return await _ask(hosted, *asked)
+                return await ask(hosted)
             finally:
                 hosted.kill()
     except TimeoutError:
@@ -167,7 +240,8 @@ async def _ask(hosted: Hosted, terms: Any, address: str, token: str) -> Findings
         )
     )
     agreed = await hosted.ask("agree", terms)
-    found.append(DoctorFinding("model", "bad" if agreed.unable else "ok", agreed.unable or agreed.model_dir))
+    about, fine = ("model", agreed.model_dir) if terms.model else ("user code", plural(len(terms.files), "file"))
+    found.append(DoctorFinding(about, "bad" if agreed.unable else "ok", agreed.unable or fine))
     problem, seconds = await hosted.ask("fetch", address, token, SENT)
     if problem:
         remedy = "let its machine reach every port of orchestration.listen's host: the run's, and that of the weights"

@@ -37,7 +37,7 @@ def list_runs(directory: Path, as_json: bool = False, console: Console | None = 
     drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     priced = any(one.cost is not None for one in lines)
     for name in ("run", "state", "step", "reward", "held out", "took", *(["cost"] * priced), "changed"):
-        drawn.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=name == "run")
+        drawn.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=name != "state")
     for one in lines:
         drawn.add_row(*map(escape, _cells(one, priced)), style="bold" if one.living else "")
     console.print(drawn)

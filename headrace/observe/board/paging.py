@@ -72,7 +72,7 @@ def strip(columns: StepColumns, first: int, last: int) -> str:
     height = len(shares) * (HEIGHT + 4)
     here = f'<rect class="window" x="{first - 1}" y="0" width="{last - first + 1}" height="{height}"/>'
     return (
-        f'<div class="strip"><svg viewBox="0 0 {steps} {height}" preserveAspectRatio="none" height="{height}">{"".join(lanes)}{here}</svg></div>'
+        f'<div class="strip"><svg viewBox="0 0 {steps} {height}" preserveAspectRatio="none" height="{height}" shape-rendering="crispEdges">{"".join(lanes)}{here}</svg></div>'
         '<p class="note">The whole run: how much of the time engine (above) and trainer were busy. Click to see the steps of a place.</p>'
     )
 

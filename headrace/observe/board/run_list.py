@@ -18,6 +18,8 @@ from headrace.types import Struct
 
 HEAD, TAIL = 1 << 16, 1 << 18
 """Bytes that are read at the start and at the end of a file."""
+FIRST = (RunStarted, Planned)
+"""Facts that the start of a file is read for."""
 LAST = (RunStarted, TicketDrawn, StepRow, Evaluated, RunEnded, Planned)
 """Facts that the end of a file is read for."""
 
@@ -104,9 +106,9 @@ class RunList:
             file.seek(start)
             tail = _whole(file.read(TAIL))[bool(start) :]
         state = RunState()
-        facts = map(decode_metrics, head)
-        if first := next((fact for fact in facts if isinstance(fact, RunStarted)), None):
-            state.fold(first)
+        for fact in map(decode_metrics, head):
+            if isinstance(fact, FIRST):
+                state.fold(fact)
         last = [fact for fact in map(decode_metrics, tail) if fact]
         for fact in last:
             if isinstance(fact, LAST):

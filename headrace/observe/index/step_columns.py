@@ -11,6 +11,8 @@ from headrace.observe.index.growing import Growing
 
 STEP, MINUTES, TOKENS = "step", "minutes", "tokens"
 """Axes that every series can be drawn over: steps done, minutes since the start, tokens trained."""
+RARE = ("held_out/", "identity/")
+"""Numbers that are measured now and then, each from many rollouts or tokens: a mean over several would be of different policies."""
 
 
 class Curve(NamedTuple):
@@ -85,10 +87,10 @@ class StepColumns:
         points: int = 1000,
     ) -> Curve:
         """Returns a series over an axis or another number. `window`: values of which each point shows the mean, itself and those before
-        it. `within`: the range of x. `points`: how many to return at most; neighbours are merged."""
+        it; measurements (RARE) are never smoothed. `within`: the range of x. `points`: how many to return at most; neighbours are merged."""
         steps, y = self.series(name)
         x, here = self._over(steps, over)
-        x, y = x[here], trailing_mean(y, window)[here]
+        x, y = x[here], trailing_mean(y, 1 if name.startswith(RARE) else window)[here]
         if over not in (STEP, MINUTES, TOKENS):
             order = np.argsort(x, kind="stable")
             x, y = x[order], y[order]

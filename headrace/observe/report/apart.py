@@ -12,6 +12,8 @@ from headrace.observe.report.draw.tables import table
 from headrace.observe.texts import clip
 
 NOT_SET = "not set"
+NAME, MEASURED = "name", "chosen."
+"""No settings that somebody would compare: the runs' names, and the speeds by which headrace chose the others."""
 MAX_SETTING = 80
 """Characters of a setting in the table of differences."""
 
@@ -19,7 +21,7 @@ MAX_SETTING = 80
 def settings_apart(runs: Mapping[str, Path]) -> dict[str, list[str]]:
     """Returns the values of each setting that is not the same in all runs, by the dotted name of the setting, in the order of `runs`."""
     flat = [_flat(settings_of(path)) for path in runs.values()]
-    keys = sorted(set().union(*flat)) if flat else []
+    keys = sorted(key for key in set().union(*flat) if key != NAME and not key.startswith(MEASURED))
     return {key: [one.get(key, NOT_SET) for one in flat] for key in keys if len({one.get(key) for one in flat}) > 1}
 
 

@@ -65,7 +65,7 @@ class Forward:
 
     def hidden(self, pack: Pack) -> Tensor:
         """[N, H] hidden states of a pack."""
-        return within(self.model, lambda: self._hidden(pack))
+        return within(self.model, lambda: self._hidden(pack).clone())  # FSDP2 warns of a view
 
     def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         hidden = self._hidden(pack)

@@ -6,7 +6,8 @@ What the plan does not name, such as norms and routers, every rank holds whole a
 
 Gradients of norms of heads (Qwen3's q_norm and k_norm) cover a rank's own heads only. transformers 5.23 sums them over ranks by a hook
 that runs after every backward pass, on the gradient accumulated so far: it counts the first of two microbatches twice, and of seven 64
-times. The hook is not installed here; the placement sums these gradients once a step.
+times. The hook is not installed here; the placement sums these gradients once a step. Of adapters beside split layers, some gradients
+are summed so too (`model/split_adapters.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.errors import ConfigError
+from headrace.trainer.model.split_adapters import BASE, split_adapters
 
 SUMMED = "replicated_with_grad_allreduce"
 """transformers' style of a module whose weights are whole on every rank, and their gradients are not."""
@@ -39,8 +41,9 @@ def split_by_plan(model: Any, ranks: DeviceMesh, *, without: set[str]) -> list[s
         raise ConfigError(
             f"{asked}, and transformers has no tensor-parallel plan for {kind}; use train.parallel.shard instead"
         )
-    plan = {name: style for name, style in model._expand_parallel_plan(model.tp_plan).items() if name not in without}
+    plan, adapted = _plan_of(model)
     _check_heads(model, plan, ranks.size())
+    plan = {name: style for name, style in plan.items() if name not in without and name not in adapted}
     names = _names(model)
     for shared in names:
         _keep_one(plan, shared, f"{asked}, and {kind} shares {' and '.join(shared)}, which its plan splits differently")
@@ -55,7 +58,15 @@ def split_by_plan(model: Any, ranks: DeviceMesh, *, without: set[str]) -> list[s
         for name in others:
             module, _, own = name.rpartition(".")
             model.get_submodule(module).register_parameter(own, model.get_parameter(first))
-    return summed
+    return summed + split_adapters(model, adapted, ranks.get_group())
+
+
+def _plan_of(model: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the style of every module and parameter that the model's plan names; and those of modules that are adapted: peft puts a layer
+    of its own in their place, and the module within it."""
+    rules = model.tp_plan | {f"{name}.{BASE}": style for name, style in model.tp_plan.items()}
+    plan = model._expand_parallel_plan(rules)
+    return plan, {name: style for name, style in plan.items() if f"{name}.{BASE}" in plan}
 
 
 def _names(model: torch.nn.Module) -> list[list[str]]:

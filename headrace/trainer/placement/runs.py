@@ -14,11 +14,13 @@ def runs_of(
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yields name, number of the first value in row-major order, and values [n], of all that this rank publishes.
 
-    `whole`: gathers what is split otherwise than by rows (`Placement.whole`), one tensor at a time; such tensors, and those that every rank
+    `whole`: gathers what is split otherwise than by rows, or lies on another stage (`Placement.whole`), one tensor at a time; such tensors, and those that every rank
     holds, lie with one rank after another. Every rank calls this at the same time.
     """
-    for number, (name, parameter) in enumerate(parameters):
-        if isinstance(parameter, DTensor) and _by_rows(parameter):
+    given = list(parameters)
+    staged = any(parameter.is_meta for _, parameter in given)  # ranks of other stages wait for each tensor
+    for number, (name, parameter) in enumerate(given):
+        if isinstance(parameter, DTensor) and _by_rows(parameter) and not staged:
             first, values = _own_rows(parameter)
             if values.numel():
                 yield name, first, values

@@ -53,13 +53,17 @@ class Sharded:
         sizes = (config.replicate, config.gathering)[-len(names) :]
         self._all = init_device_mesh(device.type, (*sizes, config.tensor), mesh_dim_names=(*names, "tensor"))
         self._mesh, self._tensor = self._all[names], self._all["tensor"]
-        self._others = dist.group.WORLD if config.tensor == 1 else self._all["shard"].get_group()
+        self._others = dist.group.WORLD if config.tensor == 1 else self._alike(names)
         """This rank, and those that have other microbatches, or other tokens of the same."""
         self.context = self._context() if config.context > 1 else None
         self._roots: list[FSDPModule] = []
         """The models that FSDP2 has split."""
         self._summed: set[torch.nn.Parameter] = set()
         """Parameters whose gradients cover this rank's heads only."""
+
+    def _alike(self, names: tuple[str, ...]) -> dist.ProcessGroup:
+        """The ranks of the same place in their tensor groups."""
+        return self._mesh.get_group() if len(names) == 1 else self._all[names]._flatten("alike").get_group()
 
     def _context(self) -> Context:
         names = ("batches", "context")
@@ -93,7 +97,7 @@ class Sharded:
             for tensor in (*model.parameters(), *model.buffers()):
                 if not isinstance(tensor, DTensor):  # `model.to` would make others anew, without their hooks
                     tensor.data = tensor.data.to(self._device)
-        self._summed |= {model.get_parameter(name) for name in summed if model.get_parameter(name).requires_grad}
+        self._summed |= {model.get_parameter(name) for name in summed}
 
     def _all_experts(self) -> DeviceMesh:
         """All ranks among which experts are split."""
@@ -102,32 +106,11 @@ class Sharded:
         return self._all["shard", "tensor"]._flatten("expert")
 
     def _split(self, model: Any, experts: set[torch.nn.Parameter]) -> None:
-        beside = _beside(model) - experts
+        beside = kept_whole(model) - experts
         for parameter in beside:
             parameter.data = parameter.data.to(self._device)
-        beside |= experts
-        low = self._config.gather == "bfloat16"
-        rounded = low or any(p.dtype == torch.bfloat16 for p in model.parameters())
-        reduced = torch.float32 if rounded else None
-        policy = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduced, cast_forward_inputs=False)
-        for layer in layers_of(model):
-            fully_shard(
-                layer,
-                mesh=self._mesh,
-                reshard_after_forward=self._config.reshard,
-                mp_policy=policy,
-                ignored_params=beside,
-            )
-        whole = MixedPrecisionPolicy(None, reduced, cast_forward_inputs=False)
-        fully_shard(model, mesh=self._mesh, reshard_after_forward=False, mp_policy=whole, ignored_params=beside)
-        for module in _units(model):
-            # Sums, not means (C9). Another factor than the group's size would use an operation that gloo does not have.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        # an expert that no token of this rank chose has a gradient on another
-        model.set_reduce_scatter_unused_params(True)
+        split_layers(model, layers_of(model), self._mesh, self._config, without=beside | experts)
         self._roots.append(model)
-        model.register_forward_hook(_free)
 
     def optimizer(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
@@ -257,7 +240,33 @@ class Sharded:
         return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _beside(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+def split_layers(
+    model: Any,
+    layers: Sequence[torch.nn.Module],
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    *,
+    without: set[torch.nn.Parameter],
+) -> None:
+    """Splits these layers, and what lies beside the layers, over the mesh, except for the parameters `without`."""
+    low = config.gather == "bfloat16"
+    rounded = low or any(p.dtype == torch.bfloat16 for p in model.parameters())
+    reduced = torch.float32 if rounded else None
+    policy = MixedPrecisionPolicy(torch.bfloat16 if low else None, reduced, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=config.reshard, mp_policy=policy, ignored_params=without)
+    whole = MixedPrecisionPolicy(None, reduced, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=whole, ignored_params=without)
+    for module in _units(model):
+        # Sums, not means (C9). Another factor than the group's size would use an operation that gloo does not have.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    # an expert that no token of this rank chose has a gradient on another
+    model.set_reduce_scatter_unused_params(True)
+    model.register_forward_hook(_free)
+
+
+def kept_whole(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """The parameters that are not split. A unit has one dtype of trained weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if len(trained) < len(list(model.parameters())):

@@ -5,8 +5,9 @@ both: the last sends its gradient to the first, which updates the matrix and sen
 Numbers that follow from log-probs are known to the ranks of the last stage only; all others have NaN in their place, which `sum`,
 `largest`, `join` and `of_head` replace.
 
-There may be several such pipelines (`replicate`), each with its own microbatches. Adapters of a frozen model are small: every rank holds
-them whole, and has gradients of those in its own stages.
+There may be several such pipelines (`replicate`, `shard`), each with its own microbatches. Those of `shard` hold the parts of one model: the ranks of
+one place split its stages by FSDP2 (`sharded.py`), and gather a layer for each pass of a microbatch. Adapters of a frozen model are small: every
+rank holds them whole, and has gradients of those in its own stages.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.batches import Row
 from headrace.packing import Pack, StepPlan, fill_up, split_ranks
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.model.causal_lm import layers_of, load_model
+from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.model_stages import Chain, Stages
 from headrace.trainer.placement.port import Body, Microbatch, Precision
 from headrace.trainer.placement.schedule import run_schedule
+from headrace.trainer.placement.sharded import kept_whole, split_layers
 
 
 class Staged:
@@ -42,10 +45,16 @@ class Staged:
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         assert dist.get_world_size() == config.ranks, f"{dist.get_world_size()} processes have met"
-        sizes = (config.pipeline, config.replicate)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pipeline", "replicate"))
-        self._line, self._copies = mesh.get_group("pipeline"), mesh.get_group("replicate")
-        self._place, self._copy = mesh.get_local_rank("pipeline"), mesh.get_local_rank("replicate")
+        sizes = (config.pipeline, config.replicate, config.shard)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pipeline", "replicate", "shard"))
+        self._line, self._replicas, self._shards = (
+            mesh.get_group("pipeline"),
+            mesh.get_group("replicate"),
+            mesh["shard"],
+        )
+        self._alike = mesh["replicate", "shard"]._flatten("alike").get_group()
+        """The ranks of the same place, which have other microbatches."""
+        self._place, self._copy = mesh.get_local_rank("pipeline"), dist.get_rank(self._alike)
         self._chain = Chain(self._line)
         self._stages: Stages | None = None
         """Those of the model that is trained; None until it is spread."""
@@ -71,9 +80,13 @@ class Staged:
         config = self._config
         count = config.pipeline * LOOPS[config.schedule]
         stages = Stages(model, count, stages_of(self._place, config.pipeline, config.schedule), self._chain)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        adapters = set(trained) if len(trained) < len(list(model.parameters())) else set()
+        beside = kept_whole(model)
+        adapters = beside if any(not p.requires_grad for p in model.parameters()) else set()
         stages.hold(self._device, adapters)
+        if config.shard > 1:
+            gone = {p for p in model.parameters() if p.is_meta}
+            mine = [layer for layer in layers_of(model) if not gone.intersection(layer.parameters())]
+            split_layers(model, mine, self._shards, config, without=gone | beside)
         if self._stages is None:
             self._stages, self._beside = stages, adapters
             both = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
@@ -104,7 +117,7 @@ class Staged:
             aggregation,
             constant=constant,
             budget=budget,
-            ranks=self._config.replicate,
+            ranks=self._config.batches,
             step=step,
             share=share,
         )
@@ -133,30 +146,31 @@ class Staged:
         )
         for tied in self._tied:
             self._add_tied(tied)
-        beside = [p for p in parameters if p in self._beside]
-        _add_up(beside, dist.group.WORLD)
-        if self._config.replicate > 1:
-            _add_up([p for p in parameters if p not in self._beside and not p.is_meta], self._copies)
+        _add_up([p for p in parameters if p in self._beside], dist.group.WORLD)
+        held = [p for p in parameters if p not in self._beside and not p.is_meta]
+        _add_up([p for p in held if not isinstance(p, DTensor)], self._alike)
+        _add_up([p for p in held if isinstance(p, DTensor)], self._replicas)
 
     def _add_tied(self, tied: torch.nn.Parameter) -> None:
         """Adds the last stage's gradient to the first's."""
+        if tied.grad is None:
+            tied.grad = torch.zeros_like(tied)
         if self._last:
-            gradient = torch.zeros_like(tied) if tied.grad is None else tied.grad
-            dist.send(gradient, group=self._line, group_dst=0)
+            dist.send(local(tied.grad), group=self._line, group_dst=0)
             tied.grad = None
             return
-        received = torch.empty_like(tied)
+        received = torch.empty_like(local(tied.grad))
         dist.recv(received, group=self._line, group_src=self._config.pipeline - 1)
-        tied.grad = received if tied.grad is None else tied.grad.add_(received)
+        local(tied.grad).add_(received)
 
     def _share_tied(self, optimizer: torch.optim.Optimizer) -> None:
         """Sends the updated matrix from the first stage to the last, which keeps no optimizer's state of it."""
         for tied in self._tied:
             if self._last:
-                dist.recv(tied.data, group=self._line, group_src=0)
+                dist.recv(local(tied.data), group=self._line, group_src=0)
                 optimizer.state.pop(tied, None)  # a checkpoint may have restored it
             else:
-                dist.send(tied.data, group=self._line, group_dst=self._config.pipeline - 1)
+                dist.send(local(tied.data), group=self._line, group_dst=self._config.pipeline - 1)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone() if self._last else torch.zeros_like(values)
@@ -169,8 +183,8 @@ class Staged:
         return most
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
-        everyone: list[Any] = [None] * self._config.replicate
-        dist.all_gather_object(everyone, self.of_head(columns).cpu(), group=self._copies)
+        everyone: list[Any] = [None] * self._config.batches
+        dist.all_gather_object(everyone, self.of_head(columns).cpu(), group=self._alike)
         start = sum(one.shape[1] for one in everyone[: self._copy])
         return torch.cat(everyone, 1).to(columns.device), slice(start, start + columns.shape[1])
 
@@ -185,13 +199,16 @@ class Staged:
         return torch.stack(found), dist.get_rank()
 
     def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
-        squares = _square([p.grad for p in parameters if p.grad is not None and p not in self._beside])
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        squares = _square([local(g) for p, g in gradients.items() if isinstance(p, DTensor)])
+        dist.all_reduce(squares, group=self._shards.get_group())
+        squares += _square([g for p, g in gradients.items() if not isinstance(p, DTensor) and p not in self._beside])
         dist.all_reduce(squares, group=self._line)
-        beside = _square([p.grad for p in parameters if p.grad is not None and p in self._beside])
+        beside = _square([g for p, g in gradients.items() if p in self._beside])
         return (squares + beside).sqrt().to(self._device)
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], norm: Tensor, most: float) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, most / (float(norm) + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_
 
@@ -199,44 +216,51 @@ class Staged:
         """A copy from the first rank of the pipeline that has it."""
         have = torch.tensor(self._config.pipeline if tensor.is_meta else self._place)
         dist.all_reduce(have, dist.ReduceOp.MIN, group=self._line)
-        found = torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.detach().contiguous()
+        found = torch.empty_like(tensor, device=self._device) if tensor.is_meta else _together(tensor)
         dist.broadcast(found, group=self._line, group_src=int(have))
         return found
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        if isinstance(like, DTensor):  # every rank has the whole: nothing is sent
+            return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
         return torch.empty_like(whole, device="meta") if like.is_meta else whole
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The ranks of the first pipeline send them to its first, one by one."""
-        held = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
+        held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         known: list[Any] = [None] * self._config.pipeline
         mine = [(name, tensor.shape, tensor.dtype) for name, tensor in held.items()]
         dist.all_gather_object(known, mine, group=self._line)
         found: dict[str, Tensor] = {}
-        for place, given in enumerate(known if self._copy == 0 else ()):
+        for place, given in enumerate(known):
             for name, shape, dtype in given:
                 if name in found:  # of a rank before
                     continue
-                found[name] = held.get(name, torch.empty(0))
-                if place and place == self._place:
-                    dist.send(held[name].contiguous(), group=self._line, group_dst=0)
+                whole = found[name] = _together(held[name]) if place == self._place else torch.empty(0)
+                if place and place == self._place and not self._copy:
+                    dist.send(whole, group=self._line, group_dst=0)
                 elif place and self.leads:
-                    received = torch.empty(shape, dtype=dtype, device=self._device)
-                    dist.recv(received, group=self._line, group_src=place)
-                    found[name] = received
-        return {name: tensor.cpu() for name, tensor in found.items()} if self.leads else {}
+                    whole = torch.empty(shape, dtype=dtype, device=self._device)
+                    dist.recv(whole, group=self._line, group_src=place)
+                found[name] = whole.cpu() if self.leads else torch.empty(0)
+        return found if self.leads else {}
+
+
+def _together(tensor: Tensor) -> Tensor:
+    """All values of a tensor that the ranks of this place hold."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
 
 
 def _add_up(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
     """Sums the gradients of parameters that every rank of the group holds."""
-    if not parameters:
+    if not parameters or dist.get_world_size(group) == 1:
         return
     have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
     for parameter, one in zip(parameters, have.tolist(), strict=True):
         if one:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(parameter.grad, group=group)
+            dist.all_reduce(local(parameter.grad), group=group)
 
 
 def _square(tensors: Sequence[Tensor | None]) -> Tensor:

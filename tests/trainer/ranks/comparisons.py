@@ -3,6 +3,7 @@ function of this module, so that every process finds it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 from plain_trainer import same_numbers
 from rank_processes import RankProcesses
-from sharded_case import CPU, Case, sharded
+from sharded_case import CPU, Case, shifted, trainer_of_rank
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import ConfigError
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
@@ -29,15 +32,22 @@ from headrace.trainer.step.trainer import TorchTrainer
 
 def refused(directory: Path, case: Case) -> str:
     with pytest.raises(ConfigError) as caught:
-        sharded(directory, case)
+        trainer_of_rank(directory, case)
     return str(caught.value)
 
 
-def exact_steps(directory: Path, placement: Placement, place: int = 0, places: int = 1) -> dict[str, Tensor]:
-    """Three clipped steps of at least three microbatches, through the model's own logits. `place`: of `places` that share the batch."""
+def exact_steps(
+    directory: Path, placement: Placement, place: int = 0, places: int = 1, lora: LoraConfig | None = None
+) -> dict[str, Tensor]:
+    """Three clipped steps of at least three microbatches, through the model's own logits. `place`: of `places` that share the batch. `lora`: train
+    this adapter instead of all weights."""
     model = load_model(directory, CPU).double()
+    adapters = Adapters(model, {"": lora}, torch.float64, directory) if lora else None
+    model.double()
+    named = adapters.parameters("") if adapters else {}
+    shifted(named.values())
     placement.spread(model)
-    named = dict(model.named_parameters())
+    named = named or dict(model.named_parameters())
     parameters = list(named.values())
     optimizer = placement.optimizer(named.items(), TrainConfig(learning_rate=1e-3, weight_decay=0.1))
     mine = tiny_models.prompts(5, 9, 7, 6, 8, 4)[place::places]
@@ -60,9 +70,9 @@ def exact_steps(directory: Path, placement: Placement, place: int = 0, places: i
     return {name: placement.whole(parameter) for name, parameter in named.items()}
 
 
-def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
+def exact_steps_of_rank(directory: Path, parallel: ParallelConfig, lora: LoraConfig | None = None) -> dict[str, Tensor]:
     places = parallel.ranks // parallel.tensor
-    return exact_steps(directory, Sharded(parallel, CPU), dist.get_rank() // parallel.tensor, places)
+    return exact_steps(directory, Sharded(parallel, CPU), dist.get_rank() // parallel.tensor, places, lora)
 
 
 NEAR = {"gemma3_text": 1e-9, "one-key-head": 1e-9}
@@ -70,13 +80,13 @@ NEAR = {"gemma3_text": 1e-9, "one-key-head": 1e-9}
 order, such as those over repeated key heads, otherwise. The others come to 1e-12."""
 
 
-def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig) -> None:
+def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig, lora: LoraConfig | None = None) -> None:
     directory = tiny_models.saved(name)
-    expected, before = exact_steps(directory, Single()), load_model(directory, CPU).state_dict()
-    for found in ranks.run(exact_steps_of_rank, directory, parallel):
+    expected, before = exact_steps(directory, Single(), lora=lora), load_model(directory, CPU).state_dict()
+    for found in ranks.run(exact_steps_of_rank, directory, parallel, lora):
         assert found.keys() == expected.keys()
         for key, one in expected.items():
-            assert (one - before[key]).abs().max() > 1e-3, key
+            assert lora or (one - before[key]).abs().max() > 1e-3, key
             assert (found[key] - one).abs().max() <= NEAR.get(name, 1e-12), key
 
 
@@ -90,7 +100,7 @@ def steps(one: TorchTrainer, case: Case, until: int) -> list[Any]:
 
 def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tensor], list[float], float]:
     """Reports, weights, a score, and the share of the weights that this rank holds."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     one.score([3, 1, 4, 1, 5])  # without a backward pass that would free what it gathered
     reports = steps(one, case, 3)
     score = one.score([3, 1, 4, 1, 5])
@@ -119,20 +129,46 @@ def compare_steps(ranks: RankProcesses, case: Case, share: float, near: float = 
 
 
 def save_after_two(directory: Path, case: Case, to: Path) -> None:
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     steps(one, case, 2)
     one.save(to / "checkpoint")
     one.export(to / "export", "float32")
 
 
 def third_step(directory: Path, case: Case, checkpoint: Path) -> tuple[dict[str, Tensor], Tensor]:
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     one.restore(checkpoint)
     steps(one, case, 3)
     return weights(one), torch.get_rng_state()
 
 
 def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     steps(one, case, 3)
     return weights(one), torch.get_rng_state()
+
+
+def resume(ranks: RankProcesses, case: Case, to: Path, *, near: float = 3e-5, also: Sequence[Case] = ()) -> None:
+    """Two steps, a checkpoint, and the third step: bit for bit on the same mesh, and equally on one device, from one device, and on the meshes of
+    `also`. `near`: largest difference of a weight, of which Adam makes ±lr where a gradient is near zero."""
+    directory = tiny_models.saved(case["model"])
+    ranks.run(save_after_two, directory, case, to)
+    whole = ranks.run(three_in_a_row, directory, case)
+    resumed = ranks.run(third_step, directory, case, to / "checkpoint")
+    for (one, state), (other, other_state) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert torch.equal(state, other_state)
+    assert all(torch.equal(whole[0][0][key], found[key]) for found, _ in whole for key in found)
+    single = case.trainer(directory)
+    single.restore(to / "checkpoint")
+    assert single.version == 2
+    steps(single, case, 3)
+    again = case.trainer(directory)
+    steps(again, case, 2)
+    again.save(to / "single")
+    others = [found for found, _ in ranks.run(third_step, directory, case, to / "single")]
+    for mesh in also:
+        others += [found for found, _ in ranks.run(third_step, directory, mesh, to / "checkpoint")]
+    for key, tensor in weights(single).items():
+        for found in (whole[0][0], *others):
+            assert (tensor - found[key]).abs().max() <= near, key

@@ -22,3 +22,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
     ranks = RankProcesses(4, tmp_path_factory.mktemp("four"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    ranks = RankProcesses(8, tmp_path_factory.mktemp("eight"))
+    yield ranks
+    ranks.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded
+from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
@@ -64,9 +66,23 @@ class Case(dict[str, Any]):
         )
 
 
-def sharded(directory: Path, case: Case) -> TorchTrainer:
-    """The trainer of this rank."""
-    return case.trainer(directory, Sharded(case.ranks, CPU))
+class Piped(Case):
+    """A case on two stages, unless `parallel` says otherwise."""
+
+    @property
+    def ranks(self) -> ParallelConfig:
+        return ParallelConfig(**{"pipeline": 2, **self.get("parallel", {})})
+
+
+def trainer_of_rank(directory: Path, case: Case) -> TorchTrainer:
+    return case.trainer(directory, (Staged if case.ranks.pipeline > 1 else Sharded)(case.ranks, CPU))
+
+
+def shifted(adapter: Iterable[Tensor]) -> None:
+    """Moves an adapter from where it begins: B is zero there, and A has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in adapter:
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 Gradients = tuple[float, float, dict[str, Tensor], int]
@@ -74,10 +90,8 @@ Gradients = tuple[float, float, dict[str, Tensor], int]
 
 def gradients(one: TorchTrainer, case: Case) -> Gradients:
     given = case.batch(0)
-    if "lora" in case:  # B is zero at the start, and A has no gradient then
-        generator = torch.Generator().manual_seed(0)
-        for parameter in one._learners[""].parameters.values():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    if "lora" in case:
+        shifted(one._learners[""].parameters.values())
     plan = one._plan(given)
     pairs = pairs_of(given) if "pairs" in case else None
     sums = one._gradients(plan, given.temperature, pairs=pairs)
@@ -89,7 +103,7 @@ def gradients(one: TorchTrainer, case: Case) -> Gradients:
 
 
 def gradients_of_rank(directory: Path, case: Case) -> Gradients:
-    return gradients(sharded(directory, case), case)
+    return gradients(trainer_of_rank(directory, case), case)
 
 
 def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

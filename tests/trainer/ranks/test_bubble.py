@@ -9,8 +9,7 @@ import pytest
 import tiny_models
 import torch
 from rank_processes import RankProcesses
-from sharded_case import CPU
-from test_stages import Piped, piped
+from sharded_case import CPU, Piped, trainer_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
@@ -143,7 +142,7 @@ class Counted(NamedTuple):
 
 
 def counted(directory: Path, case: Any) -> Counted:
-    one = piped(directory, case)
+    one = trainer_of_rank(directory, case)
     one.step(case.batch(0))
     given = case.batch(1)
     plan = one._plan(given)

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from comparisons import NEAR
 from rank_processes import RankProcesses
-from sharded_case import BUDGET, CPU, GROUPS, Case, compare, sharded
+from sharded_case import BUDGET, CPU, GROUPS, Case, compare, trainer_of_rank
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AGGREGATIONS
@@ -124,7 +124,7 @@ def test_packs_that_only_fill_up_are_spread_too(four: RankProcesses) -> None:
 
 def refused(directory: Path, case: Case) -> str:
     with pytest.raises(ConfigError) as caught:
-        sharded(directory, case)
+        trainer_of_rank(directory, case)
     return str(caught.value)
 
 

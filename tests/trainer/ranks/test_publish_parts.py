@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 from rank_processes import RankProcesses
-from sharded_case import Case, sharded
+from sharded_case import Case, trainer_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import IdentityError
@@ -47,7 +47,7 @@ def sender_of(
 ) -> tuple[TorchTrainer, Any, dict[str, Manifest], torch.distributed.ProcessGroup]:
     import torch.distributed as dist
 
-    one, rank, ranks = sharded(directory, case), dist.get_rank(), dist.get_world_size()
+    one, rank, ranks = trainer_of_rank(directory, case), dist.get_rank(), dist.get_world_size()
     names = ["", *(spec.name for spec in one.adapters())]
     manifests = {name: lay_out(one.parameters(name), torch.bfloat16) for name in names}
     start = TrainerStart(

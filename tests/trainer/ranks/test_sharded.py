@@ -11,15 +11,14 @@ from comparisons import (
     compare_exact,
     compare_steps,
     refused,
+    resume,
     save_after_two,
-    steps,
     third_step,
     three_in_a_row,
-    weights,
 )
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, compare, sharded
+from sharded_case import CPU, GROUPS, Case, compare, trainer_of_rank
 from torch.distributed.tensor import DTensor
 
 from headrace.trainer.forward.root import within
@@ -150,27 +149,7 @@ RESUMED = {
 def test_a_checkpoint_goes_on_bit_for_bit_on_its_mesh_and_equally_on_another(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
-    case = RESUMED[name]
-    directory = tiny_models.saved(case["model"])
-    two.run(save_after_two, directory, case, tmp_path)
-    whole = two.run(three_in_a_row, directory, case)
-    resumed = two.run(third_step, directory, case, tmp_path / "checkpoint")
-    for (one, state), (other, other_state) in zip(whole, resumed, strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)
-        assert torch.equal(state, other_state)
-    single = case.trainer(directory)
-    single.restore(tmp_path / "checkpoint")
-    assert single.version == 2
-    steps(single, case, 3)
-    near = 3e-5 if name != "bfloat16" else 0.1  # rounded with other random numbers
-    for key, tensor in weights(single).items():
-        assert (tensor - whole[0][0][key]).abs().max() <= near, key
-    again = case.trainer(directory)
-    steps(again, case, 2)
-    again.save(tmp_path / "single")
-    for found, _ in two.run(third_step, directory, case, tmp_path / "single"):
-        for key, tensor in weights(single).items():
-            assert (tensor - found[key]).abs().max() <= near, key
+    resume(two, RESUMED[name], tmp_path, near=3e-5 if name != "bfloat16" else 0.1)  # rounded with other random numbers
 
 
 @pytest.mark.slow
@@ -198,7 +177,7 @@ def test_what_ranks_export_one_device_loads(two: RankProcesses, tmp_path: Path) 
 
 def kinds_of_head(directory: Path, case: Case) -> tuple[bool, bool]:
     """Whether the head's matrix is in parts: within the root's call, and after it."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     in_parts = lambda: isinstance(one._model.get_output_embeddings().weight, DTensor)  # noqa: E731
     with torch.no_grad():
         return within(one._model, in_parts), in_parts()

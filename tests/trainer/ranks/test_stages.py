@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
+from comparisons import refused, resume, save_after_two, steps, third_step, three_in_a_row, weights
 from plain_trainer import same_numbers
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, sharded
+from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
 from torch import Tensor
 
-from headrace.errors import ConfigError
 from headrace.packing import Pack, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward
+from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
@@ -28,30 +30,14 @@ from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
 
-
-class Piped(Case):
-    """A case on two stages, unless `parallel` says otherwise."""
-
-    @property
-    def ranks(self) -> ParallelConfig:
-        return ParallelConfig(**{"pipeline": 2, **self.get("parallel", {})})
-
-
-def piped(directory: Path, case: Case) -> TorchTrainer:
-    """The trainer of this rank."""
-    return case.trainer(directory, Staged(case.ranks, CPU))
-
-
 # -- gradients ---------------------------------------------------------------------------------------------------------------
 
 
 def gradients(one: TorchTrainer, case: Case) -> tuple[float, float, dict[str, Tensor], int]:
     """Loss, norm, gradients (all of them on the rank that leads), microbatches."""
     given, learner = case.batch(0), one._learners[""]
-    if "lora" in case:  # B is zero at the start, and A has no gradient then
-        generator = torch.Generator().manual_seed(0)
-        for parameter in learner.parameters.values():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    if "lora" in case:
+        shifted(learner.parameters.values())
     plan = one._plan(given)
     sums = one._gradients(plan, given.temperature, pairs=pairs_of(given) if "pairs" in case else None)
     there = {name: p.grad for name, p in learner.parameters.items() if p.grad is not None}
@@ -62,7 +48,7 @@ def gradients(one: TorchTrainer, case: Case) -> tuple[float, float, dict[str, Te
 
 
 def gradients_of_rank(directory: Path, case: Case) -> tuple[float, float, dict[str, Tensor], int]:
-    return gradients(piped(directory, case), case)
+    return gradients(trainer_of_rank(directory, case), case)
 
 
 def compare(ranks: RankProcesses, case: Case, tolerance: float = 3e-6, least: int = 3) -> None:
@@ -149,6 +135,35 @@ def test_four_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[st
     compare(four, Piped(model=name, groups=(*GROUPS, *GROUPS), parallel=parallel))
 
 
+SPLIT = {
+    "llama": Piped(model="llama-deep", masks=True),
+    "qwen3 (tied)": Piped(model="qwen3-deep", algo={"kl": {"coef": 0.1}}, parallel={"schedule": "gpipe"}),
+    "gemma3 (tied)": Piped(model="gemma3-deep", parallel=INTERLEAVED),
+    "qwen3_moe": Piped(model="qwen3_moe-deep", routing=True, parallel=INTERLEAVED),
+    "kept gathered": Piped(model="qwen3-deep", parallel={"reshard": False}),
+    "checkpointed": Piped(model="qwen3-deep", train={"gradient_checkpointing": True}),
+    "LoRA": Piped(model="llama-deep", lora={"rank": 4}),
+    "kept": Piped(MORE["kept"]),
+    "gemma2, row by row": Piped(model="gemma2"),
+    "filled up": Piped(model="qwen3-deep", groups=((5, 1), (30, 1), (4, 4))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT)
+def test_stages_that_ranks_split_have_the_gradient_of_one_device(name: str, four: RankProcesses) -> None:
+    case = Piped(SPLIT[name], parallel={"shard": 2, **SPLIT[name].get("parallel", {})})
+    compare(four, Piped({"groups": (*GROUPS, *GROUPS), **case}), least=2 if name == "filled up" else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"replicate": 2, "pipeline": 2}, {"pipeline": 4}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3-deep", "llama-deep"])
+def test_eight_ranks_have_the_gradient_of_one_device(name: str, parallel: dict[str, int], eight: RankProcesses) -> None:
+    case = Piped(model=name, groups=(*GROUPS, *GROUPS), parallel={"shard": 2, **parallel} if parallel else {"shard": 4})
+    compare(eight, case)
+
+
 @pytest.mark.slow
 def test_four_ranks_train_an_adapter(four: RankProcesses) -> None:
     for parallel in ({"pipeline": 4}, {"replicate": 2}):
@@ -165,17 +180,17 @@ def test_two_stages_round_as_one_device(two: RankProcesses) -> None:
 # -- in float64 --------------------------------------------------------------------------------------------------------------
 
 
-def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
-    """Three clipped steps of six microbatches, through the model's own logits."""
+def exact_steps(directory: Path, placement: Placement, place: int = 0, places: int = 1) -> dict[str, Tensor]:
+    """Three clipped steps of six microbatches, or of as many for each of `places`, through the model's own logits."""
     model = load_model(directory, CPU).double()
     placement.spread(model)
     forward, named = Forward(model, packed=False, chunked_head=True), dict(model.named_parameters())
     parameters = list(named.values())
     optimizer = placement.optimizer(named.items(), TrainConfig(learning_rate=1e-3, weight_decay=0.1))
-    packs = [pack_sequence(tokens) for tokens in tiny_models.prompts(5, 9, 7, 6, 8, 4)]
+    packs = [pack_sequence(tokens) for tokens in tiny_models.prompts(5, 9, 7, 6, 8, 4)[place::places]]
 
     def nll(pack: Pack) -> Tensor:
-        logits = model.get_output_embeddings()(forward.hidden(pack))[pack.predictor]
+        logits = within(model, lambda: model.get_output_embeddings()(forward._hidden(pack))[pack.predictor])
         return torch.nn.functional.cross_entropy(logits, pack.target, reduction="sum") / 30
 
     @contextmanager
@@ -200,7 +215,7 @@ def exact_steps(directory: Path, placement: Placement) -> dict[str, Tensor]:
 
 
 def exact_steps_of_rank(directory: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
-    return exact_steps(directory, Staged(parallel, CPU))
+    return exact_steps(directory, Staged(parallel, CPU), dist.get_rank() % parallel.batches, parallel.batches)
 
 
 def compare_exactly(ranks: RankProcesses, name: str, parallel: ParallelConfig) -> None:
@@ -232,20 +247,19 @@ def test_three_steps_in_float64_on_four_stages(name: str, four: RankProcesses) -
     compare_exactly(four, name, ParallelConfig(pipeline=4))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("name", ["llama-deep", "qwen3-deep", "gemma3-deep"])
+def test_three_steps_in_float64_on_stages_that_ranks_split(name: str, schedule: Any, four: RankProcesses) -> None:
+    compare_exactly(four, name, ParallelConfig(pipeline=2, shard=2, schedule=schedule))
+
+
 # -- steps, log-probs, checkpoints -------------------------------------------------------------------------------------------
-
-
-def weights(one: TorchTrainer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.parameters()}
-
-
-def steps(one: TorchTrainer, case: Case, until: int) -> list[Any]:
-    return [one.step(case.batch(one.version)) for _ in range(one.version, until)]
 
 
 def three_steps(directory: Path, case: Case) -> tuple[list[Any], dict[str, Tensor], list[float], float]:
     """Reports, weights, a score, and the share of the weights that this rank holds."""
-    one = piped(directory, case)
+    one = trainer_of_rank(directory, case)
     reports = steps(one, case, 3)
     score = one.score([3, 1, 4, 1, 5])
     parameters = [p for p in one._model.parameters() if "lora" not in case or not p.requires_grad]
@@ -285,34 +299,6 @@ def test_three_steps_end_at_the_weights_of_one_device(name: str, two: RankProces
     assert max(shares) < 0.75
 
 
-def save_after_two(directory: Path, case: Case, to: Path) -> None:
-    one = piped(directory, case)
-    steps(one, case, 2)
-    one.save(to / "checkpoint")
-    one.export(to / "export", "float32")
-
-
-def third_step(directory: Path, case: Case, checkpoint: Path) -> tuple[dict[str, Tensor], Tensor]:
-    one = piped(directory, case)
-    one.restore(checkpoint)
-    steps(one, case, 3)
-    return weights(one), torch.get_rng_state()
-
-
-def three_in_a_row(directory: Path, case: Case) -> tuple[dict[str, Tensor], Tensor]:
-    one = piped(directory, case)
-    steps(one, case, 3)
-    return weights(one), torch.get_rng_state()
-
-
-def third_step_split(directory: Path, case: Case, checkpoint: Path) -> dict[str, Tensor]:
-    """On FSDP2."""
-    one = sharded(directory, Case(case, parallel={}))
-    one.restore(checkpoint)
-    steps(one, case, 3)
-    return weights(one)
-
-
 RESUMED = {
     "qwen3": Piped(model="qwen3-deep"),
     "bfloat16": Piped(
@@ -330,29 +316,8 @@ RESUMED = {
 def test_a_checkpoint_goes_on_bit_for_bit_and_equally_on_other_meshes(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
-    case = RESUMED[name]
-    directory = tiny_models.saved(case["model"])
-    two.run(save_after_two, directory, case, tmp_path)
-    whole = two.run(three_in_a_row, directory, case)
-    resumed = two.run(third_step, directory, case, tmp_path / "checkpoint")
-    for (one, state), (other, other_state) in zip(whole, resumed, strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)
-        assert torch.equal(state, other_state)
-    assert all(torch.equal(whole[0][0][key], tensor) for key, tensor in whole[1][0].items())
     near = 3e-5 if name != "bfloat16" else 0.1  # rounded with other random numbers
-    single = case.trainer(directory)
-    single.restore(tmp_path / "checkpoint")
-    assert single.version == 2
-    steps(single, case, 3)
-    expected = weights(single)
-    again = case.trainer(directory)
-    steps(again, case, 2)
-    again.save(tmp_path / "single")
-    others = [one for one, _ in two.run(third_step, directory, case, tmp_path / "single")]
-    others += two.run(third_step_split, directory, case, tmp_path / "checkpoint")
-    for found in [whole[0][0], *others]:
-        for key, tensor in expected.items():
-            assert (tensor - found[key]).abs().max() <= near, key
+    resume(two, RESUMED[name], tmp_path, near=near, also=[Case(RESUMED[name], parallel={})])
 
 
 @pytest.mark.slow
@@ -367,8 +332,27 @@ def test_a_checkpoint_of_two_stages_goes_on_on_four(two: RankProcesses, four: Ra
                 assert (tensor - found[key]).abs().max() <= 3e-5, key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "bfloat16", "LoRA"])
+def test_a_checkpoint_of_split_stages_goes_on_on_every_mesh(
+    name: str, two: RankProcesses, four: RankProcesses, tmp_path: Path
+) -> None:
+    case = Piped(RESUMED[name], groups=(*GROUPS, *GROUPS))
+    case["parallel"] = {"shard": 2, **case.get("parallel", {})}
+    if name == "LoRA":
+        case["model"] = "llama-deep"  # four stages want four layers
+    near = 3e-5 if name != "bfloat16" else 0.1
+    others = [Case(case, parallel=parallel) for parallel in ({"shard": 4}, {"pipeline": 4, "shard": 1})]
+    resume(four, case, tmp_path, near=near, also=others)
+    expected, _ = four.run(three_in_a_row, tiny_models.saved(case["model"]), case)[0]
+    for one in (Case(case, parallel={}), Piped(case, parallel={})):
+        for found, _ in two.run(third_step, tiny_models.saved(case["model"]), one, tmp_path / "checkpoint"):
+            for key, tensor in expected.items():
+                assert (tensor - found[key]).abs().max() <= near, key
+
+
 def published_after_two(directory: Path, case: Case) -> dict[str, Tensor]:
-    one = piped(directory, case)
+    one = trainer_of_rank(directory, case)
     steps(one, case, 2)
     return weights(one)
 
@@ -386,12 +370,6 @@ def test_what_is_published_and_exported_is_what_is_saved(two: RankProcesses, tmp
 
 
 # -- what does not go --------------------------------------------------------------------------------------------------------
-
-
-def refused(directory: Path, case: Case) -> str:
-    with pytest.raises(ConfigError) as caught:
-        piped(directory, case)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -11,7 +12,7 @@ from comparisons import (
     compare_exact,
     compare_steps,
     refused,
-    save_after_two,
+    resume,
     steps,
     third_step,
     three_in_a_row,
@@ -19,11 +20,12 @@ from comparisons import (
 )
 from rank_processes import RankProcesses
 from safetensors.torch import load_file
-from sharded_case import CPU, GROUPS, Case, compare, sharded
+from sharded_case import CPU, GROUPS, Case, compare, trainer_of_rank
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from headrace.models.lora import LoraConfig
 from headrace.packing import Kept
 from headrace.trainer.forward.head import token_logprobs
 from headrace.trainer.model.causal_lm import load_model
@@ -41,6 +43,8 @@ CASES = {
     "gemma3 (tied)": Case(model="gemma3_text", groups=CLEAR, algo={"kl": {"coef": 0.1}}, parallel=TENSOR),
     "qwen3_moe": Case(model="qwen3_moe", routing=True, parallel=TENSOR),
     "whole experts": Case(model="qwen3_moe", routing=True, parallel=EXPERTS),
+    "LoRA": Case(model="qwen3", masks=True, lora={"rank": 4}, parallel=TENSOR),
+    "DoRA, biased": Case(model="llama-tied-biased", lora={"rank": 4, "dora": True}, parallel=TENSOR),
 }
 MORE = {
     "tied, biased": Case(model="llama-tied-biased", parallel=TENSOR),
@@ -65,6 +69,15 @@ MORE = {
     "preferences": Case(
         model="qwen3", algo={"name": "dpo"}, pairs=((0, 1), (0, 3), (4, 2), (5, 8), (9, 6)), parallel=TENSOR
     ),
+    "LoRA with a reference": Case(model="llama", lora={"rank": 4}, algo={"kl": {"coef": 0.1}}, parallel=TENSOR),
+    "LoRA, biased": Case(model="llama-tied-biased", lora={"rank": 4}, parallel=TENSOR),
+    "LoRA, checkpointed": Case(
+        model="gemma3_text", groups=CLEAR, lora={"rank": 4}, train={"gradient_checkpointing": True}, parallel=TENSOR
+    ),
+    "LoRA of some layers": Case(model="llama", lora={"rank": 4, "targets": ("q_proj", "down_proj")}, parallel=TENSOR),
+    "LoRA of a mixture": Case(model="qwen3_moe", routing=True, lora={"rank": 4}, parallel=TENSOR),
+    "LoRA beside whole experts": Case(model="qwen3_moe", routing=True, lora={"rank": 4}, parallel=EXPERTS),
+    "DoRA": Case(model="qwen3", lora={"rank": 4, "dora": True}, parallel=TENSOR),
 }
 WIDE = {"groups": (*GROUPS, *GROUPS)}
 FOUR = {
@@ -77,6 +90,20 @@ FOUR = {
     "whole experts": Case(model="qwen3_moe", routing=True, parallel={**BOTH, "expert": 4}, **WIDE),
     "whole experts of mixtral": Case(model="mixtral", parallel={**BOTH, "expert": 4}, **WIDE),
     "filled up": Case(model="llama", groups=((5, 1), (30, 1), (4, 4)), parallel=BOTH),
+    "LoRA": Case(model="qwen3", masks=True, lora={"rank": 4}, parallel=BOTH, **WIDE),
+    "DoRA": Case(model="llama-tied-biased", lora={"rank": 4, "dora": True}, parallel=BOTH, **WIDE),
+    "LoRA beside whole experts": Case(
+        model="qwen3_moe", routing=True, lora={"rank": 4}, parallel={**BOTH, "expert": 4}, **WIDE
+    ),
+}
+COPIES = {**BOTH, "replicate": 2}
+EIGHT = {
+    "tied, biased": Case(model="llama-tied-biased", masks=True, parallel=COPIES, **WIDE),
+    "qwen3": Case(model="qwen3", parallel=COPIES, **WIDE),
+    "gemma3": Case(model="gemma3_text", algo={"kl": {"coef": 0.1}}, parallel=COPIES, **WIDE),
+    "qwen3_moe": Case(model="qwen3_moe", routing=True, parallel=COPIES, **WIDE),
+    "filled up": Case(model="llama", groups=((5, 1), (30, 1), (4, 4)), parallel=COPIES),
+    "LoRA": Case(model="qwen3", masks=True, lora={"rank": 4}, parallel=COPIES, **WIDE),
 }
 
 
@@ -99,11 +126,18 @@ def test_four_ranks_of_both_kinds_have_the_gradient_of_one_device(name: str, fou
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT)
+def test_copies_of_both_kinds_have_the_gradient_of_one_device(name: str, eight: RankProcesses) -> None:
+    compare(eight, EIGHT[name], least=1 if name == "filled up" else 3)
+
+
+@pytest.mark.slow
 def test_rounding_is_that_of_one_device(two: RankProcesses) -> None:
     """Partial sums are rounded to bfloat16 before they are added up; a wrong one would be off by half."""
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
     compare(two, Case(model="qwen3", train={"dtype": "bfloat16", "weights": "bfloat16"}, parallel=TENSOR), 1e-1)
     compare(two, Case(model="qwen3_moe", routing=True, train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
+    compare(two, Case(model="qwen3", lora={"rank": 4}, train={"dtype": "bfloat16"}, parallel=TENSOR), 1e-1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
@@ -115,6 +149,27 @@ def test_three_steps_in_float64_end_at_the_weights_of_one_device(name: str, two:
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3", "gemma3_text"])
 def test_three_steps_in_float64_over_four_ranks(name: str, four: RankProcesses) -> None:
     compare_exact(four, name, ParallelConfig(shard=2, tensor=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "qwen3"])
+def test_three_steps_in_float64_over_eight_ranks(name: str, eight: RankProcesses) -> None:
+    compare_exact(eight, name, ParallelConfig(shard=2, tensor=2, replicate=2))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_three_steps_of_an_adapter_in_float64(dora: bool, two: RankProcesses) -> None:
+    lora = LoraConfig(rank=4, dora=dora)
+    compare_exact(two, "llama-tied-biased", ParallelConfig(tensor=2), lora)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_three_steps_of_an_adapter_in_float64_over_more_ranks(
+    name: str, four: RankProcesses, eight: RankProcesses
+) -> None:
+    compare_exact(four, name, ParallelConfig(shard=2, tensor=2), LoraConfig(rank=4))
+    compare_exact(eight, name, ParallelConfig(shard=2, tensor=2, replicate=2), LoraConfig(rank=4))
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------------
@@ -153,6 +208,7 @@ CLIPPED = {"max_grad_norm": 0.1, "weight_decay": 0.1}
 
 def test_three_steps_end_at_the_weights_of_one_device(two: RankProcesses) -> None:
     compare_steps(two, Case(model="qwen3", train=CLIPPED, parallel=TENSOR), share=0.5)
+    compare_steps(two, Case(model="qwen3", lora={"rank": 4}, parallel=TENSOR), share=0.5)
 
 
 @pytest.mark.slow
@@ -170,29 +226,8 @@ RESUMED = {
         parallel=TENSOR,
     ),
     "whole experts": Case(model="qwen3_moe", parallel=EXPERTS),
+    "LoRA": Case(model="qwen3", lora={"rank": 4}, parallel=TENSOR),
 }
-
-
-def resume(ranks: RankProcesses, case: Case, tmp_path: Path, near: float = 3e-5) -> None:
-    """Two steps, a checkpoint, and the third step: on the same mesh, on one device, and from one device."""
-    directory = tiny_models.saved(case["model"])
-    ranks.run(save_after_two, directory, case, tmp_path)
-    whole = ranks.run(three_in_a_row, directory, case)
-    resumed = ranks.run(third_step, directory, case, tmp_path / "checkpoint")
-    for (one, state), (other, other_state) in zip(whole, resumed, strict=True):
-        assert all(torch.equal(one[key], other[key]) for key in one)
-        assert torch.equal(state, other_state)
-    single = case.trainer(directory)
-    single.restore(tmp_path / "checkpoint")
-    steps(single, case, 3)
-    for key, tensor in weights(single).items():
-        assert (tensor - whole[0][0][key]).abs().max() <= near, key
-    again = case.trainer(directory)
-    steps(again, case, 2)
-    again.save(tmp_path / "single")
-    for found, _ in ranks.run(third_step, directory, case, tmp_path / "single"):
-        for key, tensor in weights(single).items():
-            assert (tensor - found[key]).abs().max() <= near, key
 
 
 def test_a_checkpoint_goes_on_bit_for_bit_and_on_one_device(two: RankProcesses, tmp_path: Path) -> None:
@@ -203,9 +238,25 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_on_one_device(two: RankProcesses, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bfloat16", "whole experts"])
+@pytest.mark.parametrize("name", ["bfloat16", "whole experts", "LoRA"])
 def test_other_checkpoints_go_on(name: str, two: RankProcesses, tmp_path: Path) -> None:
-    resume(two, RESUMED[name], tmp_path, near=0.1 if name == "bfloat16" else 3e-5)
+    also = [Case(RESUMED[name], parallel={"shard": 2})] if name == "LoRA" else []
+    resume(two, RESUMED[name], tmp_path, near=0.1 if name == "bfloat16" else 3e-5, also=also)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["all weights", "LoRA"])
+def test_a_checkpoint_of_copies_goes_on_on_other_meshes(
+    lora: dict[str, Any], four: RankProcesses, eight: RankProcesses, tmp_path: Path
+) -> None:
+    case = Case(model="qwen3", parallel=COPIES, **WIDE, **lora)
+    resume(eight, case, tmp_path, also=[Case(case, parallel={"shard": 4, "tensor": 2})])
+    expected, _ = eight.run(three_in_a_row, tiny_models.saved("qwen3"), case)[0]
+    for parallel in (BOTH, {"shard": 2, "replicate": 2}):
+        again = four.run(third_step, tiny_models.saved("qwen3"), Case(case, parallel=parallel), tmp_path / "checkpoint")
+        for found, _ in again:
+            for key, tensor in expected.items():
+                assert (tensor - found[key]).abs().max() <= 3e-5, (parallel, key)
 
 
 @pytest.mark.slow
@@ -222,7 +273,7 @@ def test_a_checkpoint_goes_on_on_every_mesh(two: RankProcesses, four: RankProces
 
 def whole_after_three(directory: Path, case: Case) -> tuple[dict[str, Tensor], bool, Tensor]:
     """What this rank holds whole, whether a gradient lies as its parameter does, and the published head."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     steps(one, case, 2)
     given = case.batch(2)
     one._gradients(one._plan(given), given.temperature)
@@ -240,6 +291,18 @@ def test_what_every_rank_holds_whole_stays_equal(two: RankProcesses) -> None:
     assert {name.rpartition(".layers.0.")[2] for name in one} >= {"self_attn.q_norm.weight", "mlp.gate.weight"}
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert torch.equal(head, other_head)
+
+
+def adapter_after_three(directory: Path, case: Case) -> dict[str, Tensor]:
+    one = trainer_of_rank(directory, case)
+    steps(one, case, 3)
+    return {name: parameter.detach().clone() for name, parameter in one._learners[""].parameters.items()}
+
+
+def test_an_adapter_stays_equal_on_all_ranks(two: RankProcesses) -> None:
+    case = Case(model="llama-tied-biased", lora={"rank": 4, "dora": True}, parallel=TENSOR)
+    one, other = two.run(adapter_after_three, tiny_models.saved(case["model"]), case)
+    assert len(one) == 42 and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 from rank_processes import RankProcesses
-from sharded_case import CPU, GROUPS, Case, sharded
+from sharded_case import CPU, GROUPS, Case, trainer_of_rank
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):
 
 
 def counted(directory: Path, case: Case) -> tuple[int, Counter[str], Counter[str]]:
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
     with Collectives(case.ranks) as collectives:
@@ -62,7 +62,7 @@ def counted(directory: Path, case: Case) -> tuple[int, Counter[str], Counter[str
 
 def held(directory: Path, case: Case) -> int:
     """Bytes of weights, gradients and AdamW's state of this rank."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     one.step(case.batch(0))
     learner, given = one._learners[""], case.batch(1)
     one._gradients(one._plan(given), given.temperature)
@@ -103,7 +103,7 @@ def test_what_travels_between_two_ranks_is_what_the_planner_says(parallel: dict[
 
 def exchanged(directory: Path, case: Case) -> tuple[int, int]:
     """The tokens that this rank forwards, and the bytes that all-to-alls give it, its own included."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
     with Collectives(case.ranks) as collectives:
@@ -124,7 +124,7 @@ def test_whole_experts_are_never_gathered_and_tokens_travel_to_them(two: RankPro
 
 def added(directory: Path, case: Case) -> tuple[list[tuple[int, int, int]], int, int]:
     """Tokens, places with targets and targets of each microbatch; all-reduces, and the bytes that they give this rank."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
     with Collectives(case.ranks) as collectives:
@@ -155,7 +155,7 @@ def test_what_is_gathered_beside_a_tensor_group_is_what_the_planner_says(four: R
 
 def attended(directory: Path, case: Case) -> tuple[int, int, Counter[str], Counter[str]]:
     """Microbatches, and the tokens that this rank forwards of them, those that fill up included."""
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     given = case.batch(0)
     plan = one._plan(given)
     with Collectives(case.ranks) as collectives:
@@ -221,7 +221,7 @@ def activations(one: TorchTrainer, pack: Pack) -> int:
 
 
 def activations_of_rank(directory: Path, case: Case) -> int:
-    one = sharded(directory, case)
+    one = trainer_of_rank(directory, case)
     return activations(one, one._plan(case.batch(0)).packs[0])
 
 

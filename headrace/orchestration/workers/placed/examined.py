@@ -20,6 +20,9 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "agree": (tuple[Terms], Agreed),
     "fetch": (tuple[str, str, int], tuple[str, float]),
     "give": (tuple[str, str, int], tuple[str, float]),
+    "leave": (tuple[str, str], str),
+    "find": (tuple[str, str, float], tuple[str, float]),
+    "drop": (tuple[str], None),
 }
 """The arguments and the answer of each question: only these methods can be called."""
 

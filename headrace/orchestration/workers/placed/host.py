@@ -17,10 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers")
 """Packages that decide what an engine computes."""
+
+WORDS = 1000
+"""How often a word is written into a file that other machines look for: more than fits into one block."""
 
 LAST_WORDS = 1.0
 """Seconds for which output is awaited after the worker has ended: a child of it may keep the pipe open."""
@@ -89,11 +93,30 @@ class NodeHost:
             return str(error), 0.0
         return f"{count} bytes are missing" if count else "", time.monotonic() - began
 
+    async def leave(self, path: str, word: str) -> str:
+        """Writes a file, and then replaces it by one that has this word many times, each in one step. Returns why it could not, or an empty
+        string."""
+        return await asyncio.to_thread(_replaced, Path(path), word)
+
+    async def find(self, path: str, word: str, within: float) -> tuple[str, float]:
+        """Waits until a file is there as `leave` writes it. Returns why it is not after `within` seconds, or an empty string, and the seconds."""
+        began = time.monotonic()
+        while problem := await asyncio.to_thread(_unlike, Path(path), word):
+            if time.monotonic() - began > within:
+                break
+            await asyncio.sleep(0.05)
+        return problem, time.monotonic() - began
+
+    async def drop(self, path: str) -> None:
+        """Removes a file."""
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(os.unlink, path)
+
     async def agree(self, terms: Any) -> Any:
         """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""
-        from headrace.orchestration.workers.joining.same_model import agree
+        from headrace.orchestration.workers.user_hosts.same_code import agree_to
 
-        return await asyncio.to_thread(agree, terms)
+        return await asyncio.to_thread(agree_to, terms)
 
     async def start(self, kind: str, address: str, variables: Mapping[str, str]) -> int:
         """Starts a worker that connects to the run at `address`; returns its process id.
@@ -137,3 +160,27 @@ class NodeHost:
     def _say(self, loop: asyncio.AbstractEventLoop, data: bytes, code: int | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(self._said.put_nowait, (data, code))
+
+
+def _replaced(path: Path, word: str) -> str:
+    """Writes and replaces a file. Returns why it could not, or an empty string."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        for text in ("", WORDS * word):
+            with part.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _unlike(path: Path, word: str) -> str:
+    """Returns why a file is not as `leave` writes it, or an empty string."""
+    try:
+        found = path.read_text()
+    except (OSError, ValueError) as error:
+        return "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+    return "" if found == WORDS * word else "has other bytes there" if found else "is there in an older version"
