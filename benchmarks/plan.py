@@ -7,7 +7,7 @@ engine and trainer on one core each, and simulates the same number of steps: wit
 itself recorded (`headrace plan RUN`). Nothing is fitted to the runs: the first prediction knows neither depth nor window nor batch, the
 second knows how long the stages of the run took, and not how long its steps did. Counted are the same steps in all.
 
-The second table has the stages of a step, in the run and in the first prediction, so that an error can be found where it is made. `--keep` keeps
+The second table has the stages of a step, in the run and in both predictions, so that an error can be found where it is made. `--keep` keeps
 the runs.
 """
 
@@ -31,7 +31,7 @@ from headrace.observe.records import StepRow, read_metrics
 from headrace.plan.measure import Gauge, Prediction, predict
 from headrace.plan.planned import planned_world
 from headrace.plan.rates.calibrate import calibrate
-from headrace.plan.rates.from_run import rates_of_run
+from headrace.plan.rates.from_run import rates_of_facts
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
 from headrace.simulate import virtual_time
@@ -66,8 +66,8 @@ class Compared(NamedTuple):
     plan: Prediction
     own: Prediction
     """From the stages of the run itself."""
-    stages: dict[str, tuple[float, float]]
-    """Seconds of a step, in the run and in the plan."""
+    stages: dict[str, tuple[float, float, float]]
+    """Seconds of a step, in the run and in the two plans."""
 
 
 def compare(config: Path, setting: str, sets: list[str], rates: Rates) -> Compared:
@@ -75,13 +75,14 @@ def compare(config: Path, setting: str, sets: list[str], rates: Rates) -> Compar
     directory = headrace.train(config, sets=sets, reward=any_contrast).directory
     facts = read_metrics(directory)
     scenario = scenario_of(asked, rates)
-    own, _ = rates_of_run(directory, asked)
-    in_run, in_plan = stages(facts), stages(facts_of(scenario))
+    own, _ = rates_of_facts(counted(facts), asked, setting)
+    of_own = scenario_of(asked, own)
+    three = stages(facts), stages(facts_of(scenario)), stages(facts_of(of_own))
     return Compared(
         summarise(int(setting.split("x")[0]), facts),
         predict(scenario, skip=SKIP, tail=0),
-        predict(scenario_of(asked, own), skip=SKIP, tail=0),
-        {name: (in_run[name], in_plan[name]) for name in in_run},
+        predict(of_own, skip=SKIP, tail=0),
+        {name: (three[0][name], three[1][name], three[2][name]) for name in three[0]},
     )
 
 
@@ -132,6 +133,12 @@ def stages(facts: Sequence[Any]) -> dict[str, float]:
     found["verify"] = mean(one.load.verify_seconds for one in of if isinstance(one, WeightsLive))
     found["tokens"] = mean(one.report.loss_tokens for one in steps[1:])
     return found
+
+
+def counted(facts: Sequence[Any]) -> list[Any]:
+    """The facts of the steps that are counted, and of the one before them."""
+    steps = [one for one in facts if isinstance(one, StepRow)]
+    return [one for one in facts if one.t >= steps[SKIP - 1].t]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -204,10 +211,12 @@ def row(setting: str, found: Compared) -> str:
 
 def print_stages(found: dict[str, Compared]) -> None:
     names = list(next(iter(found.values())).stages)
-    print(f"\nSeconds of a step, run and planned:\n\n| setting | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
+    print(
+        f"\nSeconds of a step, run / planned / planned from its stages:\n\n| setting | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}"
+    )
     for setting, one in found.items():
         cells = (
-            f"{run:.0f} / {plan:.0f}" if run > 100 else f"{run:.3f} / {plan:.3f}" for run, plan in one.stages.values()
+            " / ".join(f"{x:.0f}" if three[0] > 100 else f"{x:.3f}" for x in three) for three in one.stages.values()
         )
         print(f"| {setting} | {' | '.join(cells)} |")
 

@@ -250,15 +250,36 @@ class Capabilities(Struct, frozen=True):
     batch, and not on where it was interrupted before it was continued from its prefix."""
     arithmetic: str = ""
     """The name of its forward pass: a trainer that has the same name gets the same log-probs of equal weights, bit for bit."""
+    rows: int = 0
+    """Most sequences that it samples at once; further ones wait. 0: not known."""
+    kv_tokens: int = 0
+    """Tokens whose cache entries it has memory for. 0: not known."""
 
 
 def capable(
-    context_length: int, path: str, *, adapters: int = 0, routing: bool = False, arithmetic: str = "", **more: bool
+    context_length: int,
+    path: str,
+    *,
+    adapters: int = 0,
+    routing: bool = False,
+    arithmetic: str = "",
+    rows: int = 0,
+    kv_tokens: int = 0,
+    **more: bool,
 ) -> Capabilities:
     """Makes the capabilities of headrace's own engines: everything, except what depends on their settings and model."""
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
-    return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)
+    return Capabilities(
+        context_length,
+        path,
+        adapters=adapters,
+        routing=routing,
+        arithmetic=arithmetic,
+        rows=rows,
+        kv_tokens=kv_tokens,
+        **has,
+    )
 
 
 class PromptChoice(Struct, frozen=True):

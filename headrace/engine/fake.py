@@ -135,13 +135,14 @@ class FakeEngine(_Presence):
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
     script: Callable[[Request], Sequence[int]] | None = None
     """The tokens of a request's whole completion, in place of drawn ones; after the last of them the model stops by itself."""
+    rows: int = 0  # requests that it samples for at once; 0: no limit
     is_kept: Callable[[WeightUpdate], bool] = lambda update: True
     """Whether an update can still be read. An engine that reappears reads what it was asked to load last, and is lost if it cannot."""
 
     def __post_init__(self) -> None:
         self.version = -1
         self.adapters: dict[str, int] = {}
-        self.capabilities = capable(self.context_length, "fake", adapters=1 << 10, exact=True)
+        self.capabilities = capable(self.context_length, "fake", adapters=1 << 10, exact=True, rows=self.rows)
         self.requests: list[Request] = []
         self._asked: dict[str, WeightUpdate] = {}
         """The updates that it was asked to load last, by adapter."""
@@ -179,7 +180,7 @@ class FakeEngine(_Presence):
 
     async def _serve(self, pending: _Pending) -> Finished:
         request = pending.request
-        await self._until(pending, lambda: self._admits or bool(request.prefix))
+        await self._until(pending, lambda: bool(self._admits or request.prefix) and not 0 < self.rows <= self._active)
         self._active += 1
         self._idle.clear()
         try:
@@ -190,6 +191,7 @@ class FakeEngine(_Presence):
             self._active -= 1
             if not self._active:
                 self._idle.set()
+            self._notify()
 
     async def _score(self, pending: _Pending) -> Finished:
         """One forward pass. Of its k most probable tokens all but the first, which is the right one, are impossible."""
@@ -350,7 +352,8 @@ class FakeEngine(_Presence):
 
     async def stats(self) -> EngineStats:
         await self._answering()
-        return EngineStats(sampled_tokens=self._sampled, version=self.version)
+        waiting = self.rows and len(self._pending) - self._active
+        return EngineStats(self._active, waiting, sampled_tokens=self._sampled, version=self.version)
 
     async def watch(self) -> None:
         self._died = asyncio.get_running_loop().create_future()

@@ -153,7 +153,7 @@ class SimulatedEngineProcess(Process):
         start = await self.receive()
         if not unpack(start.payload, EngineStart).asleep:
             self._devices.take(self)
-        self.reply(start, capable(1000, "simulated", exact=True))
+        self.reply(start, capable(1000, "simulated", exact=True, rows=MAX_RUNNING))
         while True:
             await self.step_into(self._turns())
             while not (self.inbox or self._swaps or self._has_work()):

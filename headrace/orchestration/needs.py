@@ -92,9 +92,9 @@ NEEDS = {
 }
 """All needs, by the field of `Capabilities` that they refer to."""
 
-ASKED_BY_NOBODY = ("context_length", "path", "forks", "top_logprobs")
+ASKED_BY_NOBODY = ("context_length", "path", "forks", "top_logprobs", "rows", "kv_tokens")
 """Fields of `Capabilities` that no setting of a run needs. `context_length` is used to check prompts, forks are made by callers of the
-engine, and `top_logprobs` are needed of teachers (`check_teacher`)."""
+engine, `top_logprobs` are needed of teachers (`check_teacher`), and a fleet places requests by `rows` and `kv_tokens`."""
 
 
 def lacking(capabilities: Capabilities, config: RunConfig) -> Iterator[str]:

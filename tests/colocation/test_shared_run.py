@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 import torch
 from tiny_run import SYNCHRONOUS, Config, held_reward, of, release, tiny_config, weights_of, workers_of
@@ -93,7 +94,7 @@ def test_killed_in_every_phase_it_loses_nothing(
     """The run cannot end before it is killed: it is killed after its first change of that kind, and a reward holds its third step."""
     tables = {**SYNCHRONOUS, "reward": held_reward(tmp_path), "train": {**SYNCHRONOUS["train"], "max_deaths": 2}}
     config = shared(tmp_path, tiny_llama, "host", **tables)
-    child = subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    child = preloaded_python.Program([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
     try:
         until_fact(tmp_path, kind, who, 1, child)
         os.kill(workers_of(child.pid)[whom] if whom else child.pid, signal.SIGKILL)

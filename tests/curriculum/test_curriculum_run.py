@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 from beside import PATIENCE, until
 from tiny_run import tiny_config
@@ -26,7 +27,7 @@ REWARD = "def has_e(completions, **columns): return [float('e' in text) for text
 
 def killed_after(command: list[str], run_dir: Path, steps: int) -> None:
     """Kills the controller when its journal has so many steps."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = preloaded_python.Program(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: process.poll() is not None or count_steps(run_dir) >= steps)
     finally:
@@ -55,8 +56,9 @@ def test_killed_twice_it_draws_what_a_reader_of_its_journal_draws(
     again = [*headrace, "--resume", str(run_dir)]
     killed_after(again, run_dir, count_steps(run_dir) + 3)
     end = f"train.steps={count_steps(run_dir) + 3}"
-    done = subprocess.run([*again, "--set", end], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+    last = preloaded_python.Program([*again, "--set", end], stderr=subprocess.PIPE, text=True)
+    said = last.communicate(timeout=PATIENCE)[1]
+    assert last.returncode == 0, said
     task = build_task(config.task, ChatEncoder(tiny_llama), config.seed)
     reader = open_curriculum(task, config.curriculum, config.rollout.group_size)
     drawn, sizes = [], set[int]()

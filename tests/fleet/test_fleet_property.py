@@ -64,6 +64,7 @@ fleets = st.fixed_dictionaries(
         "loads": st.tuples(*[st.sampled_from([0.0, 0.3, 1.5])] * 3),
         "step": st.sampled_from([0.05, 0.5, 5.0]),
         "score": st.sampled_from([0.0, 0.5]),
+        "rows": st.tuples(*[st.sampled_from([0, 1, 2])] * 3),
         "misfortunes": st.lists(misfortune, max_size=8),
     }
 )
@@ -99,7 +100,7 @@ class Witness:
 def engines_of(s: dict[str, Any]) -> list[Unlike]:
     heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
     return [
-        Unlike(s["speeds"][i], s["loads"][i], heavy_tail, failure_rate=0.05, seed=s["seed"])
+        Unlike(s["speeds"][i], s["loads"][i], heavy_tail, failure_rate=0.05, seed=s["seed"], rows=s["rows"][i])
         for i in range(s["members"])
     ]
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 from rich.console import Console
 from tiny_run import tiny_config, when_step
@@ -193,7 +194,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
     (tmp_path / "config.toml").write_text(dump_config(load_config(config)))
     command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "config.toml")]
     with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        process = preloaded_python.Program(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
         when_step(directory, 3, lambda: None).join()
         code, out = asked(capsys, str(directory))

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 from kill_child import FINISHED, live
 from tiny_run import tiny_config, workers_of
@@ -92,7 +93,7 @@ def _config(tmp_path: Path, model: Path, name: str) -> dict[str, Any]:
 
 def _start(config: dict[str, Any]) -> subprocess.Popen[str]:
     directory = Path(config["out"]) / config["name"]
-    return subprocess.Popen(
+    return preloaded_python.Program(
         [sys.executable, "-c", CHILD, json.dumps(config), str(directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import preloaded_python
 import pytest
 from beside import until
 from server_processes import alive
@@ -209,7 +210,10 @@ def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subproc
     started: list[subprocess.Popen[str]] = []
 
     def start(*more: str, **variables: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        begin = (
+            subprocess.Popen if variables else preloaded_python.Program
+        )  # its libraries read variables at their start
+        process = begin(
             command(config, tmp_path, *more),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -228,6 +228,34 @@ def test_rates_of_a_run_are_those_that_made_its_metrics(tmp_path: Path):
     assert rates.completions is not None and rates.completions.values[-1] == 14
 
 
+def test_completions_last_longer_than_the_passes_of_their_engine(tmp_path: Path):
+    """Two groups at a time waited for the engine in 18 of the 23 s between its first sample and its last, 1 s of which a swap held them."""
+    run = write_run(tmp_path)
+    facts = read_metrics(run)
+    stats = [fact.stats for fact in facts if isinstance(fact, EngineSample)]
+    waits = [Waited(t, "rollouts", "the engine", seconds) for t, seconds in ((10.0, 10.0), (8.0, 6.0), (30.0, 15.0))]
+    waits += [Waited(t, "rollouts", "the engine, or players", 5.0) for t in (12.0, 14.0)]
+    live = next(i for i, fact in enumerate(facts) if isinstance(fact, WeightsLive) and fact.t > 0)
+    facts[live] = msgspec.structs.replace(facts[live], pause=1.0)
+    (run / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in [*facts, *waits]))
+    busy = stats[-1].busy_seconds - stats[0].busy_seconds
+    rates, _ = rates_of_run(run, config_of())
+    assert rates.engine.pass_seconds(1) == pytest.approx(5.5e-3 * max(1.0, 17 / busy), rel=1e-6) and busy < 16
+
+
+def test_the_long_waits_of_a_run_count(tmp_path: Path):
+    """A run takes the sum of its waits. What was slow in its first step alone is not counted."""
+    run = write_run(tmp_path)
+    facts = [
+        msgspec.structs.replace(fact, seconds=9.0 if fact.t == 0 else 0.43 if fact.t == 2 else 0.07)
+        if isinstance(fact, Waited) and "publish)" in fact.what
+        else fact
+        for fact in read_metrics(run)
+    ]
+    (run / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in facts))
+    assert rates_of_run(run, config_of())[0].trainer.publish == pytest.approx(0.07 + 0.36 / 11)
+
+
 def test_rates_of_a_run_of_several_turns(tmp_path: Path):
     """Rollouts of two and four turns, whose tools took 3 s and 2 s each time, and whose results had 30 tokens."""
     Recorder(tmp_path).close()

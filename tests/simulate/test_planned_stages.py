@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,22 @@ from headrace.config import load_config
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.command import text
 from headrace.plan.measure import predict
+from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.plan.rates import hardware
 from headrace.plan.rates.fits import newly_computed, rotated
 from headrace.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, passes_of, trainer_rates
+from headrace.plan.rates.publish_times import Publishing, time_publishing
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
 from headrace.plan.rates.shapes import SHAPES
 from headrace.plan.scenario import Scenario
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
+from headrace.simulate.codes import prompt_tokens
 from headrace.simulate.distributions import fixed
+from headrace.simulate.makers import request, update
 from headrace.trainer.config import TrainConfig
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
@@ -87,6 +93,40 @@ def test_a_send_is_slowed_by_the_step_that_is_beside_it_only():
     assert virtual_time.run(work()) == pytest.approx((0.35 * 1.4, 0.35 * 1.4 + 0.65, 0.35))
 
 
+@pytest.mark.parametrize("slows", [1.0, 1.4])
+def test_what_is_measured_of_a_publish_is_what_it_takes(slows: float):
+    """On simulated parts the measurement finds the rates with which they were made, also those of what happens at the same time."""
+    trainer_rates = TrainerRates(0.0, 1.0, 0.03, send=0.2, send_slows=slows)
+    engine_rates = msgspec.structs.replace(FLAT, verify=0.05, verify_slows=1.5)
+
+    async def work() -> Publishing:
+        shared = Shared()
+        one, trainer = engine_of(engine_rates, shared), SimulatedTrainer(trainer_rates, shared)
+        await one.load(await trainer.publish())
+
+        @contextlib.asynccontextmanager
+        async def generating() -> AsyncIterator[None]:
+            running = asyncio.ensure_future(one.generate(request("r", prompt_tokens(1, 10, 0.5), 4000, seed=4000)))
+            await asyncio.sleep(0.1)
+            yield
+            running.cancel()
+
+        async def step() -> None:
+            await trainer.step(Batch(0, ()))
+
+        clock = asyncio.get_running_loop().time
+        return await time_publishing(one, trainer, step=step, generating=generating, rounds=3, clock=clock)
+
+    assert tuple(virtual_time.run(work())) == pytest.approx((0.03, 0.2, slows, 0.05, 1.5, 0.0))
+
+
+def engine_of(rates: EngineRates, shared: Shared) -> SimulatedEngine:
+    """The seed of a request is the length of its completion."""
+    return SimulatedEngine(
+        rates=rates, length=lambda one: (one.sampling.seed, False), shared=shared, grain=1, expected=10.0
+    )
+
+
 # -- measurements ---------------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +139,19 @@ def test_a_common_beginning_is_computed_once_for_the_prompts_of_a_version(togeth
 def test_prompts_without_a_common_beginning_are_computed_whole():
     assert newly_computed(1200, [50] * 24, 4) == 1 and newly_computed(1300, [50] * 24, 4) == 1
     assert newly_computed(10, [50], 4) == 1, "of one prompt nothing can be said"
+
+
+def test_every_sequence_costs_its_request():
+    """Five sequences of 20 tokens: 20 passes of 10 ms, and 3 ms for each."""
+
+    async def work() -> float:
+        one = engine_of(msgspec.structs.replace(FLAT, request=0.003), Shared())
+        await one.load(update(0, "simulated"))
+        prompt = prompt_tokens(1, 10, 0.5)
+        await asyncio.gather(*(one.generate(request(f"r{i}", prompt, 64, seed=20)) for i in range(5)))
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(work()) == pytest.approx(20 * 0.01 + 5 * 0.003)
 
 
 def test_steps_are_measured_on_other_groups_each_time():
@@ -177,9 +230,11 @@ def test_lending_pays_where_rows_are_short_of_engines():
 
 
 def test_lending_hardly_pays_where_passes_read_weights_alone():
-    """Few rows that all run at once: a pass on eight engines takes nearly as long as one on four."""
-    found = lent(asked("lognormal:mean=600,sigma=1", trainer=4))
-    assert found.lending and found.lending.seconds_per_step > 0.8 * found.lending.apart
+    """Few rows that all run at once: a pass on eight engines takes nearly as long as one on four, and nearly as long again while the trainer
+    has four of them."""
+    found = lent(asked("lognormal:mean=600,sigma=1", trainer=4, lag=1))
+    assert found.lending and 0.9 < found.lending.seconds_per_step / found.lending.apart < 1.05
+    assert "hardly" in found.lending.words
 
 
 def test_nothing_is_lent_by_a_trainer_that_hardly_waits_or_has_no_gpus(tmp_path: Path):

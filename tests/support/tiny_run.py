@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import torch
 from beside import Beside, until
 from safetensors.torch import load_file
@@ -182,7 +183,7 @@ headrace.train(json.loads(sys.argv[1]))
 @contextmanager
 def killed_at_end(config: Config) -> Iterator[subprocess.Popen[bytes]]:
     """Runs it in a process of its own, which SIGKILL ends with the context."""
-    child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    child = preloaded_python.Program([sys.executable, "-c", _CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
     try:
         yield child
         assert child.poll() is None, "it ended before it was killed"

@@ -77,6 +77,7 @@ class Care:
                 return f"has not answered for {self._rotation.patience.silence:g} s"
             now = clock()
             self._member.sampled(stats, now - before)
+            self._rotation.requests.look_at(self._member)
             before = now
 
     async def _answer(self, question: Awaitable[EngineStats]) -> EngineStats | None:
@@ -131,7 +132,7 @@ class Care:
                 if may_enter and member.held == rotation.held:
                     return
                 if may_enter is False:
-                    await rotation.change()
+                    await rotation.news()
 
     async def _may_enter(self) -> bool:
         """Waits until the member is held as the fleet is, and answers. Returns whether it computes what the trainer does."""
@@ -170,9 +171,9 @@ class Care:
         task = asyncio.ensure_future(work)
         try:
             while not task.done() and holds():
-                change = asyncio.ensure_future(self._rotation.change())
-                await asyncio.wait([task, change], return_when=asyncio.FIRST_COMPLETED)
-                await _cancelled(change)
+                news = asyncio.ensure_future(self._rotation.news())
+                await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
+                await _cancelled(news)
                 self._rotation.check()
             return task.result() if task.done() else None
         finally:

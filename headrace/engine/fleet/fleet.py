@@ -1,6 +1,7 @@
 """Protocol `Engine`, made of engines.
 
-Rollouts of one group go to the member that has computed their prompt; a new group goes to the member with the fewest requests.
+Rollouts of one group go to the member that has computed their prompt, unless they would wait there longer than another one with room needs for
+the prompt (`homes.py`); a new group goes to the member with the fewest requests.
 A member that dies, hangs, is slow with new weights or fails its probe leaves the rotation at once. Its requests go on elsewhere from
 their tokens, and it comes back when it answers and has the newest weights. The fleet is lost when no member is left.
 """
@@ -144,7 +145,7 @@ class Fleet:
         difference. A member whose probe fails leaves; raises its IdentityError if it is the last one."""
         rotation = self._rotation
         rotation.examinations[adapter] = Examination(version, check)
-        rotation.notify()  # for members that have failed an earlier one
+        rotation.announce()  # for members that have failed an earlier one
         found: dict[Member, float] = {}
         errors: dict[Member, IdentityError] = {}
 
@@ -189,7 +190,7 @@ class Fleet:
 
     async def resume(self) -> None:
         self._rotation.held = ""
-        self._rotation.notify()
+        self._rotation.announce()
         await asyncio.gather(*(self._resume(member) for member in self._rotation.serving))
 
     async def _resume(self, member: Member) -> None:

@@ -28,7 +28,7 @@ class MemberEngine(Engine, Protocol):
         if it cannot now. `stats` is answered again when it can."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Attempt:
     """A request on its way through one member."""
 
@@ -36,7 +36,17 @@ class Attempt:
     member: Member
     floor: int
     """The version that the member had when the request came to it. A token of an older one is not accepted."""
+    group: object
+    """Requests of equal ones have their prompt in common."""
+    had: int
+    """Tokens that the request had when it came to the member."""
     task: asyncio.Task[None] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing was heard of it yet: it may wait for a row, or its prompt be computed."""
+        pending = self.pending
+        return len(pending.tokens) == self.had and not (pending.done.done() or pending.aborted)
 
     async def over(self) -> None:
         """Returns when the member has done with the request, or has left the rotation: then its id can be used again."""
@@ -79,9 +89,34 @@ class Member:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its requests: what its KV cache has to hold for them."""
-        pending = [attempt.pending for attempt in self.attempts.values()]
-        return sum(len(one.request.prompt) + len(one.request.prefix) + len(one.tokens) for one in pending)
+        """Tokens of its requests: what its KV cache has to hold for them. A prompt that they have in common counts once."""
+        prompts = {one.group: len(one.pending.request.prompt) for one in self.attempts.values()}
+        return sum(prompts.values()) + sum(
+            len(one.pending.request.prefix) + len(one.pending.tokens) for one in self.attempts.values()
+        )
+
+    @property
+    def rows(self) -> int:
+        """Requests that it samples for at once: as it declares, or as its last statistics show if requests waited there. 0: not known."""
+        return self.engine.capabilities.rows or (max(1, self.stats.running) if self.stats.waiting else 0)
+
+    @property
+    def queue(self) -> int:
+        """Requests that wait there for a row."""
+        return max(0, len(self.attempts) - self.rows) if self.rows else 0
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests wait there, for a row or for KV cache."""
+        return self.queue > 0 or not self._has_cache(0)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request that brings so many tokens would begin at once: a row is free, and its KV cache has room."""
+        return (not self.rows or len(self.attempts) < self.rows) and self._has_cache(tokens)
+
+    def _has_cache(self, tokens: int) -> bool:
+        kv = self.engine.capabilities.kv_tokens
+        return not kv or self.tokens + tokens <= kv
 
     def leave(self, why: str, state: State = "away") -> None:
         self.state, self.why = state, why

@@ -1,18 +1,21 @@
-"""The requests of a fleet. Each is on one member at a time; if that leaves the rotation, it goes on elsewhere from its tokens.
+"""The requests of a fleet. Each is on one member at a time; if that leaves the rotation, it goes on elsewhere from its tokens. One that waits in a
+queue goes to a member that has room for it (`homes.py`).
 
 **Exactly once.** A token is accepted from the member that has the request now, and only if it was sampled by weights that were live there
 when the request came. Whatever a member sends after it has left is ignored; it comes back after it has dropped its earlier requests
-(`care.py`).
+(`care.py`). A request that is taken from a member that stays is not given back to it until that has answered a question asked later: nothing that
+it sent of the request before is under way then.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from headrace.engine.fleet.homes import Homes
+from headrace.engine.fleet.homes import Homes, group_of
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.errors import HeadraceError, PoisonedRequest
@@ -34,6 +37,9 @@ class Requests:
         self._at: dict[str, Attempt] = {}
         self._waiting: dict[str, Pending] = {}
         """Requests that no member can take yet."""
+        self._echoes: dict[str, Member] = {}
+        """The requests that were taken from a member that stays and may still send something of them."""
+        self._listening: set[asyncio.Task[None]] = set()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
 
     async def generate(self, request: Request) -> Completion:
@@ -54,12 +60,13 @@ class Requests:
         if attempt := self._at.pop(request_id, None):
             del attempt.member.attempts[request_id]
             _end(attempt)
+            self.look_at(attempt.member)
 
     # -- places -----------------------------------------------------------------------------------------------------------
 
     def _place(self, pending: Pending) -> None:
         request = pending.request
-        member = self._homes.choose(pending, self._members)
+        member = self._homes.choose(pending, self._members, self._echoes.get(request.id))
         if member is not None:
             self._begin(pending, member)
         elif request.fork:
@@ -71,9 +78,11 @@ class Requests:
 
     def _begin(self, pending: Pending, member: Member) -> None:
         request = pending.request
-        attempt = Attempt(pending, member, member.versions.get(request.adapter, -1))
+        floor, had = member.versions.get(request.adapter, -1), len(pending.tokens)
+        attempt = Attempt(pending=pending, member=member, floor=floor, group=group_of(request), had=had)
         self._at[request.id] = member.attempts[request.id] = attempt
         attempt.task = asyncio.get_running_loop().create_task(self._follow(attempt))
+        self._homes.changed(member)
 
     async def _follow(self, attempt: Attempt) -> None:
         try:
@@ -101,6 +110,35 @@ class Requests:
         for pending in waiting.values():
             self._place(pending)
 
+    def look_at(self, member: Member) -> None:
+        """Called when a member has entered the rotation, lost a request, or has new statistics: it gets requests that wait elsewhere."""
+        self._homes.changed(member)
+        while waiting := self._homes.next_for(member, self._echoes):
+            request, before = waiting.pending.request, waiting.member
+            del self._at[request.id], before.attempts[request.id]
+            _end(waiting)
+            self._homes.changed(before)
+            self._homes.settle(request, member)
+            self._echoes[request.id] = before
+            listening = asyncio.get_running_loop().create_task(self._until_silent(waiting))
+            self._listening.add(listening)
+            listening.add_done_callback(self._listening.discard)
+            self._begin(waiting.pending, member)
+
+    async def _until_silent(self, taken: Attempt) -> None:
+        """Returns when nothing of a request that was taken from a member can come from there any more."""
+        request_id, member = taken.pending.request.id, taken.member
+        assert taken.task is not None
+        try:
+            await asyncio.wait([taken.task])
+            with suppress(HeadraceError):  # the member is lost, and its care hears of it
+                await member.while_serving(member.engine.stats())
+            del self._echoes[request_id]
+            if request_id in self._waiting:
+                self._place(self._waiting.pop(request_id))
+        except Exception as error:  # no other task learns of it
+            self._give_up(error)
+
     def move(self, member: Member) -> tuple[int, int]:
         """Takes all requests away from a member that has left the rotation. Returns their number, and that of the tokens that they go on
         from elsewhere. Forks end: the cache entries that they continued from are there."""
@@ -109,6 +147,7 @@ class Requests:
         for attempt in attempts:
             del self._at[attempt.pending.request.id]
             _end(attempt)
+        self._homes.changed(member)
         pending = [attempt.pending for attempt in attempts if not attempt.pending.done.done()]
         for one in pending:
             if one.aborted or one.request.fork:

@@ -59,7 +59,7 @@ class Rotation:
         """Number of times that a member has entered or left."""
         self.opened = False
         """Whether the first members have all entered."""
-        self._changed = asyncio.Event()
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Carries the error once the fleet is given up."""
         self._alarm: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class Rotation:
         """Sets the newest weights of an adapter, or of the base model, for members in the rotation and out of it."""
         self.wanted[name] = update
         self._if_nobody_is_left()
-        self.notify()
+        self.announce()
 
     # -- in and out -----------------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,7 @@ class Rotation:
             self._alarm.cancel()
             self._alarm = None
         self.requests.place_waiting()
+        self.requests.look_at(member)
         self.notify()
 
     def expel(self, member: Member, why: str) -> None:
@@ -176,7 +177,7 @@ class Rotation:
             self._lost.set_exception(error)
             self._lost.exception()  # marks it as retrieved: asyncio would warn if nobody calls `watch`
             self.requests.book.give_up(error)
-            self.notify()
+            self.announce()
 
     async def watch(self) -> None:
         await asyncio.shield(self._lost)
@@ -198,8 +199,20 @@ class Rotation:
         self._changed.set()
         self._changed.clear()
 
+    def announce(self) -> None:
+        """There is news for every member. The coming and going of others is none: of a thousand that start, each would wake all the others."""
+        self._news.set()
+        self._news.clear()
+        self.notify()
+
     async def change(self) -> None:
-        """Returns when something has changed. Raises the error with which the fleet was given up."""
+        """Returns when something has changed: a member has come or gone, or there is news. Raises the error with which the fleet was given up."""
         self.check()
         await self._changed.wait()
+        self.check()
+
+    async def news(self) -> None:
+        """Returns when other weights are wanted, or a probe is there. Raises the error with which the fleet was given up."""
+        self.check()
+        await self._news.wait()
         self.check()

@@ -66,6 +66,8 @@ def in_common(all_: Sequence[Capabilities]) -> Capabilities:
         all_[0],
         context_length=min(one.context_length for one in all_),
         adapters=min(one.adapters for one in all_),
+        rows=sum(one.rows for one in all_) if all(one.rows for one in all_) else 0,
+        kv_tokens=sum(one.kv_tokens for one in all_) if all(one.kv_tokens for one in all_) else 0,
         path=f"{len(all_)} members: {', '.join(sorted(kinds))}",
         arithmetic=arithmetic,
         **each,

@@ -19,6 +19,7 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.requests import RequestLimits
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.engine.native.schedule.forks import Forks
@@ -83,6 +84,8 @@ class Core:
             stop_strings=model.decode is not None,
             exact=self._runner.exact,
             arithmetic=self._runner.arithmetic,
+            rows=config.max_running,
+            kv_tokens=blocks.count * BLOCK,
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class BusEngine:
         self._notice = RunNotice(self._session, __version__)
         self._updates: dict[str, WeightUpdate] = {}
         self._requests, self._scorings = itertools.count(), itertools.count()
-        self._announcing = asyncio.Lock()
+        self._announcing, self._counted = asyncio.Lock(), 1
         self._moved = asyncio.Event()
         """Set when a host has come or gone, or serves other weights."""
 
@@ -160,14 +160,18 @@ class BusEngine:
     async def _announce(self) -> None:
         assert self._bus
         async with self._announcing:  # else an older notice could be the last one that is pinned
-            weights = WeightsNotice(self._session, self._updates, max(1, len(self._desk.hosts)))
+            self._counted = max(1, len(self._desk.hosts))
+            weights = WeightsNotice(self._session, self._updates, self._counted)
             await self._bus.pin(WEIGHTS, msgspec.msgpack.encode(weights))
 
     async def _hosts_changed(self) -> None:
+        """Every host reads what is announced, so that nothing is announced that they know."""
         assert self._bus
         self._moved.set()
-        await self._announce()
-        if await self._bus.newer(RUN) is None:  # the bus has lost its memory
+        forgotten = await self._bus.newer(RUN) is None  # the bus has lost its memory
+        if forgotten or self._counted != max(1, len(self._desk.hosts)):
+            await self._announce()
+        if forgotten:
             await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
 
     def _first_capabilities(self) -> Capabilities | None:

@@ -93,7 +93,7 @@ def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: 
 def _lacks(fleet: Fleet, part: MemberEngine) -> str:
     """The abilities that the fleet has without the engine, and would not have with it."""
     has, would = fleet.capabilities, in_common([fleet.capabilities, part.capabilities])
-    names = [name for name in has.__struct_fields__ if name != "path"]
+    names = [name for name in has.__struct_fields__ if name not in ("path", "rows", "kv_tokens")]
     return ", ".join(f"{name} {getattr(has, name)}" for name in names if getattr(would, name) != getattr(has, name))
 
 

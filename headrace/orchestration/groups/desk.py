@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.errors import PoisonedRequest
-from headrace.observe.facts import EngineSample, FleetSample, MemberSample, WorkerJoined
+from headrace.observe.facts import EngineSample, FleetSample, WorkerJoined
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.groups.errands import (
@@ -35,8 +35,9 @@ from headrace.orchestration.groups.errands import (
     HostEntry,
     SuspectsNotice,
 )
+from headrace.orchestration.groups.host_list import HostList, KnownHost
 from headrace.orchestration.groups.suspects import Suspects, said_of
-from headrace.reports import TOTALS, EngineStats
+from headrace.reports import EngineStats
 
 LOOK = 1.0
 """Seconds between two looks at the list of hosts."""
@@ -57,17 +58,6 @@ class _Asked:
     oldest: int
     """The oldest version that the reply may have. 0 for an errand that an earlier process of the run posted: its letter names another one."""
     posted: bool = False
-
-
-@dataclass
-class KnownHost:
-    """A rollout host that has signed."""
-
-    entry: HostEntry
-    heard: float
-    """The time at which its entry last changed, on the run's clock."""
-    rate: float = 0.0
-    """Sampled tokens per second between its last two entries."""
 
 
 class BusDesk:
@@ -91,15 +81,13 @@ class BusDesk:
         self._replies: dict[str, str] = {}
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
-        self.hosts: dict[str, KnownHost] = {}
+        self._list = HostList(session)
         self.newest = -1
         """The newest version that was announced."""
         self.repeated = 0
         """Replies that nobody waited for."""
         self.reposted = 0
         """Errands that had to be posted again."""
-        self._gone = EngineStats()
-        """The totals of hosts that are no longer there."""
 
     async def begin(self) -> None:
         """Reads what an earlier process of the run has left on the bus."""
@@ -139,20 +127,12 @@ class BusDesk:
             loops.create_task(self._audit())
 
     @property
+    def hosts(self) -> Mapping[str, KnownHost]:
+        return self._list.hosts
+
+    @property
     def stats(self) -> EngineStats:
-        """The sums of all hosts that were ever there. Busy seconds are the mean of those that are, so that the engine is idle to the share to
-        which they are on average."""
-        entries = [host.entry for host in self.hosts.values()]
-        sums = _summed([self._gone, *(entry.stats for entry in entries)])
-        busy = _summed([entry.stats for entry in entries]).busy_seconds / max(1, len(entries))
-        return msgspec.structs.replace(
-            sums,
-            busy_seconds=busy,
-            running=sum(entry.stats.running for entry in entries),
-            waiting=sum(entry.stats.waiting for entry in entries),
-            kv_used=max((entry.stats.kv_used for entry in entries), default=0.0),
-            version=min((entry.version for entry in entries), default=-1),
-        )
+        return self._list.stats
 
     # -- loops ----------------------------------------------------------------------------------------------------------
 
@@ -219,10 +199,16 @@ class BusDesk:
     async def _roll_call(self) -> None:
         while True:
             signed = await self._bus.signed()
-            if self._read(signed) | await self._part_with(signed):
+            now = self._clock()
+            came, moved = self._list.read(signed, now)
+            for who in came:
+                entry = self.hosts[who].entry
+                self._telemetry.record(WorkerJoined(now, f"rollout host {who}", entry.host, entry.pid, entry.host))
+            if moved | await self._part_with(signed):
                 await self._changed()
             self._telemetry.record(EngineSample(self._clock(), self.stats))
-            self._telemetry.record(FleetSample(self._clock(), tuple(self._samples())))
+            if (samples := self._list.samples(now)) is not None:
+                self._telemetry.record(FleetSample(self._clock(), samples))
             await asyncio.sleep(LOOK)
 
     async def _post(self, key: str, errand: Errand) -> None:
@@ -230,38 +216,11 @@ class BusDesk:
 
     # -- hosts ----------------------------------------------------------------------------------------------------------
 
-    def _read(self, signed: Mapping[str, bytes]) -> bool:
-        """Returns whether a host has come, or serves another version."""
-        moved, now = False, self._clock()
-        for who, body in signed.items():
-            try:
-                entry, known = msgspec.msgpack.decode(body, type=HostEntry), self.hosts.get(who)
-            except msgspec.MsgspecError:  # of another version, which finds that out itself
-                continue
-            if entry.session != self._session:
-                continue
-            if known is None:
-                self.hosts[who] = KnownHost(entry, now)
-                self._telemetry.record(WorkerJoined(now, f"rollout host {who}", entry.host, entry.pid, entry.host))
-            elif entry.beat != known.entry.beat:
-                if (seconds := now - known.heard) > 0:
-                    known.rate = max(0, entry.stats.sampled_tokens - known.entry.stats.sampled_tokens) / seconds
-                moved |= entry.version != known.entry.version
-                known.entry, known.heard = entry, now
-            moved |= known is None
-        return moved
-
     async def _part_with(self, signed: Mapping[str, bytes]) -> bool:
         """Parts with hosts that have left or are silent. Returns whether there were any."""
-        now = self._clock()
-        parted = [
-            who
-            for who, host in self.hosts.items()
-            if host.entry.leaving or who not in signed or now - host.heard > SILENT
-        ]
+        parted = self._list.missing(signed, self._clock())
         for who in parted:
-            host = self.hosts.pop(who)
-            self._gone = _summed([self._gone, host.entry.stats])
+            host = self._list.part_with(who)
             await self._bus.unsign(who)
             self._telemetry.warn(self._farewell(who, host))
             self._charge(host.entry)
@@ -296,19 +255,6 @@ class BusDesk:
             f"{host.entry.groups} errands that it had; {left}"
         )
 
-    def _samples(self) -> Iterator[MemberSample]:
-        for who, host in self.hosts.items():
-            yield MemberSample(
-                name=who,
-                state="serving" if host.entry.version >= 0 else "away",
-                version=host.entry.version,
-                running=host.entry.stats.running,
-                tokens=host.entry.stats.sampled_tokens,
-                rate=host.rate,
-                absences=0,
-                why="" if host.entry.version >= 0 else "it loads its first weights",
-            )
-
 
 def _named(keys: Sequence[str]) -> list[str]:
     return [f"t{key}" if key.isdigit() else key for key in keys]
@@ -321,7 +267,3 @@ def _versions(reply: ErrandReply) -> Iterator[int]:
             yield from (span.version for span in turn.completion.spans)
     if reply.completion:
         yield from (span.version for span in reply.completion.spans)
-
-
-def _summed(all_: Collection[EngineStats]) -> EngineStats:
-    return EngineStats(**{name: sum(getattr(one, name) for one in all_) for name in TOTALS})

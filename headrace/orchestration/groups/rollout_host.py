@@ -29,7 +29,6 @@ from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.groups.errands import (
     ALIVE,
     ANSWERS,
-    BEAT,
     RUN,
     SUSPECTS,
     TICKETS,
@@ -43,6 +42,7 @@ from headrace.orchestration.groups.errands import (
     RunNotice,
     SuspectsNotice,
     WeightsNotice,
+    beat_of,
 )
 from headrace.orchestration.groups.group_source import GroupSource
 from headrace.protocols import Engine
@@ -244,7 +244,7 @@ class _Session:
                 alive, since = sign.id, clock()
             if clock() - since > self.patience.run:
                 raise Deserted(f"there was no sign of the run for {self.patience.run:g} s")
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(beat_of(self._hosts))
 
     async def _sign(self) -> None:
         async with self._signing:  # else an older entry could be the last one that is written

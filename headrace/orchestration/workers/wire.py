@@ -155,7 +155,9 @@ class Channel:
         empty string if the other end closed it. `silence`: seconds without a byte after which the other end counts as lost; it must
         send beats then. None: no limit, because the kernel reports the end. `away`: further seconds, in which its connection may be made anew."""
         self._away = away
-        self._who, self._heard, self._on_lost, self._silence = who, heard, on_lost, silence
+        self._who, self._heard, self._on_lost = who, heard, on_lost
+        self.silence = silence
+        """May be changed while the channel is open, but for None."""
         self._ids, self._numbers, self._arrived = itertools.count(1), itertools.count(), _Numbers(who)
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._writer: Writer | None = None
@@ -172,8 +174,8 @@ class Channel:
         self._writer = writer
         loop = asyncio.get_running_loop()
         self._reading = loop.create_task(self._read(reader))
-        if self._silence:
-            self._beating = loop.create_task(self._beat(self._silence))
+        if self.silence:
+            self._beating = loop.create_task(self._beat())
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         """Raises the worker's exception (see `exception_of`), or `WorkerDied`."""
@@ -219,19 +221,27 @@ class Channel:
             count -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _beat(self, silence: float) -> None:
+    async def _beat(self) -> None:
         """Counts beats, not seconds: if this process itself was suspended, it reads what has arrived before it counts the next beat."""
-        beat = silence / BEATS
-        more = self._away / beat
-        while self._quiet <= BEATS * (1 if self._answered else WHILE_STARTING) + more and not self._ended:
-            await asyncio.sleep(beat)
+        while self._quiet <= self._most_quiet and not self._ended:
+            await asyncio.sleep(self._interval)
             self._quiet += 1
             with contextlib.suppress(WorkerDied):
                 self.push(BEAT, None)
         if not self._ended:
             assert self._reading
             self._reading.cancel()
-            self._lose(f"it was silent for {beat * self._quiet:.3g} seconds")
+            self._lose(f"it was silent for {self._interval * self._quiet:.3g} seconds")
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two beats."""
+        assert self.silence
+        return self.silence / BEATS
+
+    @property
+    def _most_quiet(self) -> float:
+        return BEATS * (1 if self._answered else WHILE_STARTING) + self._away / self._interval
 
     def _lose(self, wrong: str) -> None:
         self._end(wrong or "ended in the middle of a call")

@@ -171,15 +171,19 @@ class Bench:
     # -- completions ----------------------------------------------------------------------------------------------------
 
     async def _groups(self) -> tuple[list[Group], float]:
-        """Returns groups of the task's own prompts, and the seconds that scoring a group takes."""
+        """Returns groups of the task's own prompts, and the seconds that scoring the groups of a step takes."""
         prompts = [self._task.draw() for _ in range(GROUPS)]
         rolled = await asyncio.gather(*(self._roll(prompt) for prompt in prompts))
         groups = [self._group(i, prompt, found) for i, (prompt, found) in enumerate(zip(prompts, rolled, strict=True))]
-        seconds = []
-        for group in groups[:4]:
-            episodes = [one.episode for one in group.scored]
-            seconds.append(await timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
+        batch = groups[
+            : self._config.staleness.groups_per_step
+        ]  # the groups of a synchronous step come at the same time
+        seconds = [await timed(lambda: self._score(batch)) for _ in range(4)]
         return groups, statistics.median(seconds)
+
+    async def _score(self, groups: Sequence[Group]) -> None:
+        episodes = [[one.episode for one in group.scored] for group in groups]
+        await asyncio.gather(*(self._scorer.score(one.prompt, two) for one, two in zip(groups, episodes, strict=True)))
 
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout

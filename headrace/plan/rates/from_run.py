@@ -26,16 +26,22 @@ F = TypeVar("F")
 
 def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
     """Returns the run's rates, and the share of its groups that had contrast. Raises ConfigError if the run was too short."""
-    facts = read_metrics(run_dir)
+    branches = bool(read_config(config_of_run(run_dir)).rollout.forks.alternatives)
+    return rates_of_facts(read_metrics(run_dir), config, run_dir.name, branches)
+
+
+def rates_of_facts(
+    facts: Sequence[MetricsFact], config: RunConfig, name: str, branches: bool = False
+) -> tuple[Rates, float]:
+    """Returns the same from the metrics of a run, or of a part of it. `branches`: whether its rollouts fork."""
     steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
     samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
     if len(steps) < 3 or len(samples) < 5:
         raise ConfigError(
-            f"{run_dir} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
+            f"{name} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
             "on, or plan from its config.toml with --calibrate"
         )
     sampled = [group for group in groups if group.lengths]
-    branches = read_config(config_of_run(run_dir)).rollout.forks.alternatives
     turns, tools, results = (
         (None, None, None) if branches else _between_turns(sampled)
     )  # those of trees are of no rollout
@@ -44,18 +50,20 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
     prompt = statistics.mean(
         max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets) - read) for step in steps
     )
-    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))
-    engine = _engine(samples, live, config.engine.max_running)
+    before = samples[0].stats.prompt_tokens if steps[0].report.step else 0
+    computed = (samples[-1].stats.prompt_tokens - before) / max(1, len(groups))
+    waits = [wait for wait in _of(facts, Waited) if wait.t > steps[0].t]  # in the first step memory is allocated
+    engine = _engine(samples, live, config.engine.max_running, _outside(samples, _of(facts, Waited), live))
     rates = Rates(
         msgspec.structs.replace(engine, prefill=engine.prefill * computed / (prompt + read)),
-        _trainer(steps, _of(facts, Waited), live),
-        overhead=_waited(_of(facts, Waited), "rollouts", "the scorer"),
+        _trainer(steps, waits, live),
+        overhead=_waited(waits, "rollouts", "the scorer"),
         completions=_completions(sampled),
         prompts=fixed(round(prompt)),
         turns=turns,
         tools=tools,
         results=results,
-        source=f"metrics of the run {run_dir.name}",
+        source=f"metrics of the run {name}",
         model=Path(config.model.path).name,
     )
     barren = sum(group.reason == "no_contrast" for group in groups)
@@ -106,8 +114,25 @@ def _of(facts: Iterable[MetricsFact], kind: type[F]) -> list[F]:
     return [fact for fact in facts if isinstance(fact, kind)]
 
 
-def _engine(samples: Sequence[EngineSample], live: Sequence[WeightsLive], max_running: int) -> EngineRates:
-    """Seconds of work between two samples = a · passes + b · tokens sampled + c · prompt tokens, by least squares."""
+def _outside(samples: Sequence[EngineSample], waits: Sequence[Waited], live: Sequence[WeightsLive]) -> float:
+    """The factor by which completions last longer than the engine's passes, which alone count as its work: between two of them it reads
+    messages and sends tokens, and a core may be taken. 1 if it cannot be found, as where waits for the engine include those for tools."""
+    begin, end = samples[0].t, samples[-1].t
+    asked, until = 0.0, begin
+    for wait in sorted(waits, key=lambda one: one.t - one.seconds):
+        if (wait.owner, wait.what) == ("rollouts", "the engine"):
+            since, last = max(until, wait.t - wait.seconds), min(end, wait.t)
+            asked, until = asked + max(0.0, last - since), max(until, last)
+    asked -= sum(one.pause for one in live if begin < one.t <= end)
+    busy = samples[-1].stats.busy_seconds - samples[0].stats.busy_seconds
+    return max(1.0, asked / busy) if busy > 0 else 1.0
+
+
+def _engine(
+    samples: Sequence[EngineSample], live: Sequence[WeightsLive], max_running: int, outside: float
+) -> EngineRates:
+    """Seconds of work between two samples = a · passes + b · tokens sampled + c · prompt tokens, by least squares; and `outside` times as
+    long for whoever waits."""
     rows, busy = [], []
     for before, after in itertools.pairwise(samples):
         old, new = before.stats, after.stats
@@ -115,27 +140,27 @@ def _engine(samples: Sequence[EngineSample], live: Sequence[WeightsLive], max_ru
             sampled, prompt = new.sampled_tokens - old.sampled_tokens, new.prompt_tokens - old.prompt_tokens
             rows.append((new.steps - old.steps, sampled, prompt))
             busy.append(new.busy_seconds - old.busy_seconds)
-    a, b, c = (float(one) for one in nonnegative(np.array(rows, float), np.array(busy)))
+    a, b, c = (outside * float(one) for one in nonnegative(np.array(rows, float), np.array(busy)))
     return EngineRates(
         ((1.0, a + b), (float(max(2, max_running)), a + b * max(2, max_running))),
         c,
         max_running=max_running,
-        verify=statistics.median(one.load.verify_seconds for one in live),
-        swap=statistics.median(one.load.swap_seconds for one in live),
+        verify=statistics.mean(one.load.verify_seconds for one in live),
+        swap=statistics.mean(one.load.swap_seconds for one in live),
     )
 
 
 def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[WeightsLive]) -> TrainerRates:
     fixed_part, token = line([(float(step.report.forward_tokens), step.report.seconds) for step in steps[1:]])
-    inside = statistics.median(step.report.seconds for step in steps)
+    inside = statistics.mean(step.report.seconds for step in steps[1:])
     messages = max(0.0, _waited(waits, "controller", "the trainer (step)") - inside)
     publish = _waited(waits, "controller", "the trainer (publish)")
     score = _waited(waits, "controller", "the trainer (probe)")
-    published = publish or statistics.median(one.update.seconds for one in live)
+    published = publish or statistics.mean(one.update.seconds for one in live)
     send = _waited(waits, "delivery", "the trainer (the published weights)")
     return TrainerRates(token, fixed_part + messages, published, send=send, score=score)
 
 
 def _waited(waits: Sequence[Waited], owner: str, what: str) -> float:
-    """Median seconds; 0 where waits were too short to be recorded."""
-    return statistics.median([wait.seconds for wait in waits if (wait.owner, wait.what) == (owner, what)] or [0.0])
+    """Mean seconds; 0 where waits were too short to be recorded. A run takes the sum of its waits, so the long ones count."""
+    return statistics.mean([wait.seconds for wait in waits if (wait.owner, wait.what) == (owner, what)] or [0.0])

@@ -34,6 +34,7 @@ async def time_publishing(
     step: Callable[[], Awaitable[Any]],
     generating: Callable[[], AbstractAsyncContextManager[None]],
     rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Publishing:
     """`step`: does an optimizer step, which makes a new version. `generating`: keeps the engine busy."""
     copies: list[float] = []
@@ -44,19 +45,19 @@ async def time_publishing(
     loads: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for loaded in (False, True):
-            steps.append(await timed(step))
-            copies.append(await timed(trainer.copy))
-            started = time.perf_counter()
+            steps.append(await timed(step, clock))
+            copies.append(await timed(trainer.copy, clock))
+            started = clock()
             if loaded:
-                update, seconds = await asyncio.gather(trainer.publish(), timed(step))
+                update, seconds = await asyncio.gather(trainer.publish(), timed(step, clock))
                 steps_beside.append(seconds)
             else:
                 update = await trainer.publish()
-                sends.append(time.perf_counter() - started)
+                sends.append(clock() - started)
             async with generating() if loaded else contextlib.nullcontext():
-                started = time.perf_counter()
+                started = clock()
                 report = await engine.load(update)
-                loads[loaded].append(time.perf_counter() - started - report.swap_seconds)
+                loads[loaded].append(clock() - started - report.swap_seconds)
             swaps.append(report.swap_seconds)
     alone, beside, send = (statistics.median(one) for one in (loads[False], loads[True], sends))
     longer = statistics.median(steps_beside) - statistics.median(steps)
@@ -70,8 +71,8 @@ async def time_publishing(
     )
 
 
-async def timed(work: Callable[[], Awaitable[Any]]) -> float:
+async def timed(work: Callable[[], Awaitable[Any]], clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns the seconds that it takes."""
-    started = time.perf_counter()
+    started = clock()
     await work()
-    return time.perf_counter() - started
+    return clock() - started

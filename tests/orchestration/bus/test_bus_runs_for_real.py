@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 import torch
 from beside import PATIENCE
@@ -29,7 +30,7 @@ def hosts(bus: str, count: int, *more: str) -> Iterator[list[subprocess.Popen[st
     """Rollout hosts, as a person would start them."""
     words = [sys.executable, "-m", "headrace", "rollouts", "--bus", bus, "--set", "engine.threads=1", *more]
     started = [
-        subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        preloaded_python.Program(words, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         for _ in range(count)
     ]
     try:

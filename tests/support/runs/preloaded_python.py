@@ -35,23 +35,38 @@ MODULES = ("headrace.cli", "headrace.serve.start", "headrace.serve.fakes.fake_vl
 """Those that the programs need, besides the libraries of workers."""
 
 
-def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Starts a program that prints nowhere, with these variables besides those of this process. `words`: the words behind `python`."""
-    if not can_fork_for_parent():
-        nowhere = subprocess.DEVNULL
-        return subprocess.Popen(
-            [sys.executable, *words], stdout=nowhere, stderr=nowhere, env={**os.environ, **(variables or {})}
+class Program(subprocess.Popen[Any]):
+    """As `subprocess.Popen`, of `[sys.executable, ...]`. Its standard input is empty, and it has all variables of the process that is forked,
+    besides those of `env`."""
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:  # type: ignore[override]
+        if not can_fork_for_parent():
+            super()._execute_child(args, *given)  # type: ignore[misc]
+            return
+        (_, _, _, _, cwd, env), streams = given[:6], given[9:15]
+        _, _, _, out, _, err = streams
+        answer, reply = os.pipe()
+        place = os.open(cwd or ".", os.O_RDONLY)
+        standard = [1 if out < 0 else out, 2 if err < 0 else err]
+        asked = ForkRequest(
+            list(args[1:]), dict(os.environ if env is None else env), sorted(os.sched_getaffinity(0)), [1, 2]
         )
-    answer, reply = os.pipe()
-    files = [reply, os.open(".", os.O_RDONLY), os.open(os.devnull, os.O_WRONLY)]
-    asked = ForkRequest(list(words), dict(variables or {}), sorted(os.sched_getaffinity(0)), [1, 2])
-    socket.send_fds(_template(), [msgspec.msgpack.encode(asked)], [*files, files[-1]])
-    for file in files:
-        os.close(file)
-    said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
-    os.close(answer)
-    assert said.pid, said.refused
-    return ForkedProcess(said.pid)
+        try:
+            socket.send_fds(_template(), [msgspec.msgpack.encode(asked)], [reply, place, *standard])
+        finally:
+            os.close(reply)
+            os.close(place)
+            self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
+        said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
+        os.close(answer)
+        assert said.pid, said.refused
+        self.pid, self._child_created = said.pid, True
+
+
+def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Program:
+    """Starts a program that prints nowhere, with these variables besides those of this process. `words`: the words behind `python`."""
+    nowhere = subprocess.DEVNULL
+    return Program([sys.executable, *words], stdout=nowhere, stderr=nowhere, env={**os.environ, **(variables or {})})
 
 
 @cache
@@ -92,6 +107,7 @@ def main() -> None:
     os.environ.update(request.variables)
     if _fork_the_server():
         gc.enable()
+        os.execve = _exec  # type: ignore[assignment]
         _run(request.words)
 
 
@@ -127,6 +143,18 @@ def _fork_the_server() -> bool:
 
     preloaded.ForkServer.__init__ = adopt  # type: ignore[method-assign]
     return True
+
+
+def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    """What a program becomes in place of itself: a worker, which needs the same libraries."""
+    from headrace.orchestration.workers import worker
+
+    assert [program, *words[1:3]] == [sys.executable, "-m", worker.__name__], words
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [worker.__file__, *words[3:]]
+    worker.main()
+    raise SystemExit(0)
 
 
 def _run(words: Sequence[str]) -> None:

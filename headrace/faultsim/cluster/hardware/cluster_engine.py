@@ -71,7 +71,7 @@ class ClusterEngineProcess(FakeProcess):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        self.reply(await self.receive(), capable(1 << 20, "simulated"))
+        self.reply(await self.receive(), capable(1 << 20, "simulated", rows=self._size.rows))
         self._do(self._beat())
         while not self.hangs:
             self._advance()
