@@ -91,12 +91,14 @@ def products(kernels: Any, dtype: torch.dtype, rows: int, k: int, n: int) -> dic
         kernels.headrace_pack_weight(wide, address(weight), n, k, address(across), address(down))
 
     pack(across, down)
-    places = address(across), address(down), None
-    forward = (binding.Weight * 1)(binding.Weight(*places, address(y), None, n, 0))
-    backward = (binding.Weight * 1)(binding.Weight(*places, address(slope), address(d_weight), n, 0))
+    packed = {"across": address(across), "down": address(down), "n": n}
+    forward = (binding.Weight * 1)(binding.Weight(**packed, y=address(y)))
+    backward = (binding.Weight * 1)(binding.Weight(**packed, y=address(slope), gradient=address(d_weight)))
 
     def of(function: Any, array: Tensor, table: Any) -> Work:
-        return lambda: function(wide, address(array), rows, k, table, 1)
+        work = lambda: function(wide, address(array), rows, k, table, 1)  # noqa: E731
+        work.kept = d_weight  # type: ignore[attr-defined]  # the tables hold its address alone
+        return work
 
     product = of(kernels.headrace_linear, x, forward)
     to_input = of(kernels.headrace_linear_input_gradient, d_x, backward)

@@ -33,7 +33,7 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.sandbox.config import SandboxConfig
 from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
-from headrace.settings.bus_problems import bus_problems
+from headrace.settings.host_problems import host_problems
 from headrace.settings.learning_problems import learning_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
@@ -178,7 +178,7 @@ def check(config: RunConfig) -> list[str]:
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
-        *bus_problems(config),
+        *host_problems(config),
         *placement_problems(config, way_of(config.weight_sync, config.ends).kind),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),

@@ -129,7 +129,7 @@ class Job:
     >>> job = Job("engine", who="teacher math", cores=(0, 1))
     """
 
-    kind: Literal["engine", "trainer", "shared trainer"]
+    kind: Literal["engine", "trainer", "shared trainer", "scorer", "environment"]
     who: str
     """The worker's name in messages to people: `engine`, `teacher math`."""
     cores: Sequence[int] = ()

@@ -74,7 +74,7 @@ ROOMS = {
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "index", "board"),
     "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
     "orchestration": ("store", "bus", "groups", "loops", "fleets", "workers", "clients", "runs"),
-    "orchestration.workers": ("launch", "joining", "placed"),
+    "orchestration.workers": ("launch", "joining", "user_hosts", "placed"),
     "plan": ("rates", "parts"),
     "sandbox": ("kernel", "inside"),
     "scoring": ("workers", "parts", "services", "teacher"),

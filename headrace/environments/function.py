@@ -26,6 +26,7 @@ from headrace.environments.workers.episode_frames import (
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
+from headrace.observe.health.user_process import HERE, Sites
 from headrace.playing import KEPT, Agent, Environment, EnvironmentKind, Resumes
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.types import Prompt
@@ -39,11 +40,27 @@ def open_function(
     log: Path | None,
     alone: bool = True,
     sandbox: SandboxSettings = DEFAULT,
+    sites: Sites = HERE,
 ) -> EnvironmentKind:
     """Makes the environments of `environment.function` or of a library. `system`: the system message of prompts that are text; `log`
-    receives what the code prints; `alone`: whether nothing else gives rewards; `sandbox`: the settings of programs that it runs. Raises
-    ConfigError if it cannot be loaded."""
-    settings = FunctionSettings(
+    receives what the code prints; `alone`: whether nothing else gives rewards; `sandbox`: the settings of programs that it runs; `sites`: the
+    machines on which it runs. Raises ConfigError if it cannot be loaded."""
+    settings = function_settings(config, sandbox)
+    resumes = _resumes(config, check_function(settings))
+    pool = Pool(replace(settings, resumes=resumes), config.workers, log, sites)
+    keeps = resumes in KEPT
+
+    def make(prompt: Prompt, seed: int) -> Environment:
+        return FunctionEnvironment(
+            prompt, seed, pool=pool, encoder=encoder, config=config, system=system, alone=alone, keeps=keeps
+        )
+
+    return EnvironmentKind(make, config.limits, resumes, close=pool.close)
+
+
+def function_settings(config: EnvironmentConfig, sandbox: SandboxSettings) -> FunctionSettings:
+    """The settings of processes that play `environment.function` or a library."""
+    return FunctionSettings(
         spec=config.function or LIBRARIES[config.kind],
         what=f"environment.function = {config.function}" if config.function else config.setting,
         library=None if config.function else LibrarySettings(config.name, dict(config.options), config.max_turns),
@@ -53,16 +70,6 @@ def open_function(
         memory=int(config.memory_gib * (1 << 30)),
         sandbox=sandbox.as_text(),
     )
-    resumes = _resumes(config, check_function(settings))
-    pool = Pool(replace(settings, resumes=resumes), config.workers, log)
-    keeps = resumes in KEPT
-
-    def make(prompt: Prompt, seed: int) -> Environment:
-        return FunctionEnvironment(
-            prompt, seed, pool=pool, encoder=encoder, config=config, system=system, alone=alone, keeps=keeps
-        )
-
-    return EnvironmentKind(make, config.limits, resumes, close=pool.close)
 
 
 def _resumes(config: EnvironmentConfig, loaded: FunctionLoaded) -> Resumes:

@@ -23,6 +23,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted
+from headrace.observe.health.user_process import HERE, Sites
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine_mark import machine_mark
 from headrace.observe.telemetry import Telemetry
@@ -41,6 +42,7 @@ from headrace.orchestration.store.resume_rules import scoring_mark
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
+from headrace.orchestration.user_sites import ONLY_HERE, UserSites, user_sites
 from headrace.orchestration.wording import headline, placement
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
@@ -137,7 +139,14 @@ class PreparedRun:
 
 
 async def prepare(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, *, inputs: PythonInputs, logs: Path, telemetry: Telemetry
+    config: RunConfig,
+    model_dir: Path,
+    encoder: ChatEncoder,
+    *,
+    inputs: PythonInputs,
+    logs: Path,
+    telemetry: Telemetry,
+    sites: UserSites = ONLY_HERE,
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
     if config.orchestration.bus and inputs.rewards:
@@ -147,7 +156,7 @@ async def prepare(
         )
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
     scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
-    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log")
+    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log", sites=sites.scorers)
     scorer = await asyncio.to_thread(make, decode=encoder.decode, telemetry=telemetry, scores=scores)
     answer, size = config.task.answer, config.rollout.group_size
     await try_in_loop(
@@ -155,6 +164,7 @@ async def prepare(
     )
     planned_teachers = await plan_teachers(config, model_dir, encoder, inputs.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
+    own, log = sites.environments, logs / "environment.log"
     return PreparedRun(
         model_dir=model_dir,
         encoder=encoder,
@@ -163,7 +173,7 @@ async def prepare(
         scores=scores,
         prompts=prompts,
         planned_teachers=planned_teachers,
-        environment=await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log"),
+        environment=await asyncio.to_thread(build_environment, config, encoder, log, own),
     )
 
 
@@ -173,13 +183,14 @@ async def build(
     # Endless: a model or a data set may have to be downloaded.
     async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
         model_dir, encoder = await open_model(config)
-        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry)
+        sites = user_sites(config, telemetry)
+        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry, sites=sites)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         undo.push_async_callback(prepared.environment.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
-        pools = await open_pools(config, prepared.model_dir, logs, telemetry, restore)
+        pools = await open_pools(config, prepared.model_dir, logs, telemetry, restore, sites=sites)
         undo.push_async_callback(pools.close)
         begin = await join(config, prepared, pools=pools, adapter=adapter, storage=storage, telemetry=telemetry)
         built = begin()
@@ -293,25 +304,31 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
     return IdentityProbe(tokens, every, tolerance, telemetry, adapter=adapter, served=served)
 
 
-def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
-    """`log` receives what the code of the environment prints. Raises ConfigError if it cannot be loaded."""
+def build_environment(
+    config: RunConfig, encoder: ChatEncoder, log: Path | None = None, sites: Sites = HERE
+) -> EnvironmentKind:
+    """`log` receives what the code of the environment prints; `sites`: the machines on which functions and libraries run. Raises ConfigError if it cannot be loaded."""
     environment, system = config.environment, config.task.system
     if not environment.in_processes:
         return environment_kind(environment.kind)
-    alone = not config.reward.given and not config.teachers
+    alone, rollout = not config.reward.given and not config.teachers, config.rollout
     if not environment.asks_gateway:
         from headrace.environments.function import open_function
 
-        sandbox = config.sandbox.settings
-        kind = open_function(environment, encoder, system=system, log=log, alone=alone, sandbox=sandbox)
-        if problem := fork_problem(config.rollout.forks, kind, environment.setting, environment.export_remedy):
+        settings: dict[str, Any] = {
+            "system": system,
+            "alone": alone,
+            "sandbox": config.sandbox.settings,
+            "sites": sites,
+        }
+        kind = open_function(environment, encoder, log=log, **settings)
+        if problem := fork_problem(rollout.forks, kind, environment.setting, environment.export_remedy):
             raise ConfigError(problem)
         return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
-    rollout = config.rollout
     sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    settings: dict[str, Any] = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
+    settings = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
     if environment.is_command:
         from headrace.environments.agents.agent_environment import open_agents
 
@@ -361,9 +378,10 @@ def build_scorer(
     decode: Decode | None = None,
     telemetry: Telemetry | None = None,
     scores: ScoreLog | None = None,
+    sites: Sites = HERE,
 ) -> Scorer:
     """A scorer of the config's functions (or of `rewards`, which were passed from Python), services and judges. A run whose environment
-    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode`, `telemetry` and `scores`: see
+    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode`, `telemetry`, `scores` and `sites`: see
     `RewardScorer`."""
     from headrace.scoring.reward_scorer import RewardScorer
     from headrace.scoring.teacher.stage import NoReward
@@ -372,13 +390,11 @@ def build_scorer(
     if config.environment.rewards and not given:
         return NoReward()
     if config.teachers and not given:
-        if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
+        if config.eval.prompts and all(one.mode == "tokens" for one in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    sandbox = config.sandbox.settings
-    return RewardScorer(
-        config.reward, rewards, log=log, sandbox=sandbox, decode=decode, telemetry=telemetry, scores=scores
-    )
+    others: dict[str, Any] = {"decode": decode, "telemetry": telemetry, "scores": scores, "sites": sites}
+    return RewardScorer(config.reward, rewards, log=log, sandbox=config.sandbox.settings, **others)

@@ -20,6 +20,7 @@ from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.seats import open_seats, ranks_of, threads_of_rank
 from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
+from headrace.orchestration.user_sites import ONLY_HERE, UserSites
 from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.orchestration.workers.worker_messages import AdapterStart, TrainerReady, TrainerStart
 from headrace.protocols import Engine, Launcher, Trainer, Transport
@@ -80,9 +81,16 @@ class Pools:
 
 
 async def open_pools(
-    config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry, restore: Mapping[str, Path]
+    config: RunConfig,
+    model_dir: Path,
+    logs: Path,
+    telemetry: Telemetry,
+    restore: Mapping[str, Path],
+    *,
+    sites: UserSites = ONLY_HERE,
 ) -> Pools:
-    """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name."""
+    """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
+    opened too, and closed with the pools."""
     waits = telemetry.waits
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
@@ -93,6 +101,8 @@ async def open_pools(
         launcher = open_launcher(logs)
         ending = await undo.enter_async_context(AsyncExitStack())
         seats = await ending.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
+        ending.push_async_callback(sites.close)
+        await sites.open(seats.hosts, config)
         starting = start_engine(
             config, model_dir=model_dir, launcher=seats.engines, transport=transports[0], logs=logs, telemetry=telemetry
         )

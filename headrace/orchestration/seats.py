@@ -1,5 +1,5 @@
-"""The seats of a run's engines, and of its trainer's ranks, that are taken from elsewhere (`orchestration.kind`): by workers that join, or
-that Ray places."""
+"""The seats of a run that are taken from elsewhere, by workers that join or that Ray places: of its engines and its trainer's ranks
+(`orchestration.kind`), and of those who run the user's code (`user_sites.py`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from headrace.errors import ConfigError
 from headrace.native.cores import usable_cores
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets.core_shares import members_of
+from headrace.orchestration.user_sites import terms_of_code
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import Terms
+from headrace.orchestration.workers.joining.greeting import Kind, Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
@@ -42,7 +43,7 @@ def secrets_of(config: OrchestrationConfig) -> tuple[str, ssl.SSLContext | None]
 
 def check_seats(config: OrchestrationConfig) -> None:
     """Raises ConfigError for what a run can know before it listens anywhere."""
-    if config.kind == "join":
+    if config.joined:
         secrets_of(config)
     if config.kind == "ray" and not is_installed("ray"):
         raise ConfigError(f'orchestration.kind = "ray" needs Ray, which is not installed: {install("ray")}')
@@ -51,6 +52,8 @@ def check_seats(config: OrchestrationConfig) -> None:
 class Seats(NamedTuple):
     engines: Launcher
     trainer: Launcher
+    hosts: Launcher
+    """Those of user hosts."""
 
 
 def threads_elsewhere(config: RunConfig) -> int:
@@ -80,20 +83,19 @@ def ranks_of(config: RunConfig) -> list[str]:
 async def open_seats(
     config: RunConfig, model_dir: Path, local: Launcher, logs: Path, telemetry: Telemetry
 ) -> AsyncIterator[Seats]:
-    """The launchers of the run's engines and of its trainer: `local`, or such whose workers come from elsewhere. Raises ConfigError if it
-    cannot listen there, or if no cluster can place them."""
-    if not config.orchestration.elsewhere:
-        yield Seats(local, local)
+    """The launchers of the run's workers: `local`, or such whose workers come from elsewhere. Raises ConfigError if it cannot listen there, or if
+    no cluster can place them."""
+    place = config.orchestration
+    if not place.elsewhere and not place.hosts:
+        yield Seats(local, local, local)
         return
-    check_seats(config.orchestration)
+    check_seats(place)
     terms = terms_of(config.model.path, model_dir)
-    opened = (
-        _joining(config, terms, logs, telemetry)
-        if config.orchestration.kind == "join"
-        else _placed(config, terms, logs, telemetry)
-    )
+    opened = _joining(config, terms, logs, telemetry) if place.joined else _placed(config, terms, logs, telemetry)
     async with opened as seats:
-        yield seats if ranks_of(config) else seats._replace(trainer=local)
+        yield seats._replace(
+            engines=seats.engines if place.elsewhere else local, trainer=seats.trainer if ranks_of(config) else local
+        )
 
 
 @asynccontextmanager
@@ -105,7 +107,8 @@ async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telem
         place.host,
         place.port,
         terms=terms,
-        kinds=["engine", "trainer"] if ranks_of(config) else ["engine"],
+        kinds=list(seats_of(config)),
+        code=terms_of_code(config),
         tls=tls,
         reconnect=place.reconnect,
         say=telemetry.warn,
@@ -118,7 +121,7 @@ async def _joining(config: RunConfig, terms: Terms, logs: Path, telemetry: Telem
             )
         telemetry.warn(invitation(config, listener.address))
         launcher = JoinLauncher(listener, telemetry, away=place.reconnect, logs=logs)
-        yield Seats(launcher, launcher)
+        yield Seats(launcher, launcher, launcher)
 
 
 @asynccontextmanager
@@ -138,7 +141,7 @@ async def _placed(config: RunConfig, terms: Terms, logs: Path, telemetry: Teleme
         ranks = launcher(NodeShare(threads_of_rank(config), place.rank_gpus))
         await ranks.open(ranks_of(config))  # they wait for each other, so that they are placed first
         await engines.open(_engines_of(config))
-        yield Seats(engines, ranks)
+        yield Seats(engines, ranks, engines)
 
 
 async def reach_problem(config: OrchestrationConfig, cluster: Cluster) -> str:
@@ -174,11 +177,19 @@ def _engines_of(config: RunConfig) -> list[str]:
     return [f"engine {name}".rstrip() for name in members_of(config.engine)]
 
 
+def seats_of(config: RunConfig) -> dict[Kind, list[str]]:
+    """Returns the names of the seats that are taken from elsewhere, by what their workers offer."""
+    engines = _engines_of(config) if config.orchestration.elsewhere else []
+    seats: dict[Kind, list[str]] = {"engine": engines, "trainer": ranks_of(config)}
+    seats |= {kind: list(names) for kind, names in config.orchestration.hosts.items()}
+    return {kind: names for kind, names in seats.items() if names}
+
+
 def invitation(config: RunConfig, address: str) -> str:
-    ranks = ranks_of(config)
+    seats = seats_of(config)
     ca = " --ca CERTIFICATE" if config.orchestration.cert else ""
-    offers = "engine, or trainer and --again for a rank" if ranks else "engine"
+    offers = ", or ".join("trainer and --again for a rank" if kind == "trainer" else kind for kind in seats)
     return (
-        f"missing until they join: {', '.join([*_engines_of(config), *ranks])}. Start each with: headrace worker --connect {address} "
-        f"--token-file {config.orchestration.token_file} --offers {offers}{ca}"
+        f"missing until they join: {', '.join(name for names in seats.values() for name in names)}. Start each with: headrace worker --connect "
+        f"{address} --token-file {config.orchestration.token_file} --offers {offers}{ca}"
     )

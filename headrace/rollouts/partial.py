@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass as plain
 from typing import Literal
 
@@ -23,6 +24,9 @@ from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40
 """Added to the priority of requests that were set aside, so that every new request goes first."""
+
+FIRST = 64
+"""Requests that are looked at to see whether the engine goes on: those that were asked for first, which it works on."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -88,6 +92,8 @@ class Interrupts:
         """Tokens sampled before an interruption or in an earlier process, and finished completions, by request, until `forget`."""
         self._asked: dict[str, asyncio.Future[Completion]] = {}
         """The requests that the engine is working on."""
+        self._ended = 0
+        """Requests that the engine has worked on."""
         self._names: dict[int, dict[str, bool]] = {}
         """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
         self._hearing: dict[str, TokenListener] = {}
@@ -150,6 +156,7 @@ class Interrupts:
             raise
         finally:
             del self._asked[request.id]
+            self._ended += 1
         return joined(had, part) if had else part
 
     async def once(self, request: Request, heard: TokenListener | None = None) -> Completion:
@@ -172,6 +179,17 @@ class Interrupts:
     def names(self, ticket: int) -> list[str]:
         """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
         return list(self._names.get(ticket, ()))
+
+    def progress(self, ticket: int | None = None) -> object:
+        """Returns what changes as long as requests of a group get tokens; if it has none yet, or none is named, as long as those do that were asked
+        for first."""
+        names = [] if ticket is None else self.names(ticket)
+        if names and (own := self._tokens(names)):
+            return own, len(names)
+        return self._ended, self._tokens(list(itertools.islice(self._asked, FIRST)))
+
+    def _tokens(self, names: Sequence[str]) -> int:
+        return sum(len(one.tokens) for one in self.so_far(names).values())
 
     def unused(self, ticket: int) -> dict[str, Completion]:
         """Returns the completions of a group that were recorded before the run was killed and not requested again since."""

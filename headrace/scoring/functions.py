@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.observe.health.user_process import HERE, Sites
 from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import use_settings
 from headrace.scoring.config import RewardConfig, RewardSpec, distinct
@@ -18,6 +19,7 @@ from headrace.scoring.parts.comparing import compared
 from headrace.scoring.parts.part import RewardPart
 from headrace.scoring.python_rewards import rewards_of
 from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
+from headrace.scoring.workers.spread import SpreadPool
 from headrace.scoring.workers.threads import ThreadPool
 
 _Call = Callable[[ScoringJob], Awaitable[Values]]
@@ -27,11 +29,17 @@ class FunctionPools:
     """Runs the functions of the config in processes, or `callables`, which replace them, in threads or on the running loop."""
 
     def __init__(
-        self, config: RewardConfig, callables: Sequence[Callable[..., Any]], log: Path | None, sandbox: SandboxSettings
+        self,
+        config: RewardConfig,
+        callables: Sequence[Callable[..., Any]],
+        log: Path | None,
+        sandbox: SandboxSettings,
+        sites: Sites = HERE,
     ) -> None:
-        """Loads the functions once. Raises ConfigError if one cannot be loaded."""
+        """Loads the functions once, on this machine. `sites`: where their processes run. Raises ConfigError if one cannot be loaded."""
         self.threads = ThreadPool(config.workers, config.timeout)
-        self._pools: list[PrivatePool | SharedProcess] = []
+        self._sites = sites
+        self._pools: list[SpreadPool] = []
         self.parts: list[RewardPart] = []
         if callables:
             use_settings(sandbox)
@@ -76,11 +84,14 @@ class FunctionPools:
         later = [function for function, is_async in kinds.items() if is_async]
         calls: dict[str, _Call] = {}
         if plain:
-            pool = PrivatePool([sandbox, *plain], config.workers, config.timeout, log)
+            width = config.workers
+            pool = SpreadPool(
+                self._sites, lambda site: PrivatePool([sandbox, *plain], width, config.timeout, log, site), width
+            )
             self._pools.append(pool)
             calls |= {function: partial(pool.call, place) for place, function in enumerate(plain)}
         if later:
-            shared = SharedProcess([sandbox, *later], config.timeout, log)
+            shared = SpreadPool(self._sites, lambda site: SharedProcess([sandbox, *later], config.timeout, log, site))
             self._pools.append(shared)
             calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
         return [(spec, calls[spec.function]) for spec in config.specs]

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.batches import Failure
 from headrace.errors import ConfigError
+from headrace.observe.health.user_process import HERE, Sites
 from headrace.observe.telemetry import Telemetry
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.scoring.config import RewardConfig
@@ -43,12 +44,14 @@ class RewardScorer:
         telemetry: Telemetry | None = None,
         scores: ScoreLog | None = None,
         poster: Poster | None = None,
+        sites: Sites = HERE,
     ) -> None:
         """Loads the functions once. Raises ConfigError if one cannot be loaded, or a token cannot be had.
 
         `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments; `scores`
-        records what services and judges say; `poster` is the client of services, over HTTP by default."""
-        self._pools = FunctionPools(config, callables, log, sandbox)
+        records what services and judges say; `poster` is the client of services, over HTTP by default; `sites`: the machines on which
+        functions run."""
+        self._pools = FunctionPools(config, callables, log, sandbox, sites)
         check_client([] if poster else [one.name for one in config.endpoints])
         self._poster = poster or HttpPoster()
         self._parts = [*self._pools.parts, *_over_http(config, self._poster)]

@@ -106,9 +106,17 @@ class OrchestrationConfig:
     """GPUs that Ray gives to each engine, beside `engine.threads` CPUs."""
     rank_gpus: int = Field(default=0, ge=0)
     """GPUs (0 or 1 are of use) that Ray gives to each rank of a trainer elsewhere, beside `train.threads` CPUs."""
+    scorers: int = Field(default=0, ge=0)
+    """Workers elsewhere (`headrace worker --offers scorer`) that run the reward functions of `reward.functions`, each in `reward.workers`
+    processes. They connect to `listen`, wherever the engines are. 0: the run's machine does it."""
+    environments: int = Field(default=0, ge=0)
+    """Workers elsewhere (`headrace worker --offers environment`) that play the rollouts of `environment.function` or of a library, each in
+    `environment.workers` processes. 0: the run's machine does it."""
+    also_here: bool = False
+    """Whether the run's machine does what `scorers` and `environments` do, beside them. (Otherwise it only loads the code once.)"""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT at which the run listens for workers, with kind = "join" or "ray". Only this machine reaches the default; port 0 is any
-    free one."""
+    """HOST:PORT at which the run listens for workers, with kind = "join" or "ray", scorers or environments. Only this machine reaches the
+    default; port 0 is any free one."""
     token_file: str = ""
     """File that holds the token which workers that join must know. Only its owner may read it. (With "ray", a run makes its own.)"""
     cert: str = ""
@@ -149,6 +157,10 @@ class OrchestrationConfig:
             )
         if self.bus_forgets and not self.bus.startswith("redis"):
             raise ValueError("orchestration.bus_forgets is about a Redis server, and files forget nothing; remove it")
+        if self.hosts:
+            raise ValueError(
+                "orchestration.bus brings rollout hosts, which score and play their own rollouts; remove orchestration.scorers and environments"
+            )
         if self.kind != "local":
             raise ValueError(
                 f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines that join; remove one of the two'
@@ -163,12 +175,26 @@ class OrchestrationConfig:
         for name, kinds in _ABOUT.items():
             if name == "token_file" and self.bus.startswith("redis"):
                 continue
+            if self.hosts and "join" in kinds and name != "trainer":
+                continue
             if self.kind not in kinds and getattr(self, name) != getattr(OrchestrationConfig, name):
                 wanted = " or ".join(f'"{kind}"' for kind in kinds)
                 raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
-        if self.kind == "join" and not self.token_file:
+        if self.hosts and self.kind == "ray":
             raise ValueError(
-                'orchestration.kind = "join" needs orchestration.token_file: a file with a secret that workers know too '
+                'orchestration.kind = "ray" places engines and ranks, with a token of its own, and scorers and environments join by hand; use kind = '
+                '"local" or "join", or remove orchestration.scorers and environments'
+            )
+        if self.also_here and not self.hosts:
+            raise ValueError(
+                "orchestration.also_here is about scorers and environments elsewhere, and there are none; remove it"
+            )
+        if self.joined and not self.token_file:
+            what = (
+                'orchestration.kind = "join"' if self.kind == "join" else "a run with scorers or environments elsewhere"
+            )
+            raise ValueError(
+                f"{what} needs orchestration.token_file: a file with a secret that workers know too "
                 "(umask 077; openssl rand -hex 32 > FILE)"
             )
         if bool(self.cert) != bool(self.key):
@@ -182,14 +208,39 @@ class OrchestrationConfig:
 
     @property
     def at_home(self) -> OrchestrationConfig:
-        """The same without a bus and without turns, with a trainer of this process: for an engine of this process that is always awake."""
-        awake = replace(self, placement="apart", kv="host", trainer="local", rank_gpus=0)
+        """The same without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of this process that
+        is always awake."""
+        listens = (
+            {}
+            if self.kind == "join" or not self.hosts
+            else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
+        )
+        user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
+        awake = replace(self, placement="apart", kv="host", trainer="local", rank_gpus=0, **user)
         return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property
     def elsewhere(self) -> bool:
         """Whether the engines are no children of the run's process."""
         return self.kind != "local"
+
+    @property
+    def hosts(self) -> dict[Literal["scorer", "environment"], tuple[str, ...]]:
+        """The names of the workers elsewhere that run the user's code, by what they offer."""
+        counts: dict[Literal["scorer", "environment"], int] = {
+            "scorer": self.scorers,
+            "environment": self.environments,
+        }
+        return {
+            kind: tuple(f"{kind} host{f' {number + 1}' if count > 1 else ''}" for number in range(count))
+            for kind, count in counts.items()
+            if count
+        }
+
+    @property
+    def joined(self) -> bool:
+        """Whether workers that were started elsewhere connect to the run, of any kind."""
+        return self.kind == "join" or bool(self.hosts)
 
     @property
     def trains_here(self) -> bool:
@@ -204,6 +255,8 @@ class OrchestrationConfig:
     def port(self) -> int:
         return int(self.listen.rpartition(":")[2])
 
+
+_JOINED = ("token_file", "cert", "key", "reconnect", "listen")
 
 _ABOUT = {
     **dict.fromkeys(("token_file", "cert", "key", "reconnect"), ("join",)),

@@ -218,13 +218,15 @@ def test_the_same_versions_are_the_same() -> None:
 # --- workers that join ---------------------------------------------------------------------------------------------------------
 
 
-def examined(directory: Path, model: Path, come: Any, ranks: bool = False, **engine: Any) -> Sections:
-    """`come`: called with the address in threads of its own, one for each seat. `ranks`: whether the trainer joins too."""
+def examined(directory: Path, model: Path, come: Any, ranks: bool = False, more: Any = None, **engine: Any) -> Sections:
+    """`come`: called with the address in threads of its own, one for each seat. `ranks`: whether the trainer joins too. `more`: settings of
+    `orchestration` beside those."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (token := directory / "token").write_text(TOKEN)
     token.chmod(0o600)
     place = {"kind": "join", "listen": address, "token_file": str(token), "trainer": "elsewhere" if ranks else "local"}
+    place |= more or {}
     config = load_config(tiny_config(directory, model, engine=engine, orchestration=place, out=str(directory)))
     seats = config.engine.replicas + ranks
     threads = [threading.Thread(target=come, args=(address,), daemon=True) for _ in range(seats)]
@@ -236,11 +238,11 @@ def examined(directory: Path, model: Path, come: Any, ranks: bool = False, **eng
     return found
 
 
-def offered(address: str, model: Path, examine: Any = answer, token: str = "") -> str:
+def offered(address: str, model: Path, examine: Any = answer, token: str = "", kind: Any = "engine") -> str:
     """Returns what a worker hears in the end."""
     while True:
         try:
-            dial(address, "engine", token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
+            dial(address, kind, token or TOKEN, agree=lambda terms: agree(terms, str(model)), examine=examine)
         except OSError:
             time.sleep(0.05)
         except HeadraceError as error:
@@ -260,9 +262,26 @@ def test_workers_that_join_are_asked_like_nodes(tiny_llama: Path, tmp_path: Path
     assert heard == ["the doctor has asked all that it wanted to know; the run takes its workers when it starts"] * 2
 
 
+def test_workers_that_run_the_user_s_code_are_counted_and_asked_for_its_files(tiny_llama: Path, tmp_path: Path) -> None:
+    def come(address: str) -> None:
+        offered(address, tiny_llama, kind="scorer")
+        (tmp_path / "reward.py").write_text("def share_of_e(completions):\n    return [0.0] * len(completions)\n")
+        offered(address, tiny_llama, kind="scorer")
+
+    sections = examined(tmp_path, tiny_llama, come, more={"kind": "local", "scorers": 2})
+    assert sections["Workers"] == [DoctorFinding("workers", "ok", "2 came; the run has 2 seats")]
+    first, second = (found for title, found in sections.items() if ", scorer: " in title)
+    (code,) = [one for one in first if one.what == "user code"]
+    assert (code.state, code.value) == ("ok", "1 file") and "model" not in [one.what for one in first]
+    (code,) = [one for one in second if one.what == "user code"]
+    assert code.state == "bad" and "its content differs" in code.value
+
+
 def test_workers_that_join_read_what_the_others_wrote(tiny_llama: Path, tmp_path: Path) -> None:
     heard: list[str] = []
-    sections = examined(tmp_path, tiny_llama, lambda address: heard.append(offered(address, tiny_llama)), ranks=True)
+    kinds = ["engine", "trainer"]
+    come = lambda address: heard.append(offered(address, tiny_llama, kind=kinds.pop()))  # noqa: E731
+    sections = examined(tmp_path, tiny_llama, come, ranks=True)
     assert not bad(sections) and len(heard) == 2
     assert sections["Workers"][0] == DoctorFinding("workers", "ok", "2 came; the run has 2 seats")
     assert len(shared(sections)) == 3

@@ -56,6 +56,7 @@ from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
+from headrace.orchestration.user_sites import user_sites
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
 from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.joined import JoinLauncher
@@ -292,8 +293,8 @@ def stall_at(waits: Waits, owner: str, pattern: str) -> Waits:
     named, wanted = waits.named, re.compile(re.escape(pattern).replace(r"\*", ".+"))
 
     @contextlib.asynccontextmanager
-    async def stuck(who: str, what: str, endless: bool = False) -> AsyncIterator[None]:
-        async with named(who, what, endless):
+    async def stuck(who: str, what: str, endless: bool = False, **more: Any) -> AsyncIterator[None]:
+        async with named(who, what, endless, **more):
             if who == owner and wanted.fullmatch(what):
                 await asyncio.Event().wait()
             yield
@@ -503,6 +504,12 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await launcher.worker(Job("engine", "engine 2"), lambda method, payload: None).start()
 
 
+async def of_user_code(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
+    config = load_config(a_config(tmp), ["orchestration.scorers=1", f"orchestration.token_file={tmp / 'token'}"])
+    telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    await user_sites(config, telemetry).scorers.least(lambda site: 0)
+
+
 def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:
     async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         waits = spoil(here(lambda fact: None, 300.0, 600.0))
@@ -563,6 +570,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("start", "the base weights to be live"): of_adapter,
     ("closing", "the worker processes"): of_closing,
     ("start", "a worker to join at * as *"): of_joining,
+    ("the user's code", "a worker that offers *"): of_user_code,
     ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
     ("rollouts", "a rollout host"): over_bus(),
     ("evaluation", "a rollout host"): over_bus(),

@@ -11,6 +11,7 @@ import importlib.metadata
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -20,17 +21,20 @@ from headrace.commands.installed.shared_check import SEEN, SharedCheck, ThisMach
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
+from headrace.observe.texts import plural
 from headrace.orchestration.seats import (
     check_seats,
     invitation,
     ranks_of,
     reach_problem,
+    seats_of,
     secrets_of,
     threads_elsewhere,
     threads_of_rank,
 )
+from headrace.orchestration.user_sites import terms_of_code
 from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello
+from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind, Terms
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
@@ -58,14 +62,15 @@ Findings = list[DoctorFinding]
 
 def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
-    if not config.orchestration.elsewhere:
+    place = config.orchestration
+    if not place.elsewhere and not place.hosts:
         raise ConfigError(
-            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join"'
+            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join", or scorers or environments'
         )
-    check_seats(config.orchestration)
-    if config.orchestration.kind == "join":
+    check_seats(place)
+    if place.joined:
         return print_findings(asyncio.run(findings_of_joining(config)))
-    return print_findings(asyncio.run(findings_of(config, open_cluster(config.orchestration.address))))
+    return print_findings(asyncio.run(findings_of(config, open_cluster(place.address))))
 
 
 async def findings_of(config: RunConfig, cluster: Cluster, within: float = SEEN) -> dict[str, Findings]:
@@ -128,7 +133,8 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
     await check.leave(HERE, ThisMachine())
     with check.open():
         async with sending(place.host, reached_at(config.weight_sync, config.ends)) as (address, key):
-            workers = _Workers(check, (terms, address, key), config.engine.replicas + len(ranks_of(config)))
+            seats = {kind: len(names) for kind, names in seats_of(config).items()}
+            workers = _Workers(check, (terms, address, key), seats, terms_of_code(config))
             listener = Listener(
                 token, place.host, place.port, terms=terms, tls=tls, examine=workers.examine, say=away.append
             )
@@ -147,29 +153,44 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
 class _Workers:
     """Those that join to be asked."""
 
-    def __init__(self, check: SharedCheck, asked: tuple[Any, str, str], seats: int) -> None:
+    def __init__(
+        self, check: SharedCheck, asked: tuple[Any, str, str], seats: Mapping[Kind, int], code: Mapping[Kind, Terms]
+    ) -> None:
+        """`code`: the terms of those who run the user's code, and share no directory with the others."""
         self.found: dict[str, Findings] = {}
-        self._check, self._asked, self._wanted, self._seats = check, asked, seats, seats
+        self._check, self._asked, self._code = check, asked, code
+        self._wanted = self._seats = sum(seats.values())
+        self._hosts = sum(count for kind, count in seats.items() if kind in code)
+        self._left = Counter(seats)
+        """The seats for which nobody has come yet."""
         self._all_wrote, self._finished = asyncio.Event(), asyncio.Event()
         self._done = 0
 
     async def examine(self, hello: Hello, ask: Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]) -> None:
-        title, worker = f"Worker {len(self.found) + 1}: {hello.host} (process {hello.pid})", ExaminedWorker(ask)
+        kind = f", {hello.kind}" if self._code else ""
+        title, worker = f"Worker {len(self.found) + 1}{kind}: {hello.host} (process {hello.pid})", ExaminedWorker(ask)
+        terms, *place = self._asked
         findings = self.found[title] = []
         try:
             async with asyncio.timeout(PATIENCE):
-                findings += await _ask(worker, *self._asked)
-                await self._check.leave(title, worker)
-            if self._check.machines > self._seats:
-                self._all_wrote.set()
-            await until_all(self._check, worker, self._all_wrote)
-            async with asyncio.timeout(PATIENCE):
-                findings += await self._check.findings(title, worker)
+                findings += await _ask(worker, self._code.get(hello.kind, terms), *place)
+            if hello.kind not in self._code:
+                findings += await self._shares(title, worker)
         except (TimeoutError, HostLost) as error:
             findings.append(DoctorFinding("the worker", "bad", str(error) or f"did not answer in {PATIENCE:g} s"))
         self._done += 1
+        self._left[hello.kind] -= 1
         if self._seats <= self._done == len(self.found):
             self._finished.set()
+
+    async def _shares(self, title: str, worker: ExaminedWorker) -> Findings:
+        async with asyncio.timeout(PATIENCE):
+            await self._check.leave(title, worker)
+        if self._check.machines > self._seats - self._hosts:
+            self._all_wrote.set()
+        await until_all(self._check, worker, self._all_wrote)
+        async with asyncio.timeout(PATIENCE):
+            return await self._check.findings(title, worker)
 
     async def until_asked(self) -> None:
         """Returns when as many as there are seats were asked, or no more are awaited."""
@@ -186,7 +207,8 @@ class _Workers:
 
     def came(self) -> DoctorFinding:
         came, wanted = len(self.found), f"the run has {self._wanted} seat{'s' if self._wanted > 1 else ''}"
-        missing = f"start more within {ARRIVALS:g} s" if came < self._wanted else ""
+        lacking = ", ".join(sorted(kind for kind, left in self._left.items() if left > 0))
+        missing = f"start more within {ARRIVALS:g} s (--offers {lacking})" if lacking else ""
         return DoctorFinding("workers", "bad" if missing else "ok", f"{came} came; {wanted}", missing)
 
 
@@ -218,7 +240,8 @@ async def _ask(hosted: Hosted, terms: Any, address: str, token: str) -> Findings
         )
     )
     agreed = await hosted.ask("agree", terms)
-    found.append(DoctorFinding("model", "bad" if agreed.unable else "ok", agreed.unable or agreed.model_dir))
+    about, fine = ("model", agreed.model_dir) if terms.model else ("user code", plural(len(terms.files), "file"))
+    found.append(DoctorFinding(about, "bad" if agreed.unable else "ok", agreed.unable or fine))
     problem, seconds = await hosted.ask("fetch", address, token, SENT)
     if problem:
         remedy = "let its machine reach every port of orchestration.listen's host: the run's, and that of the weights"

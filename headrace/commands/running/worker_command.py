@@ -1,4 +1,4 @@
-"""`headrace worker --connect HOST:PORT --token-file FILE --offers engine|trainer`: offers this machine to a run (docs/cluster.md)."""
+"""`headrace worker --connect HOST:PORT --token-file FILE --offers engine|trainer|scorer|environment`: offers this machine to a run (docs/cluster.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offers",
         required=True,
         choices=OFFERS,
-        help="what this process would be: an engine, or a rank of the trainer",
+        help="what this process would be: an engine, a rank of the trainer, or the machine of reward functions or of environments",
     )
     parser.add_argument(
         "--model", default="", metavar="DIR", help="the run's model on this machine; weights need not be there"
@@ -53,18 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def worker(arguments: argparse.Namespace) -> int:
     """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
     from headrace.observe.health import orphans
-    from headrace.orchestration.workers.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN
+    from headrace.orchestration.workers.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
     from headrace.orchestration.workers.launch.child import PROGRAM, environment
 
-    if arguments.offers not in ("engine", "trainer"):
-        raise ConfigError(
-            f"--offers {arguments.offers}: engines and the trainer's ranks join a run. Scorers are reached as services (reward.services), and "
-            "environments as agents (headrace gateway)"
-        )
     if arguments.address and arguments.offers != "trainer":
-        raise ConfigError(
-            "--address is where a rank of the trainer is reached; an engine is reached by nobody, leave it out"
-        )
+        raise ConfigError("--address is where a rank of the trainer is reached, and nobody else is; leave it out")
+    if arguments.model and arguments.offers in USER_CODE:
+        raise ConfigError(f"--model: a worker that offers {arguments.offers} needs no model; leave it out")
     if not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", arguments.connect):
         raise ConfigError(f"--connect {arguments.connect} is not HOST:PORT, such as 10.0.0.5:7400")
     given = {

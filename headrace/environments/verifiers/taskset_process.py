@@ -14,7 +14,7 @@ import msgspec
 from headrace.environments.verifiers import taskset_player
 from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import ProcessLost, UserProcess, ending
+from headrace.observe.health.user_process import ProcessLost, UserProcess
 from headrace.settings.interpreters import foreign_variables
 
 OPENING = 600.0
@@ -94,7 +94,7 @@ class TasksetProcess(UserProcess):
             await self.end(f"did not open the taskset within {OPENING:g} s")
             raise ProcessLost(self.why) from None
         except EOFError:
-            raise ProcessLost(f"{ending(await self.gone())} while it opened the taskset") from None
+            raise ProcessLost(f"{await self.gone()} while it opened the taskset") from None
         except asyncio.CancelledError:
             await self.end("was not needed any more")
             raise
@@ -147,7 +147,8 @@ class TasksetProcess(UserProcess):
             self.why = f"was killed, because its message made no sense: {error!r}"
         self.kill()
         self.orders.close()
-        self.why = self.why or ending(await self.gone())
+        how = await self.gone()
+        self.why = self.why or how
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(self._lost())

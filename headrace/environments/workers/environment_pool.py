@@ -23,7 +23,16 @@ from headrace.environments.workers.process import (
     RolloutListener,
 )
 from headrace.errors import ConfigError, RolloutFailed
-from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, ending, run_once
+from headrace.observe.health.user_process import (
+    HERE,
+    LOAD_SECONDS,
+    ProcessLost,
+    Site,
+    SiteLost,
+    Sites,
+    ending,
+    run_once,
+)
 
 LIVES = 3
 """How often a rollout is played at most, where others end its process."""
@@ -50,9 +59,9 @@ Beginning = tuple[RolloutAsked, RolloutListener]
 
 
 class Pool:
-    def __init__(self, settings: FunctionSettings, workers: int, log: Path | None) -> None:
-        """`workers`: processes that are shared, and as many rollouts alone in further ones."""
-        self._settings, self._width, self._log = settings, workers, log
+    def __init__(self, settings: FunctionSettings, workers: int, log: Path | None, sites: Sites = HERE) -> None:
+        """`workers`: processes of each machine that are shared, and rollouts of all machines that are alone in further ones."""
+        self._settings, self._width, self._log, self._sites = settings, workers, log, sites
         self._shared: list[EnvironmentProcess] = []
         self._retired: set[EnvironmentProcess] = set()
         """Shared ones with hanging threads, which get no more rollouts; and those of one rollout."""
@@ -68,6 +77,8 @@ class Pool:
             try:
                 async with self._place(alone) as process:
                     ended = await process.play(asked, listener)
+            except SiteLost:
+                continue
             except ProcessLost as lost:  # it could not be started
                 raise RolloutFailed("environment_died", f"its process {lost}") from None
             except Lost as lost:
@@ -78,7 +89,9 @@ class Pool:
             if alone or not (ended.failure and ended.failure.reason == "environment_memory"):
                 return ended
             alone = True  # another rollout may have taken the memory
-        raise RolloutFailed("environment_died", f"other rollouts ended its process {LIVES} times")
+        raise RolloutFailed(
+            "environment_died", f"its process ended {LIVES} times, with other rollouts or with its machine"
+        )
 
     @asynccontextmanager
     async def _place(self, alone: bool) -> AsyncIterator[EnvironmentProcess]:
@@ -90,7 +103,7 @@ class Pool:
                 await self._sort_out(process)
             return
         async with self._alone:
-            process = EnvironmentProcess(self._settings, self._log)
+            process = EnvironmentProcess(self._settings, self._log, await self._sites.least(self._playing_on))
             self._retired.add(process)
             try:
                 await process.start()
@@ -102,11 +115,18 @@ class Pool:
     async def _least_busy(self) -> EnvironmentProcess:
         async with self._starting:
             self._shared = [one for one in self._shared if one.alive]
-            if len(self._shared) < self._width:
-                process = EnvironmentProcess(self._settings, self._log)
+            site = await self._sites.least(self._shared_on)
+            if self._shared_on(site) < self._width:
+                process = EnvironmentProcess(self._settings, self._log, site)
                 await process.start()
                 self._shared.append(process)
             return min(self._shared, key=lambda one: one.playing)
+
+    def _shared_on(self, site: Site) -> int:
+        return sum(one.site is site for one in self._shared)
+
+    def _playing_on(self, site: Site) -> int:
+        return sum(one.playing for one in (*self._shared, *self._retired) if one.site is site)
 
     async def _sort_out(self, process: EnvironmentProcess) -> None:
         """Gives no more rollouts to a process in which threads of tools hang, and ends it when it has none left."""

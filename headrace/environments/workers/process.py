@@ -30,8 +30,7 @@ from headrace.environments.workers.episode_frames import (
 )
 from headrace.environments.workers.loading import LibrarySettings
 from headrace.errors import RolloutFailed
-from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, command, ending
+from headrace.observe.health.user_process import LOAD_SECONDS, OWN_SITE, ProcessLost, Site, SiteLost, UserProcess
 from headrace.playing import Resumes
 from headrace.sandbox.sandbox_limits import DEFAULT
 from headrace.types import Struct
@@ -108,8 +107,8 @@ class Lost(Exception):
 
 
 class EnvironmentProcess(UserProcess):
-    def __init__(self, settings: FunctionSettings, log: Path | None) -> None:
-        super().__init__("environment", command(MODULE, settings.arguments()), log)
+    def __init__(self, settings: FunctionSettings, log: Path | None, site: Site = OWN_SITE) -> None:
+        super().__init__("environment", [MODULE, *settings.arguments()], log, site=site)
         self._settings = settings
         self._ids: Iterator[int] = itertools.count()
         self._heard: dict[int, asyncio.Queue[FromProcess | None]] = {}
@@ -129,13 +128,13 @@ class EnvironmentProcess(UserProcess):
         """Returns when the function is loaded. Raises ProcessLost if it is not."""
         try:
             await self.spawn()
-            ready = await within(self.pid, LOAD_SECONDS, receive(self.reports))
+            ready = await self.within(LOAD_SECONDS, receive(self.reports))
         except TimeoutError:
             await self.end(f"did not load the environment within {LOAD_SECONDS:g} s")
             raise ProcessLost(self.why) from None
         except EOFError:
-            how = ending(await self.gone())
-            raise ProcessLost(f"{how} while it loaded the environment") from None
+            self.why = f"{await self.gone()} while it loaded the environment"
+            raise self.how_lost() from None
         except asyncio.CancelledError:
             await self.end("was not needed any more")
             raise
@@ -159,7 +158,7 @@ class EnvironmentProcess(UserProcess):
                 match frame:
                     case None:
                         over = True
-                        raise Lost(self.why, None if self._blamed < 0 else self._blamed == id)
+                        raise Lost(self.why, self._blames(id))
                     case ChatAsked():
                         self._send(await self._answered(frame, listener))
                     case Rewarded():
@@ -183,7 +182,7 @@ class EnvironmentProcess(UserProcess):
         clock = asyncio.get_running_loop().time
         since = clock()
         try:
-            frame = await within(self.pid, left, heard.get())
+            frame = await self.within(left, heard.get())
         except TimeoutError:
             limit = f"took more than {self._settings.seconds:g} s between its turns (environment.seconds)"
             raise RolloutFailed("environment_timeout", limit) from None
@@ -215,7 +214,7 @@ class EnvironmentProcess(UserProcess):
             self.left += frame.leaves if isinstance(frame, RolloutDone) else 0
 
         try:
-            await within(self.pid, GRACE, ended())
+            await self.within(GRACE, ended())
         except TimeoutError:
             self._lose(id, "was killed, because a rollout that was over did not end")
         del self._heard[id]
@@ -223,7 +222,7 @@ class EnvironmentProcess(UserProcess):
     async def _receive(self) -> None:
         try:
             while True:
-                frame = await within(self.pid, SILENT, receive(self.reports))
+                frame = await self.within(SILENT, receive(self.reports))
                 match frame:
                     case Beat(blocked_by=id) if id >= 0:
                         self._lose(id, "was killed, because an async function kept its event loop from running")
@@ -238,10 +237,16 @@ class EnvironmentProcess(UserProcess):
             self.why = f"was killed, because its message made no sense: {error!r}"
         self.kill()  # one that closed its pipe cannot be used, and may have left children
         self.orders.close()
-        code = await self.gone()
-        self.why = self.why or ending(code)
+        how = await self.gone()
+        self.why = self.why or how
         for heard in self._heard.values():
             heard.put_nowait(None)
+
+    def _blames(self, id: int) -> bool | None:
+        """Whether the rollout has ended it; None if nobody is known to have. Nobody has where its machine is lost."""
+        if isinstance(self.how_lost(), SiteLost):
+            return False
+        return None if self._blamed < 0 else self._blamed == id
 
     def _lose(self, id: int, why: str) -> None:
         self._blamed = id if self.alive else self._blamed

@@ -37,6 +37,10 @@ class DayChecks:
         self._outcome: dict[int, str] = {}
         """How each ticket ended, if it has."""
         self._drawn = 0
+        self._out: set[int] = set()
+        """Tickets that hold a slot: drawn, and neither ended untrained nor trained by weights that are live."""
+        self._admitted: dict[int, int] = {}
+        """The version that was live when each ticket was drawn, until it ends."""
         self._live = -1
         self._serving, self._since = 0, 0.0
         self.trained: dict[int, tuple[int, ...]] = {}
@@ -59,12 +63,18 @@ class DayChecks:
                 assert fact.ticket == self._drawn, f"C2: ticket {fact.ticket} is drawn after {self._drawn} tickets"
                 assert fact.prompt_id == f"train/{fact.ticket}", f"C7: ticket {fact.ticket} has prompt {fact.prompt_id}"
                 self._drawn += 1
+                self._out.add(fact.ticket)
+                self._admitted[fact.ticket] = self._live
+                slots = self._size.staleness.slots
+                assert len(self._out) <= slots, f"C1: {len(self._out)} tickets are out, and there are {slots} slots"
             case GroupEnded():
                 self._ended(fact)
             case StepTrained():
                 self._step(fact)
             case WeightsLive():
                 assert fact.update.version > self._live, f"C4: version {fact.update.version} after {self._live}"
+                for step in range(max(0, self._live), fact.update.version):
+                    self._out.difference_update(self.trained.get(step, ()))
                 self._live = fact.update.version
             case MemberMoved():
                 self.serve(fact.t, fact.serving)
@@ -108,6 +118,9 @@ class DayChecks:
     def _end(self, ticket: int, outcome: str) -> None:
         before = self._outcome.setdefault(ticket, outcome)
         assert before is outcome, f"C7: ticket {ticket} was {before}, and is {outcome} now"
+        if outcome != "trained":
+            self._out.discard(ticket)
+            self._admitted.pop(ticket, None)
 
     def _step(self, fact: StepTrained) -> None:
         tickets = tuple(group.ticket for group in fact.groups)
@@ -117,6 +130,10 @@ class DayChecks:
             self.repeated_steps += 1
             self.repeated_seconds += fact.report.seconds
             return
+        free = self._size.staleness.slots - len(self._out)
+        assert free <= self._size.groups_per_step, (
+            f"C6: {free} slots are free at step {step}, and nobody draws a ticket"
+        )
         for group in fact.groups:
             assert self._outcome.get(group.ticket) is None, f"C7: ticket {group.ticket} is trained twice"
             self._end(group.ticket, "trained")
@@ -126,12 +143,16 @@ class DayChecks:
     def _check(self, group: Group, step: int) -> None:
         """C1, C4, C5 of one group: no token too old, and exactly those that the seeds give."""
         bound = self._size.staleness.lag_bound
+        admitted = self._admitted.pop(group.ticket, -1)
         for index, row in enumerate(group.rows):
             seed = seed_of(self._seed, "rollout", group.ticket, index)
             length, _ = self._lengths(Request("", group.prompt.tokens, Sampling(max_tokens=1, seed=seed)))
             wanted = tuple(token_at(seed, place, length) for place in range(-(-length // self._size.grain)))
             assert row.tokens == wanted, f"C5: ticket {group.ticket} trains {row.tokens}, and {wanted} were sampled"
             assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
+            assert row.versions[0] >= admitted, (
+                f"C1: ticket {group.ticket} was drawn while version {admitted} was live, and has tokens of {row.versions[0]}"
+            )
             self.lag = max(self.lag, step - row.versions[0])
             assert step - row.versions[0] <= bound, (
                 f"C1: ticket {group.ticket} is trained at {step}, with {row.versions}"

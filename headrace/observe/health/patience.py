@@ -29,6 +29,9 @@ class Waitable(Protocol):
 
 Waited = Callable[[int], float]
 
+LITTLE = 1 << 18
+"""Bytes that a process may read in a second without loading anything: messages, and files of its own."""
+
 
 def waited_for_a_core(thread: int) -> float:
     """Returns the seconds since its start in which the thread (given a process: its main thread) was ready to run and had no core;
@@ -75,6 +78,30 @@ class Starvation:
         longest = max((seconds - self._before.get(pid, 0.0) for pid, seconds in now.items()), default=0.0)
         self._before = now
         return max(0.0, longest)
+
+
+def bytes_read(pid: int) -> int:
+    """Returns the bytes of files that a process has read since its start, those of mapped files included that came from a disk; 0 if unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "read_bytes:")))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class Reading:
+    """Notices that processes read files, as those do that load a model. Only Linux says so."""
+
+    def __init__(self, read: Callable[[int], int] = bytes_read) -> None:
+        self._read = read
+        self._before: dict[int, int] = {}
+
+    def since_last(self, pids: Iterable[int]) -> bool:
+        """Whether one of `pids` has read more than `LITTLE` since the last call, which had it too."""
+        now = {pid: self._read(pid) for pid in pids}
+        reads = any(count - self._before.get(pid, count) > LITTLE for pid, count in now.items())
+        self._before = now
+        return reads
 
 
 async def within(asked: int, seconds: float, answer: Awaitable[T], waited: Waited = waited_for_a_core) -> T:

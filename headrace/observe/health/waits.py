@@ -48,6 +48,10 @@ class _Wait:
     since: float
     timeout: asyncio.Timeout
     endless: bool = False
+    advances: Callable[[], object] | None = None
+    allows: float = 0.0
+    seen: object = None
+    """The value that `advances` returned last."""
     spared: float = 0.0
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
@@ -68,14 +72,34 @@ class Waits:
         self.witness: Witness | None = None
 
     @contextlib.asynccontextmanager
-    async def named(self, owner: str, what: str, endless: bool = False) -> AsyncIterator[None]:
+    async def named(
+        self,
+        owner: str,
+        what: str,
+        endless: bool = False,
+        *,
+        advances: Callable[[], object] | None = None,
+        allows: float = 0.0,
+    ) -> AsyncIterator[None]:
         """Names a wait: `async with waits.named("trainer", "8 scored groups"): ...`. Raises `StalledError` at the second deadline.
 
         `endless`: a wait without a known bound, such as a download. It is reported every `warn_after` seconds and never stopped.
+        `advances`: returns what changes as long as the awaited work goes on, such as a number of tokens. It is asked at the second deadline: if it has
+        changed since it was asked last, the wait has another `stop_after` seconds. `allows`: seconds that one piece of that work may take, beside.
         """
-        wait = _Wait(owner=owner, what=what, since=self._clock(), timeout=asyncio.timeout(None), endless=endless)
+        wait = _Wait(
+            owner=owner,
+            what=what,
+            since=self._clock(),
+            timeout=asyncio.timeout(None),
+            endless=endless,
+            advances=advances,
+            allows=allows,
+            seen=advances and advances(),
+            spared=allows,
+        )
         self._current[wait] = None
-        self._set_alarms(wait, self._warn_after, self._stop_after)
+        self._set_alarms(wait, self._warn_after, self._stop_after + allows)
         try:
             async with wait.timeout:
                 yield
@@ -110,11 +134,12 @@ class Waits:
             waited = self._clock() - wait.since
             self._set_alarms(wait, self._warn_after - waited, self._left(wait, self._clock()))
 
-    def spare(self, seconds: float) -> None:
-        """Puts off the second deadline of every wait by `seconds`, in which a process of the run was ready and had no core. How long
-        the waits have lasted is not changed, and they are reported at the first deadline as always."""
+    def spare(self, seconds: float, owner: str = "") -> None:
+        """Puts off the second deadline of every wait, or of those of one owner, by `seconds`, in which a process of the run was ready and had no
+        core, or read files. How long the waits have lasted is not changed, and they are reported at the first deadline as always."""
         for wait in self._current:
-            wait.spared += min(seconds, self._clock() - wait.since)
+            if owner in ("", wait.owner):
+                wait.spared += min(seconds, self._clock() - wait.since)
 
     def overdue(self) -> list[Lasting]:
         """The waits that should have been stopped. May be called from any thread."""
@@ -143,7 +168,10 @@ class Waits:
         """Stops a wait. The list of waits is taken first, because those that are cancelled afterwards would be missing from it."""
         if wait.stopping:
             return
-        if wait.spared and (left := self._left(wait, self._clock())) > 0:
+        now = self._clock()
+        if wait.advances and self._left(wait, now) <= 0 and (seen := wait.advances()) != wait.seen:
+            wait.seen, wait.spared = seen, now - wait.since + wait.allows
+        if wait.spared and (left := self._left(wait, now)) > 0:
             wait.alarms.append(asyncio.get_running_loop().call_later(left, self._stop, wait))
             return
         seen, every = self._seen(wait), self.lasting()

@@ -31,7 +31,7 @@ from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.live_status import LiveStatus, write_live
 from headrace.observe.health.monitor import Monitor
-from headrace.observe.health.patience import Starvation
+from headrace.observe.health.patience import Reading, Starvation
 from headrace.observe.health.snapshot import Camera, blame
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
 
@@ -78,7 +78,7 @@ class Watchdog:
         """The processes that are started within the context."""
         self._camera = Camera(logs, self.family, self._lasting)
         self._monitor = Monitor(logs / "interpreter.stacks", warn_after, stop_after)
-        self._starvation = Starvation()
+        self._starvation, self._reading = Starvation(), Reading()
         self._asked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -111,10 +111,13 @@ class Watchdog:
         if late > self._freeze:
             for waits in self._waits():
                 waits.forgive(late)
-        starved = self._starvation.since_last([os.getpid(), *(child.pid for child in self.family.children())])
-        if starved > WORTH_SPARING:
-            for waits in self._waits():
-                waits.spare(min(starved, self._every + max(0.0, late)))
+        pids, passed = [os.getpid(), *(child.pid for child in self.family.children())], self._every + max(0.0, late)
+        starved, reads = self._starvation.since_last(pids), self._reading.since_last(pids)
+        for waits in self._waits():
+            if starved > WORTH_SPARING:
+                waits.spare(min(starved, passed))
+            if reads:
+                waits.spare(passed, owner="start")
         due = self._loop.time() + self._every
         self._loop.call_at(due, self._pulse, due, self._lived)
 

@@ -190,7 +190,8 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
         case CheckpointSaved():
             return f"checkpoint of step {fact.step}: {fact.error or f'saved in {short_time(fact.seconds)}'}"
         case WorkerLost():
-            return f"WARNING the {fact.who} process {fact.how} (death {fact.deaths}, {fact.requests_reissued} requests re-issued)"
+            again = f", {fact.requests_reissued} requests re-issued" if fact.requests_reissued else ""
+            return f"WARNING the {fact.who} process {fact.how} (death {fact.deaths}{again})"
         case WorkerJoined():
             return f"the {fact.who} joined: process {fact.pid} on {fact.host}, from {fact.address}"
         case Warned():

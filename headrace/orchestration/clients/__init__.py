@@ -2,5 +2,5 @@
 
 Read `keeper.py` (the engine's worker, replaced when it dies), `process_engine.py` (the port: a keeper, and the requests that the engine
 has), `rank_group.py` (the ranks of a trainer, called as one worker), `process_trainer.py`, `process_shared.py` (the trainer that clients of a server share),
-`bus_engine.py` (the engines of rollout hosts).
+`bus_engine.py` (the engines of rollout hosts), `hosted_site.py` (a worker that runs the user's code, as the pools of its processes see it).
 """

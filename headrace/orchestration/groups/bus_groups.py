@@ -23,20 +23,23 @@ class BusGroups:
 
     async def trained(self, ticket: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         errand = GroupErrand(ticket, prompt, at_least=self._desk.newest)
-        async with self._waits.named("rollouts", "a rollout host"):
+        async with self._waits.named("rollouts", "a rollout host", advances=self.progress):
             group = await _played(self._desk.ask(str(ticket), errand), prompt.rollouts or self._sizes.trained)
         return _shown(group, seen)
 
     async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
         key = f"held out {self._session} {next(self._evaluations)}"
         errand = HeldOutErrand(number, index, prompt, at_least=self._desk.newest)
-        async with self._waits.named("evaluation", "a rollout host"):
+        async with self._waits.named("evaluation", "a rollout host", advances=self.progress):
             group = await _played(self._desk.ask(key, errand), self._sizes.held_out)
         self._desk.forget(key)
         return _shown(group, seen)
 
     def forget(self, ticket: int) -> None:
         self._desk.forget(str(ticket))
+
+    def progress(self) -> object:
+        return self._desk.stats.sampled_tokens
 
 
 async def _played(asked: Awaitable[ErrandReply], rollouts: int) -> PlayedGroup:

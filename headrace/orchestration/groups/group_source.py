@@ -31,3 +31,6 @@ class GroupSource(Protocol):
 
     def forget(self, ticket: int) -> None:
         """Frees what is kept of a group. Its outcome is in the journal."""
+
+    def progress(self) -> object:
+        """Returns what changes as long as groups are sampled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from headrace.batches import Failure
 from headrace.observe.health.waits import Waits
@@ -48,9 +49,12 @@ class OwnGroups:
         async def ask(asked: TurnAsked) -> Completion:
             return await self.interrupts.generate(self.plan.request(ticket, prompt, asked), asked.heard)
 
-        waits, players = self.waits, self.environment.players
+        waits, players, progress = self.waits, self.environment.players, partial(self.interrupts.progress, ticket)
+        goes_on: dict[str, Any] = {"advances": progress, "allows": self.environment.limits.seconds}
         async with (
-            waits.named("rollouts", f"the engine, or {players}") if players else waits.named("rollouts", "the engine")
+            waits.named("rollouts", f"the engine, or {players}", **goes_on)
+            if players
+            else waits.named("rollouts", "the engine", **goes_on)
         ):
             results = await roll_out(
                 self.environment,
@@ -74,10 +78,11 @@ class OwnGroups:
 
         seeds = [seed_of("held-out environment", index, i) for i in range(self.evaluation.samples)]
         waits, players = self.waits, self.environment.players
+        goes_on: dict[str, Any] = {"advances": self.progress, "allows": self.environment.limits.seconds}
         async with (
-            waits.named("evaluation", f"the engine, or {players}")
+            waits.named("evaluation", f"the engine, or {players}", **goes_on)
             if players
-            else waits.named("evaluation", "the engine")
+            else waits.named("evaluation", "the engine", **goes_on)
         ):
             results = await roll_out(self.environment, prompt, seeds, ask=ask, decode=self.decode, room=self._room)
         if not (played := _played(results, seen)):
@@ -89,6 +94,9 @@ class OwnGroups:
     def forget(self, ticket: int) -> None:
         self.interrupts.forget_group(ticket)
         self.notebook.forget_group(ticket)
+
+    def progress(self) -> object:
+        return self.interrupts.progress()
 
     @property
     def _room(self) -> Room:

@@ -182,7 +182,8 @@ class Pipeline:
             if parts.turns.alternate and not await self._leaving.unless(self._hand_over(delivery)):
                 break
             waited = self._clock()
-            async with parts.telemetry.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
+            waits, progress = parts.telemetry.waits, parts.groups.progress
+            async with waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups", advances=progress):
                 with parts.minutes.curfew(self.step, parts.buffer):
                     groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:

@@ -35,7 +35,8 @@ class Rolling:
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
         while True:
-            async with parts.telemetry.waits.named("admission", "a free slot (weights live, or a group ended)"):
+            waits, progress = parts.telemetry.waits, parts.groups.progress
+            async with waits.named("admission", "a free slot (weights live, or a group ended)", advances=progress):
                 await parts.interrupts.admission()
                 drawn = await buffer.draw()
             if drawn is None:

@@ -35,6 +35,7 @@ from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.store.resume_rules import check_resumable
 from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
+from headrace.orchestration.user_sites import user_sites
 
 
 def train_together(
@@ -161,7 +162,7 @@ class _SeveralRuns:
                 lane.storage.recorder.add(self._callbacks)
         self._watchdog.attach()
         async with AsyncExitStack() as undo:
-            prepared = {}
+            prepared, sites = {}, user_sites(self._config, telemetry)
             async with telemetry.waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
@@ -172,11 +173,13 @@ class _SeveralRuns:
                         inputs=self._inputs,
                         logs=lane.directory.logs,
                         telemetry=dataclasses.replace(telemetry, record=lane.storage.recorder.record),
+                        sites=sites,
                     )
                     undo.push_async_callback(prepared[name].scorer.close)
                     undo.push_async_callback(prepared[name].environment.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
-            pools = await open_pools(self._config, model_dir, self._directory.logs, telemetry, restore)
+            logs = self._directory.logs
+            pools = await open_pools(self._config, model_dir, logs, telemetry, restore, sites=sites)
             undo.push_async_callback(_close, pools, telemetry)
             first = next(iter(self._lanes.values())).storage.recorder  # one record of the base weights is enough
             await _serve_base(pools, dataclasses.replace(telemetry, record=first.record))

@@ -35,6 +35,8 @@ from headrace.orchestration.workers.joining.witness import witnessed
 from headrace.orchestration.workers.launch.child import CORES
 from headrace.orchestration.workers.placed.examined import answer as answer_doctor
 from headrace.orchestration.workers.shared_calls import serve_clients
+from headrace.orchestration.workers.user_hosts.same_code import agree_to
+from headrace.orchestration.workers.user_hosts.user_host import serve_user_code
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.protocols import TrainerCore, WeightSender
@@ -56,14 +58,16 @@ def main() -> None:
     answer_signals()
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)
-    end = offer(where, kind, seated, answer_doctor) if joined else _reach_controller(kind, how, where)  # type: ignore[arg-type]
     if joined:
+        end = offer(where, kind, seated, agree=agree_to, examine=answer_doctor)  # type: ignore[arg-type]
         leave_when_asked(end)
+    else:
+        end = _reach_controller(kind, how, where)
     leave = left_alone if joined else functools.partial(os._exit, 0)
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox, leave), daemon=True).start()
     try:
-        {"engine": serve_engine, "trainer": serve_trainer, "shared trainer": serve_clients}[kind](end, inbox)
+        _SERVES[kind](end, inbox)
     except (ConnectionError, TimeoutError):
         leave()
 
@@ -215,6 +219,15 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
     while True:
         loop.turn()
+
+
+_SERVES: dict[str, Callable[[WorkerEnd, queue.Queue[Frame]], None]] = {
+    "engine": serve_engine,
+    "trainer": serve_trainer,
+    "shared trainer": serve_clients,
+    "scorer": serve_user_code,
+    "environment": serve_user_code,
+}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, command, ending, run_once
+from headrace.observe.health.user_process import (
+    LOAD_SECONDS,
+    OWN_SITE,
+    ProcessLost,
+    Site,
+    SiteLost,
+    UserProcess,
+    ending,
+    run_once,
+)
 from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
@@ -43,9 +51,9 @@ def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, .
 class WorkerProcess(UserProcess):
     """One worker process, and the calls that it has not answered yet."""
 
-    def __init__(self, arguments: Sequence[str], log: Path | None) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path | None, site: Site = OWN_SITE) -> None:
         """`arguments`: the settings of the sandbox, and the functions."""
-        super().__init__("scorer", command(_MODULE, arguments), log)
+        super().__init__("scorer", [_MODULE, *arguments], log, site=site)
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
         self._receiving: asyncio.Task[None] | None = None
@@ -54,14 +62,14 @@ class WorkerProcess(UserProcess):
         """Returns when the functions are loaded. Raises ProcessLost when they are not."""
         await self.spawn()
         try:
-            ready = await within(self.pid, LOAD_SECONDS, receive(self.reports))
+            ready = await self.within(LOAD_SECONDS, receive(self.reports))
         except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
             raise ProcessLost(self.why) from None
         except EOFError:
-            how = ending(await self.gone())
+            how = await self.gone()
             await self.close(f"{how} while it loaded the reward functions")
-            raise ProcessLost(self.why) from None
+            raise self.how_lost() from None
         except asyncio.CancelledError:
             await self.close("was not needed any more")
             raise
@@ -78,7 +86,7 @@ class WorkerProcess(UserProcess):
         Raises ProcessLost if the process ends before it answers.
         """
         if not self.alive:
-            raise ProcessLost(self.why)
+            raise self.how_lost()
         id = next(self._ids)
         answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
@@ -106,11 +114,11 @@ class WorkerProcess(UserProcess):
             self.why = f"was killed, because its answer made no sense: {error!r}"
         self.alive = False
         self.kill()  # a worker that closed its pipe cannot be used, and may have left children
-        code = await self.gone()
-        self.why = self.why or ending(code)
+        how = await self.gone()
+        self.why = self.why or how
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ProcessLost(self.why))
+                waiting.set_exception(self.how_lost())
 
     async def close(self, why: str = "was closed") -> None:
         """Returns with the process gone."""
@@ -123,8 +131,10 @@ class PrivatePool:
     """`width` processes for functions that are not async, with one call at a time in each. A call that exceeds its timeout has its
     process killed, and the next call starts another one."""
 
-    def __init__(self, arguments: Sequence[str], width: int, timeout: float, log: Path | None) -> None:
-        self._arguments, self._timeout, self._log = arguments, timeout, log
+    def __init__(
+        self, arguments: Sequence[str], width: int, timeout: float, log: Path | None, site: Site = OWN_SITE
+    ) -> None:
+        self._arguments, self._timeout, self._log, self._site = arguments, timeout, log, site
         self._slots = asyncio.Semaphore(width)
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -134,17 +144,20 @@ class PrivatePool:
         return [worker.pid for worker in self._all if worker.alive]
 
     async def call(self, function: int, job: ScoringJob) -> Values:
+        """Raises SiteLost if the machine is lost."""
         async with self._slots:  # waiting for a free process does not count towards the timeout
             worker = self._take()
             answered = False
             try:
                 if not worker.alive:
                     await worker.start()
-                values = await within(worker.pid, self._timeout, worker.ask(function, job, self._timeout))
+                values = await worker.within(self._timeout, worker.ask(function, job, self._timeout))
                 answered = True
                 return values
             except TimeoutError:
                 return too_late(job, self._timeout, "its process was killed")
+            except SiteLost:
+                raise
             except ProcessLost as lost:
                 return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
             finally:
@@ -156,7 +169,7 @@ class PrivatePool:
             if worker.alive:
                 return worker
             self._all.discard(worker)
-        worker = WorkerProcess(self._arguments, self._log)
+        worker = WorkerProcess(self._arguments, self._log, self._site)
         self._all.add(worker)
         return worker
 
@@ -177,8 +190,8 @@ class PrivatePool:
 class SharedProcess:
     """One process for async functions, with any number of calls at once. It cancels calls that exceed their timeout."""
 
-    def __init__(self, arguments: Sequence[str], timeout: float, log: Path | None) -> None:
-        self._arguments, self._timeout, self._log = arguments, timeout, log
+    def __init__(self, arguments: Sequence[str], timeout: float, log: Path | None, site: Site = OWN_SITE) -> None:
+        self._arguments, self._timeout, self._log, self._site = arguments, timeout, log, site
         self._starting = asyncio.Lock()
         self._worker: WorkerProcess | None = None
 
@@ -187,14 +200,17 @@ class SharedProcess:
         return [self._worker.pid] if self._worker is not None and self._worker.alive else []
 
     async def call(self, function: int, job: ScoringJob) -> Values:
+        """Raises SiteLost if the machine is lost."""
         worker: WorkerProcess | None = None
         try:
             worker = await self._ready()
-            return await within(worker.pid, self._timeout + GRACE, worker.ask(function, job, self._timeout))
+            return await worker.within(self._timeout + GRACE, worker.ask(function, job, self._timeout))
         except TimeoutError:
             assert worker is not None
             worker.kill("was killed, because one of its async functions blocked all the others")
             return too_late(job, self._timeout, "it blocked its event loop, so its process was killed")
+        except SiteLost:
+            raise
         except ProcessLost as lost:
             return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
 
@@ -203,7 +219,7 @@ class SharedProcess:
             if self._worker is None or not self._worker.alive:
                 if self._worker is not None:
                     await self._worker.close()
-                self._worker = WorkerProcess(self._arguments, self._log)
+                self._worker = WorkerProcess(self._arguments, self._log, self._site)
                 await self._worker.start()
             return self._worker
 

@@ -267,7 +267,7 @@ def test_a_worker_that_leaves_while_it_waits_gets_no_seat(agrees: bool) -> None:
     ("more", "reason", "sentence"),
     [
         ({"token": "another token of many"}, "token", "refused this engine: its token is not the controller's"),
-        ({"kind": "trainer"}, "seat", "the trainer of this run is a child of its process"),
+        ({"kind": "trainer"}, "seat", "this run takes no trainer from elsewhere"),
         ({"answer": Agreed(unable="the model is not here")}, "model", "the model is not here"),
     ],
 )

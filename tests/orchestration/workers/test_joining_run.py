@@ -9,54 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
 import torch
 from beside import PATIENCE, Beside, until
 from cutting import Cut, cutting
+from offered_workers import free_port, offering, token_file
 from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 import headrace
 from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def token_file(directory: Path, token: str = "0123456789abcdef0123456789abcdef", name: str = "token") -> Path:
-    path = directory / name
-    path.write_text(token)
-    path.chmod(0o600)
-    return path
-
-
-@contextmanager
-def offering(directory: Path, port: int, *more: str, count: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
-    """Workers, as a person would start them."""
-    words = ["--connect", f"127.0.0.1:{port}", "--token-file", str(directory / "token"), "--offers", "engine", *more]
-    workers = [
-        preloaded_python.Program(
-            [sys.executable, "-m", "headrace", "worker", *words, "--patience", str(PATIENCE)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(count)
-    ]
-    try:
-        yield workers
-    finally:
-        for one in workers:
-            if one.poll() is None:
-                one.kill()
-            one.communicate()
 
 
 def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str, Any]:

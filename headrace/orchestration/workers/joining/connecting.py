@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.orchestration.workers.joining.greeting import HELLO_BYTES, HELLO_SECONDS, packed
+from headrace.orchestration.workers.joining.greeting import HELLO_SECONDS, WELCOME_BYTES, packed
 from headrace.orchestration.workers.wire import HEAD, length_of
 from headrace.types import Struct
 from headrace.web.tls import connect_over_tls
@@ -39,7 +39,7 @@ def connected(address: str, ca: str, hello: Struct) -> socket.socket:
 
 def received(sock: socket.socket, kind: type[M]) -> M:
     """Returns the next message. Raises OSError if the connection ends."""
-    return msgspec.msgpack.decode(_exactly(sock, length_of(_exactly(sock, HEAD), HELLO_BYTES)), type=kind)
+    return msgspec.msgpack.decode(_exactly(sock, length_of(_exactly(sock, HEAD), WELCOME_BYTES)), type=kind)
 
 
 def _exactly(sock: socket.socket, count: int) -> bytes:

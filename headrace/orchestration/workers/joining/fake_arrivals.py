@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from headrace.orchestration.workers.fake import FakeProcess, Pipe
-from headrace.orchestration.workers.joining.greeting import Arrival, Arrived, Hello
+from headrace.orchestration.workers.joining.greeting import USER_CODE, Arrival, Arrived, Hello, Kind
 from headrace.version import __version__
 
 
@@ -23,15 +23,19 @@ class FakeArrivals:
         self._match()
         return arrival
 
-    def offer(self, process: FakeProcess, host: str = "here", seat: str = "", door: str = "") -> None:
-        """The process offers itself: it takes its seat, or else the first that is free, now or later. `door`: that of a trainer's rank."""
+    def offer(
+        self, process: FakeProcess, host: str = "here", seat: str = "", door: str = "", kind: Kind = "engine"
+    ) -> None:
+        """The process offers itself: it takes its seat, or else the first that is free, now or later. `door`: that of a trainer's rank; `kind`: what
+        a process without one offers."""
         reader = asyncio.StreamReader()
         process.to_controller = Pipe(
             process.network, lambda data: reader.feed_data(data) if data else reader.feed_eof()
         )
-        hello = Hello(__version__, "", "trainer" if door else "engine", seat, host=host, pid=1, door=door)
+        hello = Hello(__version__, "", "trainer" if door else kind, seat, host=host, pid=1, door=door)
         writer: asyncio.StreamWriter = Pipe(process.network, process.arrive)  # type: ignore[assignment]
-        self._spares.append(Arrived(reader, writer, hello, "127.0.0.1", "/the/model"))
+        model_dir = "" if kind in USER_CODE else "/the/model"
+        self._spares.append(Arrived(reader, writer, hello, "127.0.0.1", model_dir))
         self._match()
 
     def _match(self) -> None:

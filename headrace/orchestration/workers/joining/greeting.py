@@ -23,6 +23,9 @@ HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 2048
 """Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time. The workers of a large fleet all
 dial in at once."""
 
+WELCOME_BYTES = 1 << 20
+"""Limit of the controller's answers, which name files."""
+
 SAID_BYTES = 1 << 17
 """Limit of a message with words of a worker."""
 
@@ -47,7 +50,10 @@ LEAVE = "leave"
 LEAVING = "leaving"
 """The method of the push of a worker that is asked to end where it runs (SIGTERM)."""
 
-Kind = Literal["engine", "trainer"]
+Kind = Literal["engine", "trainer", "scorer", "environment"]
+
+USER_CODE: tuple[Kind, ...] = ("scorer", "environment")
+"""Those that run the user's code."""
 
 
 class Hello(Struct, frozen=True, tag="headrace"):
@@ -89,12 +95,12 @@ class WordsSaid(Struct, frozen=True):
 
 
 class Terms(Struct, frozen=True):
-    """The model of a run, which a worker elsewhere must have too."""
+    """The model of a run, or the user's files, which a worker elsewhere must have too."""
 
     model: str
-    """`model.path` of the run."""
+    """`model.path` of the run; empty for one that runs the user's code, which needs no model."""
     files: dict[str, str]
-    """The digest of every file that both must have, by name (`joining/same_model.py`)."""
+    """The digest of every file that both must have, by name (`joining/same_model.py`) or path (`user_hosts/same_code.py`)."""
 
 
 class DoctorQuestion(Struct, frozen=True):

@@ -9,7 +9,7 @@ import hmac
 import secrets
 import ssl
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -74,21 +74,23 @@ class Listener:
         *,
         terms: Terms | None = None,
         kinds: Collection[Kind] = ENGINES,
+        code: Mapping[Kind, Terms] | None = None,
         tls: ssl.SSLContext | None = None,
         reconnect: float = 0.0,
         examine: Examine | None = None,
         say: Callable[[str], None] = lambda said: None,
     ) -> None:
-        """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may. `reconnect`: seconds in which
-        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: hears of
-        the first connection of each kind that is turned away. Raises ConfigError for a token that could be guessed."""
+        """`terms`: those of workers that offer themselves; None if all workers have a seat. `kinds`: those that may; `code`: the terms of those
+        of them that run the user's code. `reconnect`: seconds in which
+        a worker may come back whose connection broke. `examine`: asks workers that offer themselves, who then get no seat. `say`: hears of the first connection of each
+        kind that is turned away. Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
             raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
         self.token, self._host, self._port = token, host, port
         self.address = ""
         """HOST:PORT; empty until `open`."""
         self.turned_away: Counter[str] = Counter()
-        self._terms, self._kinds, self._tls, self._say = terms, kinds, tls, say
+        self._terms, self._kinds, self._code, self._tls, self._say = terms, kinds, code or {}, tls, say
         self._expected: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(deque)
         self._spares: deque[Spare] = deque()
         """The workers without a seat, in the order in which they came."""
@@ -142,6 +144,10 @@ class Listener:
             await self._seat(reader, writer)
         except (TurnedAway, TimeoutError, OSError, EOFError, HeadraceError, msgspec.MsgspecError) as error:
             await self._turn_away(writer, error)
+        except (
+            asyncio.CancelledError
+        ):  # by `close`; Python 3.11 would report it as an error in a callback of the stream
+            writer.close()
         finally:
             self._greetings.discard(task)
 
@@ -159,7 +165,7 @@ class Listener:
                 "over", "the doctor has asked all that it wanted to know; the run takes its workers when it starts"
             )
         offers = self._terms is not None and not hello.seat
-        model_dir = await self._agreed(reader, writer) if offers else ""
+        model_dir = await self._agreed(hello.kind, reader, writer) if offers else ""
         arrival = self._free(hello)
         if arrival is None and offers:
             arrival = await self._spare(hello.kind, reader, writer)
@@ -229,11 +235,7 @@ class Listener:
             self._strangers -= 1
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
             raise TurnedAway("token", "its token is not the controller's")
-        if hello.version != __version__:
-            raise TurnedAway(
-                "version",
-                f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
-            )
+        _check_version(hello)
         if isinstance(hello, WitnessHello) or self._examine:
             return hello
         if self._terms and not hello.seat and (differ := differing(hello.packages, self._packages)):
@@ -241,18 +243,16 @@ class Listener:
                 "packages", f"it has {differ}: install the same, because other versions compute other numbers"
             )
         if self._terms and not hello.seat and hello.kind not in self._kinds:
-            raise TurnedAway(
-                "seat", f'the {hello.kind} of this run is a child of its process (orchestration.trainer = "local")'
-            )
+            raise TurnedAway("seat", f"this run takes no {hello.kind} from elsewhere ({_SETTINGS[hello.kind]})")
         return hello
 
-    async def _agreed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Returns the directory of the model on the worker's machine."""
-        await _say(writer, Welcome(terms=self._terms))
+    async def _agreed(self, kind: Kind, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Returns the directory of the model on the worker's machine; empty if it needs none."""
+        await _say(writer, Welcome(terms=self._code.get(kind, self._terms)))
         async with asyncio.timeout(AGREEING):
             answer = await _first(reader, Agreed)
         if answer.unable:
-            raise TurnedAway("model")
+            raise TurnedAway("code" if kind in self._code else "model")
         return answer.model_dir
 
     def _free(self, hello: Hello) -> Arrival | None:
@@ -315,12 +315,29 @@ class Listener:
             self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
 
 
+def _check_version(hello: Hello | WitnessHello) -> None:
+    if hello.version != __version__:
+        raise TurnedAway(
+            "version",
+            f"it is headrace {hello.version}, and the controller is {__version__}: install the same on both machines",
+        )
+
+
 async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: DoctorQuestion) -> DoctorAnswer:
     await _say(writer, Welcome(question=question))
     return await _first(reader, DoctorAnswer)
 
 
+_SETTINGS: dict[Kind, str] = {
+    "engine": 'orchestration.kind = "local"',
+    "trainer": 'orchestration.trainer = "local"',
+    "scorer": "orchestration.scorers = 0",
+    "environment": "orchestration.environments = 0",
+}
+"""The setting by which workers of a kind are not awaited."""
+
 REASONS = {
+    "code": "its worker does not have the run's files of functions or environments (it says why)",
     "crowd": "there are too many connections",
     "garbage": "it sent something else than a headrace worker would",
     "model": "its worker does not have the run's model (it says why)",

@@ -19,11 +19,12 @@ from headrace.orchestration.workers.joining.greeting import (
     MODEL,
     PATIENCE,
     TOKEN,
+    Agreed,
     DoctorAnswer,
     DoctorQuestion,
     Kind,
+    Terms,
 )
-from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.wire import WorkerEnd
 
 LOST, REFUSED, NOBODY = 1, 2, 3
@@ -38,9 +39,12 @@ def offer(
     address: str,
     kind: Kind,
     seated: Callable[[str], None],
+    *,
+    agree: Callable[[Terms, str], Agreed],
     examine: Callable[[DoctorQuestion], DoctorAnswer] | None = None,
 ) -> WorkerEnd:
-    """Returns when this worker has a seat; `seated` is called with its session. `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
+    """Returns when this worker has a seat; `seated` is called with its session. `agree`: answers the terms of a run, given this machine's directory
+    of the model; `examine`: answers the questions of `headrace doctor`. It tries for some time to reach the controller, which may not have started yet."""
     token, ca, model, here, again = (os.environ.pop(name, "") for name in (TOKEN, CA, MODEL, ADDRESS, AGAIN))
     deadline = time.monotonic() + float(os.environ.pop(PATIENCE, "0"))
     while True:
@@ -87,6 +91,11 @@ def leave_when_asked(end: WorkerEnd) -> None:
 
 def released() -> None:
     _end(0, "the run needs this worker no more")
+
+
+def refuse(why: str) -> None:
+    """This worker does not fit the run any more."""
+    _end(REFUSED, why)
 
 
 def left_alone() -> None:

@@ -55,7 +55,7 @@ class SeatedWorker(ConnectedWorker):
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         if method != "start":
             return await super().call(method, payload, returns)
-        own = msgspec.structs.replace(payload, model_dir=self._model_dir)
+        own = msgspec.structs.replace(payload, model_dir=self._model_dir) if self._model_dir else payload
         if isinstance(own, TrainerStart):  # what one rank cannot do ends the run
             return await super().call(method, msgspec.structs.replace(own, door=self.door), returns)
         try:

@@ -114,9 +114,9 @@ class NodeHost:
 
     async def agree(self, terms: Any) -> Any:
         """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""
-        from headrace.orchestration.workers.joining.same_model import agree
+        from headrace.orchestration.workers.user_hosts.same_code import agree_to
 
-        return await asyncio.to_thread(agree, terms)
+        return await asyncio.to_thread(agree_to, terms)
 
     async def start(self, kind: str, address: str, variables: Mapping[str, str]) -> int:
         """Starts a worker that connects to the run at `address`; returns its process id.

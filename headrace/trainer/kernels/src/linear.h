@@ -28,12 +28,13 @@ static void pack_weight(const float* w, int n, int k, T* across, T* down) {
 }
 
 // The distance between rows of `steps` steps: whole cache lines, and no multiple of 4 KiB, with which all rows would begin in the
-// same set of the first-level cache.
+// same set of the first-level cache. Odd multiples of 2 and 1 KiB leave two and four sets, which is enough; copying rows because of
+// them cost float32 up to 45 % of a product (4,864 inputs).
 template <class T>
 static inline size_t apart(int steps) {
     constexpr size_t line = 64 / sizeof(T);
     size_t ld = (size_t)steps * SIDE;
-    return ld % (16 * line) ? ld : ld + line;
+    return ld % (64 * line) ? ld : ld + line;
 }
 
 // A part of the sum of a product: `steps` steps of 32 of factor `which`, from step `first` on.
@@ -71,7 +72,11 @@ static inline const T* whole(const T* x, int rows, int k, int first, const Piece
     if (first + SIDE <= rows && columns == piece.steps * SIDE && apart<T>(up(k)) == ld) return x;
     ld = apart<T>(piece.steps);
     T* copy = team::room<T>(SIDE * ld, 0);
-    for (int c = 0; c < columns; c += SIDE) cut(x + c, k, rows - first, std::min(SIDE, columns - c), copy + c, ld);
+    for (int r = 0; r < SIDE; r++) {  // row by row, as the processor prefetches
+        const int there = first + r < rows ? columns : 0;
+        std::memcpy(copy + r * ld, x + (size_t)r * k, there * sizeof(T));
+        std::memset(copy + r * ld + there, 0, (piece.steps * SIDE - there) * sizeof(T));
+    }
     return copy;
 }
 

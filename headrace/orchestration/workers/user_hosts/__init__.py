@@ -1,0 +1,13 @@
+"""Workers that offer to run the user's code, reward functions or environments, for a run elsewhere: *user hosts*.
+
+    controller                                   user host                         process of the user's code
+    HostedSite    ─── start ─────────────▶       loads the code once, to see that it can
+                  ─── spawn, tell, kill ─▶       OwnSite.spawn       ── stdin ──▶   reward_worker, environment_worker
+                  ◀── said, gone, pulse ──                           ◀─ stdout ─
+
+The processes are those that a run has on its own machine, with the same frames. A host passes their bytes on and reads none of them. Deadlines stay
+with the run, and the time in which nothing was heard of a host is no part of them.
+
+Read `host_messages.py`, `same_code.py` (whether the user's files are the run's), `user_host.py` (the worker's end) and `fake_user_host.py` (a
+host without processes). The controller's end is `clients/hosted_site.py`.
+"""
