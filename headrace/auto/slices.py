@@ -53,7 +53,7 @@ def _cut(config: Mapping[str, Any], layers: int, kept: int, rows: int) -> dict[s
             changed[name] = min(value, kept)
         elif name == "vocab_size":
             changed[name] = rows
-        elif name == "layer_types" or (isinstance(value, list) and len(value) == layers > 2):
+        elif isinstance(value, list) and (name == "layer_types" or len(value) == layers > 2):
             changed[name] = value[:kept]
         elif name == "mlp_only_layers" and isinstance(value, list):
             changed[name] = [layer for layer in value if layer < kept]

@@ -234,3 +234,9 @@ def test_the_last_evaluation_and_the_checkpoint_are_kept_free():
     assert one.another(360 - MARGIN * 18 - MARGIN * 10) and not one.another(360 - MARGIN * 18 - MARGIN * 10 + 1)
     one.measured(evaluation=40.0)
     assert not one.another(300.0) and one.another(280.0)
+
+
+def test_a_config_that_leaves_the_kinds_of_its_layers_open_is_cut() -> None:
+    shape = {"num_hidden_layers": 24, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
+    assert slice_of({**shape, "layer_types": None}).config["layer_types"] is None
+    assert len(slice_of({**shape, "layer_types": ["full"] * 24}).config["layer_types"]) < 24
