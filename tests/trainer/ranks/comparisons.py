@@ -75,9 +75,10 @@ def exact_steps_of_rank(directory: Path, parallel: ParallelConfig, lora: LoraCon
     return exact_steps(directory, Sharded(parallel, CPU), dist.get_rank() // parallel.tensor, places, lora)
 
 
-NEAR = {"gemma3_text": 1e-9, "one-key-head": 1e-9}
+NEAR = {"gemma3_text": 1e-9, "one-key-head": 5e-9}
 """Norms of transformers compute in float32 in every dtype (Gemma's multiply with their weights in it too), and round sums of another
-order, such as those over repeated key heads, otherwise. The others come to 1e-12."""
+order, such as those over repeated key heads, otherwise: 1.4e-9 on an Intel Xeon with one key head, of
+weights that move by more than 1e-3. The others come to 1e-12."""
 
 
 def compare_exact(ranks: RankProcesses, name: str, parallel: ParallelConfig, lora: LoraConfig | None = None) -> None:
