@@ -79,12 +79,13 @@ def test_the_last_lines_are_the_worker_s_own(tmp_path: Path) -> None:
 WORKER = """
 import os, signal, sys, time
 from headrace.orchestration.workers.joining.offering import offer
+from headrace.orchestration.workers.joining.same_model import agree
 from headrace.orchestration.workers.joining.witness import witnessed
 
 address, deed = sys.argv[1:]
 seated = witnessed(address)
 print("before the seat", flush=True)
-end = offer(address, "engine", seated)
+end = offer(address, "engine", seated, agree=agree)
 for number in range(2000):
     print("line", number)
 os.write(2, b"Fatal: no more memory\\n")
