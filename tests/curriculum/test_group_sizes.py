@@ -26,6 +26,7 @@ from headrace.orchestration.groups.bus_groups import BusGroups
 from headrace.orchestration.groups.errands import GroupSizes
 from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.loop_plan import LoopPlan
+from headrace.reports import EngineStats
 from headrace.rollouts.rollout import ForksConfig, RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig
@@ -103,7 +104,7 @@ def test_killed_runs_go_on_in_groups_of_the_size_that_they_had(at: int) -> None:
 
 def test_a_group_that_hosts_gave_up_has_failed_with_all_its_rollouts() -> None:
     class Desk:
-        newest = 0
+        newest, stats = 0, EngineStats()
 
         async def ask(self, key: str, errand: Any) -> Any:
             raise PoisonedRequest("3 hosts died with it")

@@ -159,7 +159,9 @@ def test_a_loss_and_its_gradient_are_those_of_its_formula(trainer: SharedTrainer
     plain = Plain(state(trainer, model), LORA.rank)
     report = trainer.run(asked(model, loss, **FORMULAS[loss][1]))
     expected = plain.loss(loss, EXAMPLES)
-    assert report.loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert report.loss == pytest.approx(
+        float(expected.detach()), rel=1e-4
+    )  # float32, whose sums depend on the processor
     assert report.tokens == 28
     for raw, x in zip(report.logprobs, EXAMPLES, strict=True):
         torch.testing.assert_close(torch.frombuffer(bytearray(raw), dtype=torch.float32), plain.logprobs(x).detach())
@@ -202,7 +204,8 @@ def test_gradients_add_up_until_the_step_which_is_that_of_adamw(trainer: SharedT
         assert done.grad_norm == pytest.approx(float(norm), rel=1e-3) and done.grad_norm > 5
         optimizer.step()
     for name, tensor in state(trainer, fresh).items():
-        torch.testing.assert_close(tensor, plain.adapter[name].detach(), rtol=1e-3, atol=1e-4)
+        # Weights move by 0.06; a step of AdamW divides by the gradient's size, and so enlarges the rounding of small ones.
+        torch.testing.assert_close(tensor, plain.adapter[name].detach(), rtol=1e-3, atol=1e-3)
     trainer.remove(fresh)
 
 
