@@ -341,6 +341,18 @@ def test_a_slow_member_delays_nobody_beyond_the_deadline() -> None:
     run(case, engine(), slow)
 
 
+def test_a_load_that_is_cancelled_is_one_at_every_member() -> None:
+    async def case(flock: Flock) -> None:
+        loading = asyncio.ensure_future(flock.fleet.load(update(1)))
+        await asyncio.sleep(1)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await asyncio.sleep(SILENCE)
+        assert [engine.version for engine in flock.engines] == [0, 0]
+
+    run(case, engine(load_seconds=2.0), engine(load_seconds=2.0))
+
+
 def test_a_request_never_goes_back_to_older_weights() -> None:
     """The first member has version 1 and dies while the second is still loading it."""
     late = engine(load_seconds=4.0)

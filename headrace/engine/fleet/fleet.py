@@ -123,6 +123,15 @@ class Fleet:
             return report is not None
 
         loading = {asyncio.ensure_future(load(member)): member for member in self._rotation.serving}
+        try:
+            await self._until_loaded(loading, update)
+        finally:
+            for task in loading:
+                task.cancel()
+        return {member: error for member, error in errors.items() if member.serves}
+
+    async def _until_loaded(self, loading: Mapping[asyncio.Task[bool], Member], update: WeightUpdate) -> None:
+        """Returns when all have ended. Members that are too late are expelled."""
         waiting, has_it = set(loading), False
         while waiting and not has_it:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +142,6 @@ class Fleet:
                 self._rotation.expel(loading[task], self._late(update))
             if late:
                 await asyncio.wait(late)
-        return {member: error for member, error in errors.items() if member.serves}
 
     def _late(self, update: WeightUpdate) -> str:
         return (

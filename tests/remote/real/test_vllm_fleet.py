@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class _StandsStill(VllmDialect):
     """The first load at which it may, counted from 0."""
     stopped: tuple[int, ...] = ()
     """The processes."""
+    member = ""
+    """The name of the member that they are."""
 
     def __init__(self, ends: Collection[int], check_every: int) -> None:
         super().__init__(ends, check_every)
@@ -70,6 +72,7 @@ class _StandsStill(VllmDialect):
         here = type(self)
         if self._count >= here.at and not here.stopped and sum(self._had.values()):
             here.stopped = tuple(processes(connection.url))
+            here.member = member_of(here.stopped[0])
             send(here.stopped, signal.SIGSTOP)
         self._count += 1
         await super()._reload(connection, path, seconds)
@@ -83,9 +86,18 @@ def processes(url: str) -> list[int]:
     return found
 
 
+def member_of(pid: int) -> str:
+    """The number in the name of the file that its output goes to."""
+    return Path(f"/proc/{pid}/fd/1").resolve().stem.rpartition("-")[2]
+
+
 def send(pids: tuple[int, ...], what: int) -> None:
     for pid in pids:
         os.kill(pid, what)
+
+
+def of_stopped(moves: Sequence[MemberMoved], kind: type[_StandsStill]) -> list[MemberMoved]:
+    return [fact for fact in moves if fact.member == kind.member]
 
 
 def fleet_of(directory: Path, model: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> tuple[dict, type[_StandsStill]]:
@@ -114,9 +126,10 @@ def test_requests_go_on_elsewhere_from_their_tokens_and_the_server_comes_back_wi
         return [token for who, token in pairs if who == name]
 
     async def moved(state: str) -> MemberMoved:
-        while not (found := [fact for fact in facts.of(MemberMoved) if fact.state == state]):
+        """The newest move of the member that was stopped: on a busy machine the other one may be missed for a while too."""
+        while not (mine := of_stopped(facts.of(MemberMoved), stopping)) or mine[-1].state != state:
             await asyncio.sleep(0.01)
-        return found[-1]
+        return mine[-1]
 
     async def go() -> None:
         async with asyncio.timeout(1800), started(config, llama, tmp_path, facts) as engine:
@@ -145,8 +158,9 @@ def test_requests_go_on_elsewhere_from_their_tokens_and_the_server_comes_back_wi
                 await engine.load(update)
             shutil.rmtree(models[2])
             send(stopping.stopped, signal.SIGCONT)
-            back = await moved("serving")
-            assert back.member == left.member and [member.state for member in engine.members] == ["serving"] * 2
+            await moved("serving")
+            while [member.state for member in engine.members] != ["serving"] * 2:
+                await asyncio.sleep(0.01)
             for member in engine.members:
                 completion = await member.engine.generate(Request("new", (1, 9, 20), Sampling(max_tokens=20)))
                 expected = reference(models[-1], (1, 9, 20), completion)
@@ -183,14 +197,14 @@ def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(
     trained: list[int] = []
 
     def moves() -> list[MemberMoved]:
-        return of(run, MemberMoved) if (run / "metrics.jsonl").exists() else []
+        return of_stopped(of(run, MemberMoved), stopping) if stopping.stopped else []
 
     def go_on() -> None:
         when(lambda: bool(moves()), lambda: trained.append(len(of(run, StepRow))), every=0.2)
         time.sleep(STOPPED)
         trained.append(len(of(run, StepRow)))
         send(stopping.stopped, signal.SIGCONT)
-        when(lambda: len(moves()) > 1, flag.unlink, every=0.2)
+        when(lambda: moves()[-1].state == "serving", flag.unlink, every=0.2)
 
     thread = threading.Thread(target=go_on)
     thread.start()
@@ -202,9 +216,9 @@ def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(
     assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
     assert {one.version for one in probes} == set(range(steps + 1)) and all(one.ok for one in probes)
     assert not of(run, WorkerLost) and not servers()
-    left, back = moves()
+    left, *others, back = moves()
     print(left, back, f"steps meanwhile: {trained[1] - trained[0]}", sep="\n")
-    assert (left.state, back.state, left.member) == ("away", "serving", back.member)
+    assert (left.state, back.state) == ("away", "serving") and len(others) % 2 == 0
     assert left.requests > 0 and left.tokens > 0, "and they went on elsewhere"
     assert not sum(one.lost_tokens for one in of(run, GroupEnded))
     assert trained[1] > trained[0], "the other one was enough"
