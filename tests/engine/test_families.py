@@ -439,7 +439,8 @@ def real_truth(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def real_driver(name: str, runner: type, dtype: torch.dtype) -> RunnerDriver:
     directory = resolve_model(name)
-    return RunnerDriver(runner(read(directory, dtype, CPU), 640, dtype, CPU), parameters_from_dir(directory, dtype))
+    served = runner(read(directory, dtype, CPU), 640, dtype=dtype, device=CPU)
+    return RunnerDriver(served, parameters_from_dir(directory, dtype))
 
 
 def real_logprobs(ours: RunnerDriver, name: str, chunk: int = TAIL) -> torch.Tensor:

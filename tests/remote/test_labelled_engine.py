@@ -93,6 +93,25 @@ def test_weights_that_are_live_are_not_read_again_and_after_a_broken_update_none
     kind.run(tiny_tokenizer, tmp_path, case)
 
 
+@both
+def test_it_is_busy_while_it_has_requests_of_the_run(kind: Kind[Any], tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """These servers do not report for how long they have worked, and an idle share of 100 % would be wrong."""
+
+    async def case(engine: RemoteEngine, server: Any, directory: Path) -> None:
+        async def busy() -> float:
+            return (await engine.stats()).busy_seconds
+
+        assert await busy() == 0
+        asking = [asyncio.ensure_future(engine.generate(request(name))) for name in "ab"]
+        await until(lambda: min(so_far(engine, name) for name in "ab") > 3)
+        assert (before := await busy()) > 0
+        await asyncio.gather(*asking)
+        after = await busy()
+        assert before < after == await busy()
+
+    kind.run(tiny_tokenizer, tmp_path, case, speed=0.01)
+
+
 @pytest.mark.parametrize(
     ("kind", "how", "words"),
     [

@@ -58,6 +58,8 @@ class Dialect(Protocol):
     keeps_requests: bool
     """Whether requests go on at the server through an update. Where they do not, their streams are left before it, and they go on
     from their prefixes after it."""
+    counts_busy: bool
+    """Whether the server reports for how long it has worked."""
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises Unreachable without an answer, ConfigError for a server of another kind."""

@@ -66,7 +66,7 @@ class RemoteEngine:
         self._changed = asyncio.Event()
         self._standstill = Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
-        self._counts = RunCounts()
+        self._counts = RunCounts(None if dialect.counts_busy else telemetry.clock)
         self.capabilities = Capabilities(context_length=0)
 
     async def open(self) -> ServerState:
@@ -133,6 +133,7 @@ class RemoteEngine:
         """One stream, to its end or to where it breaks. It is left as soon as the request is to end, the server is missed, or an update
         needs it to be."""
         left = self._standstill.enter(pending.request)
+        self._counts.stream_began()
         reading = asyncio.ensure_future(self._read(pending))
         try:
             ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage, left]  # type: ignore[list-item]
@@ -143,6 +144,7 @@ class RemoteEngine:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             self._standstill.leave(pending.request)
+            self._counts.stream_ended()
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()

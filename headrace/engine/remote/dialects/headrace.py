@@ -32,6 +32,7 @@ class HeadraceDialect:
     """Protocol `Dialect`."""
 
     keeps_requests = True
+    counts_busy = True
 
     def __init__(self, access: Mapping[str, str] | None = None) -> None:
         """`access`: the fields by which the server fetches weights from the trainer (token, certificate). They are in no update, because

@@ -63,6 +63,7 @@ class LabelledDialect(ABC):
     """Protocol `Dialect`. It holds what it has sent to its one server, so it is not shared between servers."""
 
     keeps_requests = False
+    counts_busy = False
     kind: ClassVar[str]
     """The server's name for people."""
     adapter_routes: ClassVar[str] = ""
