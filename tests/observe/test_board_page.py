@@ -75,7 +75,7 @@ def test_a_run_is_drawn_without_a_question_and_two_are_compared(browser: Headles
     browser.evaluate("document.querySelector('.swatch[aria-pressed=false]').click()")
     browser.wait("document.querySelector('.differences')")
     assert "train.lr" in browser.evaluate("document.querySelector('.differences').innerText")
-    browser.wait("document.querySelector('[data-metric=\"reward/drawn\"] .legend').innerText.includes('second')")
+    browser.wait("document.querySelector('[data-metric=\"reward/drawn\"] .legend')?.innerText.includes('second')")
     assert browser.evaluate("new URLSearchParams(location.hash.slice(1)).getAll('runs').length") == 2
 
 

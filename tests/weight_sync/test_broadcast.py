@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -184,6 +185,30 @@ def test_one_round_for_all_and_one_for_those_that_need_the_whole() -> None:
     receivers.append(ends.receiver())
     first, second, late = all_at_once(receivers, ends.sender.send(1, weights(1)))
     assert first == second < nbytes / 5 and late == nbytes
+
+
+def test_one_that_comes_back_is_served_though_others_ask_for_each_version_at_once() -> None:
+    """A trainer that publishes more often than rounds wait for those who have not asked. The one that comes back needs the whole."""
+    ends = Ends(delta=True)
+    steady, back = ends.receiver(), ends.receiver()
+    newest = ends.sender.send(0, weights(0))
+    steady.receive(newest)
+    served: list[int] = []
+
+    def come_back() -> None:
+        while not served:
+            with suppress(IdentityError):  # that version is gone by now
+                back.receive(newest)
+                served.append(newest.version)
+
+    thread = Beside(come_back)
+    for version in range(1, 300):
+        newest = ends.sender.send(version, weights(version))
+        steady.receive(newest)
+        if served:
+            break
+    assert served and served[0] <= newest.version
+    thread.join()
 
 
 def test_a_slow_receiver_holds_a_round_up_only_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:

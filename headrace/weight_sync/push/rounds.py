@@ -16,7 +16,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +63,8 @@ class GroupMember:
     connection: socket.socket
     gpu: str
     asked: AskWeights | None = None
+    question: int = 0
+    """Its place among all questions that were asked."""
     buckets: int = 0
     """Number of buckets of the current round that it has acknowledged."""
     waited_for: bool = True
@@ -96,7 +97,7 @@ class BroadcastServer:
         self._keys, self._events = Keys(), queue.SimpleQueue[Event]()
         self._members: list[GroupMember] = []
         self._group: StandingGroup | None = None
-        self._groups = self._rounds = 0
+        self._groups = self._rounds = self._questions = 0
         self._connections = ConnectionServer(host, self._serve, at_once=AT_ONCE)
         threading.Thread(target=self._run, name="weights", daemon=True).start()
 
@@ -168,7 +169,8 @@ class BroadcastServer:
             with suppress(ValueError):
                 self._members.remove(who)
         elif isinstance(what, AskWeights):
-            who.asked, who.waited_for = what, True
+            self._questions += 1
+            who.asked, who.question, who.waited_for = what, self._questions, True
             if who not in self._members:
                 self._members.append(who)
 
@@ -270,13 +272,12 @@ class BroadcastServer:
 
 
 def _together(asking: Sequence[GroupMember]) -> list[GroupMember]:
-    """Returns those who want the same as most; or one of those who are served alone, if there is nobody else."""
+    """Returns whoever has waited the longest, with all who want the same. Not what most want: engines that are served ask again for each
+    version, and would keep one that has come back and needs the whole waiting for ever. Those who are served alone come last."""
     many = [one for one in asking if not one.alone]
-    if not many:
-        return [asking[0]]
+    first = min(many or asking, key=lambda one: one.question)
+    return [one for one in many if _wanted(one) == _wanted(first)] or [first]
 
-    def wanted(one: GroupMember) -> Any:
-        return one.asked and (one.asked.name, one.asked.fingerprint, one.asked.part)
 
-    ((most, _),) = Counter(map(wanted, many)).most_common(1)
-    return [one for one in many if wanted(one) == most]
+def _wanted(member: GroupMember) -> Any:
+    return member.asked and (member.asked.name, member.asked.fingerprint, member.asked.part)
