@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.fleet.fleet import Fleet
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
@@ -104,7 +105,13 @@ async def open_pools(
         ending.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
         starting = start_engine(
-            config, model_dir=model_dir, launcher=seats.engines, transport=transports[0], logs=logs, telemetry=telemetry
+            config,
+            model_dir=model_dir,
+            launcher=seats.engines,
+            here=launcher,
+            transport=transports[0],
+            logs=logs,
+            telemetry=telemetry,
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)
@@ -140,11 +147,16 @@ async def open_pools(
 def devices_of(
     config: RunConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
 ) -> SharedDevices | None:
-    """The devices that engine and trainer share; None if each has its own."""
-    if config.orchestration.placement != "shared":
+    """The devices that engine and trainer share, or that the trainer lends; None if each has its own."""
+    place = config.orchestration
+    if place.lend:
+        assert isinstance(engine, Fleet), "an engine on lent devices is a member of one"
+        lent = engine.on_lent_devices(place.give_way)
+        return SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True)
+    if place.placement != "shared":
         return None
     assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
-    return SharedDevices(engine, trainer, keep=config.orchestration.kv == "host", telemetry=telemetry)
+    return SharedDevices(engine, trainer, keep=place.kv == "host", telemetry=telemetry)
 
 
 def trainer_start(

@@ -51,6 +51,8 @@ class Care:
     async def _turns(self) -> None:
         while True:
             await self._until_fit()
+            if self._member.state == "resting":  # since the last turn of the loop; this task is about to be cancelled
+                return
             self._rotation.enter(self._member)
             self._rotation.expel(self._member, await self._until_unwell())
 
@@ -66,7 +68,7 @@ class Care:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in (absence, silence) if task.done()), member.why)
         finally:
-            await _cancelled(absence, silence)
+            await cancelled(absence, silence)
 
     async def _until_silent(self) -> str:
         clock, before = self._rotation.telemetry.clock, self._rotation.telemetry.clock()
@@ -110,7 +112,7 @@ class Care:
                 await asyncio.wait([answer, absence], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 hangs = not answer.done() and not absence.done()
             finally:
-                await _cancelled(answer, absence)
+                await cancelled(answer, absence)
             if hangs:
                 self._rotation.telemetry.warn(
                     f"engine {self._member.name} has a process that has not answered for {patience:g} s more; it is killed, and replaced"
@@ -173,11 +175,11 @@ class Care:
             while not task.done() and holds():
                 news = asyncio.ensure_future(self._rotation.news())
                 await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
-                await _cancelled(news)
+                await cancelled(news)
                 self._rotation.check()
             return task.result() if task.done() else None
         finally:
-            await _cancelled(task)
+            await cancelled(task)
 
     async def _refused(self, error: Exception) -> None:
         self._refusals += 1
@@ -205,7 +207,7 @@ class Care:
         return member.unlike < 0
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

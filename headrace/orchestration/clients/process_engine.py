@@ -37,9 +37,13 @@ class ProcessEngine:
         max_deaths: int,
         telemetry: Telemetry,
         suspects: Suspects | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
-        """`suspects`: those of the fleet; None: the engine's own, with the usual number of deaths."""
+        """`suspects`: those of the fleet; None: the engine's own, with the usual number of deaths. `lent`: it begins asleep, also after a death,
+        and whoever wakes it loads all weights: those that it was given before may be gone by then."""
         self._who, self._telemetry = job.who, telemetry
+        self._lent = lent
         self._suspects = suspects or Suspects(EngineConfig.ticket_deaths)
         self._suspects.listen(self._send_held_back)
         self._sent: dict[str, str] = {}
@@ -150,11 +154,16 @@ class ProcessEngine:
     async def sleep(self, keep: bool) -> SleepReport:
         self._awake.clear()
         self._live.pop("", None)  # adapters stay loaded
+        if self._lent:
+            self._wanted.clear()
         return await self._keeper.ask("sleep", keep, SleepReport)
 
     async def wake(self, replaced: bool) -> SleepReport:
-        self._awake.set()
+        if not self._lent:
+            self._awake.set()
         report = await self._keeper.ask("wake", None, SleepReport)
+        if self._lent and self._keeper.is_up:  # else it has died since, and its successor is asleep
+            self._awake.set()
         for name in [] if replaced and len(self._wanted) == 1 else list(self._wanted):  # adapters need their base
             await self._keeper.retrying(lambda worker, name=name: self._load_newest(worker, name))  # type: ignore[misc]
         if self._owes_requests:
@@ -200,7 +209,7 @@ class ProcessEngine:
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
         if self._start.asleep:
-            if not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
+            if self._lent or not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
                 self._owes_requests = True
                 return
             await worker.call("wake", None, SleepReport)
@@ -209,6 +218,9 @@ class ProcessEngine:
         self._reissue()
 
     def went_down(self, forgive: Callable[[], None] | None) -> None:
+        if self._lent:
+            self._awake.clear()
+            self._wanted.clear()
         there = [name for name in self._sent if not self._book.is_done(name)]
         given_up = self._suspects.charge(map(ticket_of, there), forgive) if forgive else []
         sent, self._sent = self._sent, {}
