@@ -37,6 +37,7 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_lent import LentProcess
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.loop_plan import LoopPlan
@@ -190,7 +191,7 @@ class Life:
         engines = [ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects) for _ in parts]
         if case.lent:
             launcher = FakeLauncher({"engine": lambda: engine(devices)}, chance)
-            engines.append(ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects, lent=True))
+            engines.append(LentProcess(launcher, job, max_deaths, self._telemetry, suspects))
         return trainer, engines
 
     async def _engine(self, parts: list[ProcessEngine]) -> Engine:

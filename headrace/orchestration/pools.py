@@ -92,7 +92,6 @@ async def open_pools(
 ) -> Pools:
     """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
     opened too, and closed with the pools."""
-    waits = telemetry.waits
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
@@ -123,9 +122,9 @@ async def open_pools(
             shared=logs.parent if ranks_of(config) else None,
         )
         undo.push_async_callback(trainer.close)
-        async with waits.named("start", "the trainer to load the model"):
+        async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
-        async with waits.named("start", "the engine to make room for it"):
+        async with telemetry.waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
         check_parity(engine.capabilities, ready.arithmetic, config)

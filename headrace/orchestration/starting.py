@@ -32,6 +32,7 @@ from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.open_bus import open_for_run
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_lent import LentProcess
 from headrace.orchestration.fleets.core_shares import settings_of_lent
 from headrace.orchestration.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.orchestration.groups.errands import GroupSizes, RunNotice
@@ -85,12 +86,12 @@ def start_engine(
     *,
     model_dir: Path,
     launcher: Launcher,
-    here: Launcher,
     transport: Transport,
     logs: Path,
     telemetry: Telemetry,
+    here: Launcher | None = None,
 ) -> Starting:
-    """`launcher`: of the engines, wherever they are; `here`: of this machine. `logs`: the directory for what processes print."""
+    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print."""
     suspects = Suspects(config.engine.ticket_deaths)
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -108,7 +109,7 @@ def start_engine(
 
     def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
         own = dataclasses.replace(config, engine=settings_of_lent(config))
-        engine = functools.partial(ProcessEngine, here, telemetry=member_telemetry, suspects=suspects, lent=True)
+        engine = functools.partial(LentProcess, here or launcher, telemetry=member_telemetry, suspects=suspects)
         return _process(own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True)
 
     if config.orchestration.bus:

@@ -220,8 +220,10 @@ class OrchestrationConfig:
             else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
         )
         user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
-        alone = {"placement": "apart", "kv": "host", "lend": False, "give_way": OrchestrationConfig.give_way}
-        awake = replace(self, trainer="local", rank_gpus=0, **alone, **user)
+        usual = OrchestrationConfig.give_way
+        awake = replace(
+            self, placement="apart", kv="host", lend=False, give_way=usual, trainer="local", rank_gpus=0, **user
+        )
         return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property

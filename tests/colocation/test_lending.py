@@ -90,7 +90,7 @@ def tokens(world: World) -> list[int]:
 
 
 def test_it_generates_while_the_trainer_waits_and_has_given_way_before_each_step(tmp_path: Path) -> None:
-    lent = engine(OnLentDevices, sleep_seconds=0.0)
+    lent = engine(OnLentDevices)
     world, alone = trained(tmp_path / "lent", lent), trained(tmp_path / "alone", None)
     assert end(world) < 0.8 * end(alone), "twice as many rows, for most of the time"
     kinds = [(type(fact), fact.who) for fact in world.facts.facts if isinstance(fact, Slept | Woke)]
@@ -119,7 +119,9 @@ def test_one_that_hangs_is_killed_in_time_and_serves_again_at_the_next_loan(tmp_
     world = trained(tmp_path / "run", lent, at={0.5: lambda: setattr(lent, "stopped", True)})
     assert len(world.facts.of(StepTrained)) == STEPS and lent.kills == 1
     (warned,) = [fact.message for fact in world.facts.of(Warned)]
-    assert warned.startswith(f"engine lent has not given the trainer's devices back within {GIVE_WAY:g} s (orchestration.give_way)")
+    assert warned.startswith(
+        f"engine lent has not given the trainer's devices back within {GIVE_WAY:g} s (orchestration.give_way)"
+    )
     first, second = [fact for fact in world.facts.of(Slept) if fact.who == "lent engine"][:2]
     (waited,) = [fact.t for fact in world.facts.of(Warned)]
     assert first.t == waited, "the trainer's turn begins when it is killed"
@@ -138,7 +140,10 @@ def test_one_that_dies_costs_no_token_and_one_that_is_lost_no_more_turns(tmp_pat
     acts = {0.5: lambda: lent.vanish("was killed (fake)"), 2.0: lent.reappear}
     world = trained(tmp_path / "dies", lent, at=acts, max_lag=0)
     assert rows(world) == rows(trained(tmp_path / "alone", None, max_lag=0)) and tokens(world)[-1] > 0
-    assert [(fact.member, fact.state) for fact in world.facts.of(MemberMoved)] == [("lent", "away"), ("lent", "serving")]
+    assert [(fact.member, fact.state) for fact in world.facts.of(MemberMoved)] == [
+        ("lent", "away"),
+        ("lent", "serving"),
+    ]
     world = trained(tmp_path / "lost", gone, at={0.5: gone.die}, max_lag=0)
     assert rows(world) == rows(trained(tmp_path / "alone too", None, max_lag=0))
     moved = world.facts.of(MemberMoved)
@@ -177,6 +182,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("faults", cases())
 def test_every_contract_holds_whoever_dies_or_hangs(faults: tuple[Fault, ...]) -> None:
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""

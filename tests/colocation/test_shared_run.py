@@ -30,7 +30,7 @@ from tiny_run import (
 
 import headrace
 from headrace.native.cores import available_cores
-from headrace.observe.facts import RunEnded, Slept, Warned, WorkerLost, Woke
+from headrace.observe.facts import RunEnded, Slept, Warned, Woke, WorkerLost
 
 CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
 

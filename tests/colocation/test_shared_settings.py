@@ -114,7 +114,10 @@ NOT_LENT: dict[str, tuple[dict[str, Any], str]] = {
         {"orchestration": {"lend": False, "give_way": 3.0}},
         "give_way is about an engine on devices that the trainer lends; set",
     ),
-    "turns": ({"orchestration": {"placement": "shared"}}, "and so does orchestration.lend = true; remove one of the two"),
+    "turns": (
+        {"orchestration": {"placement": "shared"}},
+        "and so does orchestration.lend = true; remove one of the two",
+    ),
     "a bus": ({"orchestration": {"bus": "jsonl:there"}}, "and with orchestration.bus it has none; remove one"),
     "a server": ({"engine": {"kind": "vllm"}}, 'is a server, which computes otherwise; use engine.kind = "native"'),
     "a broadcast": ({"weight_sync": {"kind": "broadcast"}}, 'waits for all; leave it out, or take "tcp"'),
@@ -123,7 +126,10 @@ NOT_LENT: dict[str, tuple[dict[str, Any], str]] = {
         "is for a trainer of this machine",
     ),
     "ranks": ({"train": {"parallel": {"shard": 2}}}, "and train.parallel makes 2; remove one of the two"),
-    "a teacher": ({"teachers": [{"name": "math", "path": "there"}]}, "teachers may need its older weights then; remove"),
+    "a teacher": (
+        {"teachers": [{"name": "math", "path": "there"}]},
+        "teachers may need its older weights then; remove",
+    ),
     "adapters": ({"lora": {"rank": 2}, "adapters": [{"name": "a"}, {"name": "b"}]}, "lend is for one policy; remove"),
 }
 
@@ -142,7 +148,10 @@ def lending_config(tmp_path: Path, **tables: Any) -> RunConfig:
 
 def test_only_devices_of_its_own_can_be_lent(tmp_path: Path) -> None:
     cores = {"engine": {"cores": [0]}, "train": {"cores": [1]}}
-    assert check(lending_config(tmp_path)) == [] and OrchestrationConfig(lend=True, give_way=3.0).at_home == OrchestrationConfig()
+    assert (
+        check(lending_config(tmp_path)) == []
+        and OrchestrationConfig(lend=True, give_way=3.0).at_home == OrchestrationConfig()
+    )
     (said,) = nothing_to_lend(lending_config(tmp_path), "cpu", "cpu")
     assert "remove it, or set both" in said
     (said,) = nothing_to_lend(lending_config(tmp_path, **cores), "cuda", "cuda")

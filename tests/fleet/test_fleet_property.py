@@ -105,9 +105,7 @@ def engines_of(s: dict[str, Any]) -> list[Unlike]:
     heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
     usual: dict[str, Any] = {"length": heavy_tail, "failure_rate": 0.05, "seed": s["seed"]}
     kinds = [Unlike] * s["members"] + [UnlikeLent] * s["lent"]
-    return [
-        kind(s["speeds"][i % 3], s["loads"][i % 3], rows=s["rows"][i % 3], **usual) for i, kind in enumerate(kinds)
-    ]
+    return [kind(s["speeds"][i % 3], s["loads"][i % 3], rows=s["rows"][i % 3], **usual) for i, kind in enumerate(kinds)]
 
 
 def befall(engine: Unlike, number: int, one: dict[str, Any]) -> None:

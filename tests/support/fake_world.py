@@ -171,8 +171,6 @@ def lends(world: World, fleet: Fleet, lent: OnLentDevices, give_way: float) -> N
     trainer.lent = lent
 
     def shared(telemetry: Telemetry) -> SharedDevices:
-        return SharedDevices(
-            fleet.on_lent_devices(give_way), trainer, keep=False, telemetry=telemetry, lent=True
-        )
+        return SharedDevices(fleet.on_lent_devices(give_way), trainer, keep=False, telemetry=telemetry, lent=True)
 
     world.shared = shared

@@ -37,13 +37,9 @@ class ProcessEngine:
         max_deaths: int,
         telemetry: Telemetry,
         suspects: Suspects | None = None,
-        *,
-        lent: bool = False,
     ) -> None:
-        """`suspects`: those of the fleet; None: the engine's own, with the usual number of deaths. `lent`: it begins asleep, also after a death,
-        and whoever wakes it loads all weights: those that it was given before may be gone by then."""
+        """`suspects`: those of the fleet; None: the engine's own, with the usual number of deaths."""
         self._who, self._telemetry = job.who, telemetry
-        self._lent = lent
         self._suspects = suspects or Suspects(EngineConfig.ticket_deaths)
         self._suspects.listen(self._send_held_back)
         self._sent: dict[str, str] = {}
@@ -124,7 +120,7 @@ class ProcessEngine:
             return await self._keeper.retrying(lambda worker: self._load(worker, name, update, parts))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a new process must not be given this update either
-                del self._wanted[name]
+                self._wanted.pop(name, None)
             else:
                 self._wanted[name] = before
             raise
@@ -154,16 +150,11 @@ class ProcessEngine:
     async def sleep(self, keep: bool) -> SleepReport:
         self._awake.clear()
         self._live.pop("", None)  # adapters stay loaded
-        if self._lent:
-            self._wanted.clear()
         return await self._keeper.ask("sleep", keep, SleepReport)
 
     async def wake(self, replaced: bool) -> SleepReport:
-        if not self._lent:
-            self._awake.set()
+        self._awake.set()
         report = await self._keeper.ask("wake", None, SleepReport)
-        if self._lent and self._keeper.is_up:  # else it has died since, and its successor is asleep
-            self._awake.set()
         for name in [] if replaced and len(self._wanted) == 1 else list(self._wanted):  # adapters need their base
             await self._keeper.retrying(lambda worker, name=name: self._load_newest(worker, name))  # type: ignore[misc]
         if self._owes_requests:
@@ -209,7 +200,7 @@ class ProcessEngine:
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
         if self._start.asleep:
-            if self._lent or not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
+            if not self._awake.is_set():  # `wake` does the rest: until then there is no memory for weights
                 self._owes_requests = True
                 return
             await worker.call("wake", None, SleepReport)
@@ -218,9 +209,6 @@ class ProcessEngine:
         self._reissue()
 
     def went_down(self, forgive: Callable[[], None] | None) -> None:
-        if self._lent:
-            self._awake.clear()
-            self._wanted.clear()
         there = [name for name in self._sent if not self._book.is_done(name)]
         given_up = self._suspects.charge(map(ticket_of, there), forgive) if forgive else []
         sent, self._sent = self._sent, {}
