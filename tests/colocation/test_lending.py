@@ -10,20 +10,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from fact_stream import FactStream
 from fake_world import LendingTrainer, OnLentDevices, lends
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import FleetPatience
+from headrace.engine.fleet.totals import Totals, samples
 from headrace.errors import ConfigError
 from headrace.faultsim.case import MODES, Case
 from headrace.faultsim.faults import Fault
 from headrace.faultsim.lives import trial
-from headrace.observe.facts import MemberMoved, Slept, StepTrained, Warned, Woke
+from headrace.observe.costs import Costs
+from headrace.observe.facts import FleetSample, MemberMoved, Slept, StepTrained, Warned, Woke
 from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
 from headrace.observe.telemetry import Telemetry
+from headrace.reports import EngineStats
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.simulate import virtual_time
@@ -196,3 +201,23 @@ def test_the_weights_are_those_of_a_run_that_lends_nothing(mode: Any) -> None:
         case = Case(seed, mode=mode, groups=3, max_lag=0, steps=4, group_size=4)
         weights = {trial(msgspec.structs.replace(case, lent=lent)).weights for lent in (False, True)}
         assert len(weights) == (1 if case.synchronous else len(weights))
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_on_lent_devices_is_neither_idle_nor_paid_for() -> None:
+    async def main() -> tuple[float, tuple[Any, ...]]:
+        own, lent = Member(name="1", engine=engine()), Member(name="lent", engine=engine(), lent=True)
+        own.stats, lent.stats = EngineStats(busy_seconds=3.0), EngineStats(busy_seconds=1.0, sampled_tokens=5)
+        taken = Totals().taken([own, lent])
+        assert taken.sampled_tokens == 5
+        return taken.busy_seconds, samples([own, lent])
+
+    busy, found = virtual_time.run(main())
+    assert busy == 3.0, "the share of time in which the engine is idle is that of the run's own"
+    costs = Costs()
+    costs.fold(msgspec.structs.replace(next(FactStream(steps=1).facts()), t=0.0, prices={"engine": 1.0}))
+    for t in (0.0, 3600.0):
+        costs.fold(FleetSample(t, found))
+    assert costs.spent["engine"] == pytest.approx(1.0)

@@ -68,7 +68,7 @@ class Care:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in (absence, silence) if task.done()), member.why)
         finally:
-            await cancelled(absence, silence)
+            await _cancelled(absence, silence)
 
     async def _until_silent(self) -> str:
         clock, before = self._rotation.telemetry.clock, self._rotation.telemetry.clock()
@@ -112,7 +112,7 @@ class Care:
                 await asyncio.wait([answer, absence], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 hangs = not answer.done() and not absence.done()
             finally:
-                await cancelled(answer, absence)
+                await _cancelled(answer, absence)
             if hangs:
                 self._rotation.telemetry.warn(
                     f"engine {self._member.name} has a process that has not answered for {patience:g} s more; it is killed, and replaced"
@@ -175,11 +175,11 @@ class Care:
             while not task.done() and holds():
                 news = asyncio.ensure_future(self._rotation.news())
                 await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
-                await cancelled(news)
+                await _cancelled(news)
                 self._rotation.check()
             return task.result() if task.done() else None
         finally:
-            await cancelled(task)
+            await _cancelled(task)
 
     async def _refused(self, error: Exception) -> None:
         self._refusals += 1
@@ -207,7 +207,7 @@ class Care:
         return member.unlike < 0
 
 
-async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from headrace.engine.fleet.care import Care, cancelled
+from headrace.engine.fleet.care import Care
 from headrace.engine.fleet.member import Member, MemberEngine
 from headrace.engine.fleet.rotation import Rotation
 from headrace.errors import HeadraceError, WorkerDied
@@ -83,4 +83,5 @@ class LentEngine:
                     return asleep.result()
             return SleepReport()
         finally:
-            await cancelled(*ends)
+            for one in ends:
+                one.cancel()

@@ -120,7 +120,7 @@ class ProcessEngine:
             return await self._keeper.retrying(lambda worker: self._load(worker, name, update, parts))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a new process must not be given this update either
-                self._wanted.pop(name, None)
+                del self._wanted[name]
             else:
                 self._wanted[name] = before
             raise

@@ -11,11 +11,8 @@ from headrace.weights import WeightUpdate
 
 
 class LentProcess(ProcessEngine):
-    """It begins asleep, also after a death. Whoever wakes it loads all weights: those that it was asked to load last may be gone by then."""
-
-    async def sleep(self, keep: bool) -> SleepReport:
-        self._wanted.clear()
-        return await super().sleep(keep)
+    """It begins asleep, also after a death, and has no weights when it wakes: whoever wakes it loads all of them, because those that it was asked to
+    load last may be gone by then."""
 
     async def wake(self, replaced: bool) -> SleepReport:
         report = await self._keeper.ask("wake", None, SleepReport)
@@ -27,7 +24,6 @@ class LentProcess(ProcessEngine):
 
     def went_down(self, forgive: Callable[[], None] | None) -> None:
         self._awake.clear()
-        self._wanted.clear()
         super().went_down(forgive)
 
     async def resume_in(self, worker: Worker) -> None:
