@@ -6,7 +6,7 @@
 The run is synthetic: the facts of one step are written again and again with other numbers, with the index and the digest that a run writes. Its journal has only the groups of the last
 `--journal` steps, because that of all steps would need a hundred gigabytes; a place in it is found the same way. Times are CPU seconds of
 the process, without the browser: for a run that was never opened, for one that was, and with `--without` for a run of an earlier release,
-which has neither index nor digest.
+which has neither index nor digest. `--frames` also measures how smoothly a browser scrolls it (`board_frames.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headrace.durable.spelling import encode
 from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.runs_board import RunsBoard
+from headrace.observe.board.swimlanes import LaneQuery
 from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
 from headrace.observe.index.digest import DIGEST
 from headrace.observe.index.group_table import Wanted
@@ -96,19 +97,20 @@ def facts(step: int, rng: random.Random) -> list[object]:
     t, made = 4.0 * step, []
     tickets = tuple(range(step * GROUPS, (step + 1) * GROUPS))
     lengths: tuple[int, ...] = ()
+    ended: list[object] = []
     for ticket in tickets:
         own = tuple(rng.randrange(20, 250) for _ in range(SIZE))
         rewards = tuple(float(rng.random() < step / 1e5) for _ in range(SIZE))
-        made += [
-            TicketDrawn(t, ticket, f"p/{ticket}"),
-            GroupEnded(t, ticket, f"p/{ticket}", "ready", "", "", rewards, own),
-        ]
+        times = tuple((3.0, round(3 - 0.011 * length, 3)) for length in own)
+        ended.append(GroupEnded(t + 3.2, ticket, f"p/{ticket}", "ready", rewards=rewards, lengths=own, seconds=3.2, times=times))  # fmt: skip
+        made.append(TicketDrawn(t, ticket, f"p/{ticket}"))
         lengths += own
     made += [
         EngineSample(t + i, EngineStats(64, 3, 0.4, step * 9000, step * 3000, step * 90, 3.6 * step, 0))
         for i in range(4)
     ]
-    report = TrainReport(step, step + 1, loss=-0.01 * rng.random(), grad_norm=rng.random(), lr=1e-5, entropy=rng.random(), kl=rng.random() / 100, loss_tokens=sum(lengths), seconds=3.0)  # fmt: skip
+    made += ended
+    report = TrainReport(step, step + 1, loss=-0.01 * rng.random(), grad_norm=rng.random(), lr=1e-5, entropy=rng.random(), kl=rng.random() / 100, loss_tokens=sum(lengths), seconds=0.7)  # fmt: skip
     made.append(StepRow(t + 4, report, {0: sum(lengths) // 2, 1: sum(lengths) // 2}, step / 1e5, 0.4, step / 1e5, 0.2, tickets, {"right": step / 1e5}, lengths, 3))  # fmt: skip
     update = WeightUpdate(version=step + 1, kind="full", fingerprint=f"{step:032x}", nbytes=1, seconds=0.1)
     made.append(WeightsLive(t + 4, update, LoadReport(step + 1, 0.1, 0.001)))
@@ -141,12 +143,15 @@ def main() -> None:
     parser.add_argument(
         "--without", action="store_true", help="also without index and digest (a run of an earlier release)"
     )
+    parser.add_argument("--frames", action="store_true", help="also scroll the page in a headless Chromium")
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
+    parser.add_argument("--keep", type=Path, help="a directory in which the run stays, or lies since the last time")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.dir) as place:
-        runs = Path(place) / "runs"
-        runs.mkdir()
-        write_run(runs / "long", given.steps, given.journal, random.Random(0))
+        runs = (given.keep or Path(place)) / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        if not (runs / "long").exists():
+            write_run(runs / "long", given.steps, given.journal, random.Random(0))
         sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl", INDEX, DIGEST)]
         print(
             f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal, "
@@ -165,6 +170,7 @@ def main() -> None:
         timed("the tab Samples: a page of the newest", lambda: board().rollouts("long", RolloutQuery()))
         for part in PARTS:
             timed(f"the tab {part}", lambda part=part: board().part("long", part))  # type: ignore[misc]
+        timed("the tab Swimlanes: the newest six steps", lambda: board().lanes("long", LaneQuery()))
         shown = board()
         timed("all of it read (facts behind the digest)", lambda: shown.run("long").catch_up(1e9))
         print("the same board, asked again")
@@ -176,6 +182,9 @@ def main() -> None:
             timed(f"{width} steps in the middle, in the tab {part}", lambda p=part, t=there: shown.part("long", p, t))  # type: ignore[misc]
         timed("14 curves, smoothed", lambda: curves(shown, 100))
         timed("14 curves, a tenth of the run", lambda: curves(shown, within=(middle, middle + given.steps // 10)))
+        for where in ((middle, middle + 5), (middle, middle + 599), (given.steps - 5, given.steps)):
+            query = LaneQuery(steps=where)
+            timed(f"swimlanes of steps {where[0]} to {where[1]}", lambda q=query: shown.lanes("long", q))  # type: ignore[misc]
         timed(
             "reading the rest of the journal",
             lambda: shown.rollouts("long", RolloutQuery(wanted=Wanted(steps=(given.steps, 1e9)))),
@@ -185,6 +194,10 @@ def main() -> None:
             "a page of rollouts with reward 1, longest first",
             lambda: shown.rollouts("long", RolloutQuery(wanted=Wanted(rewards=(1, 1)), order="longest")),
         )
+        if given.frames:
+            from board_frames import frames
+
+            frames(board(), given.steps)
         if given.without:
             (runs / "long" / INDEX).unlink()
             (runs / "long" / DIGEST).unlink()

@@ -301,8 +301,9 @@ class EngineCore(Protocol):
         `mixed`: some of the tensors are still those of the previous version, whose number stays until all are swapped.
         Raises `ValueError` naming the first parameter that is missing, unknown, or of another shape or dtype."""
 
-    def swap(self, prepared: Any) -> None:
-        """Puts prepared weights into service between two steps: the next forward pass uses them. Running sequences continue.
+    def swap(self, prepared: Any) -> Any:
+        """Puts prepared weights into service between two steps: the next forward pass uses them. Running sequences continue. Returns what
+        was replaced, so that the caller decides when its memory is given back.
         Raises `ValueError`, and changes nothing, if they do not fit weights loaded since they were prepared. After a mixed
         swap the previous version may be swapped in again, which undoes a streamed update."""
 

@@ -96,6 +96,8 @@ class GroupEnded(Fact, frozen=True):
     """Seconds of each rollout in which no turn was sampled."""
     rollouts: int = 0
     """Rollouts of the group, if a curriculum has chosen their number; else 0."""
+    times: tuple[tuple[float, ...], ...] = ()
+    """Seconds before `t` at which each turn of each rollout was asked for and had ended, in pairs; empty if not recorded."""
 
 
 class FirstFailure(Fact, frozen=True):

@@ -72,6 +72,8 @@ class Played:
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
     between: float = field(default=0.0, compare=False, kw_only=True)
     """Seconds in which no turn was sampled: those of tools, and of the environment itself."""
+    times: tuple[tuple[float, float], ...] = field(default=(), compare=False, kw_only=True)
+    """The moments on the loop's clock at which each turn was asked for and had ended."""
     rollout: int = field(default=0, compare=False, kw_only=True)
     """The rollout whose turns before `pivot` it shares; its own number if it is no alternative."""
     pivot: int = field(default=0, compare=False, kw_only=True)
@@ -113,6 +115,7 @@ class RolloutSession:
         """Turns that were asked for, those that were cancelled included."""
         self._turns: dict[int, Turn] = {}
         """The turns that were sampled, by their number in the order of asking. A turn has a larger number than its parent."""
+        self._times: dict[int, tuple[float, float]] = {}
         self._rewards: dict[int, dict[str, float]] = {}
         self._left_out: set[str] = set()
         """Roles whose turns are not trained."""
@@ -152,6 +155,8 @@ class RolloutSession:
             raise self._over("environment_turns", f"asked for more turns than its limit of {self._limits.turns}")
         self._asked += 1
         parent = self._parent(fresh, after)
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
         done = self._own_routing(done, parent)
         reply = read(done) if read else {}
@@ -165,6 +170,7 @@ class RolloutSession:
             reply=reply,
         )
         self._rewards[number] = {}
+        self._times[number] = asked, clock()
         return done
 
     def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
@@ -303,7 +309,8 @@ class RolloutSession:
         given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
         named = {str(name): float(value) for name, value in rewards.items()}
         between = asyncio.get_running_loop().time() - self._began - self._sampling_seconds
-        return Played(Episode(self._in_order(), self._cut), named, given, between=between)
+        times = tuple(self._times[number] for number in sorted(self._turns))
+        return Played(Episode(self._in_order(), self._cut), named, given, between=between, times=times)
 
     def _in_order(self) -> tuple[Turn, ...]:
         """The turns by number, without gaps: one that was cancelled has a number and no turn."""

@@ -131,6 +131,7 @@ def test_an_episode_that_takes_too_long_is_cut_off_at_its_next_turn() -> None:
     found = played(play, Answers(2.0), limits)
     assert isinstance(found, Played) and found.episode.cut == "seconds" and found.episode.truncated
     assert len(found.episode.turns) == 2 and found.between == pytest.approx(3.0) and found.rewards == {"turns": 1.0}
+    assert [end - found.times[0][0] for pair in found.times for end in pair] == [0.0, 2.0, 5.0, 7.0]
 
 
 def test_the_key_of_a_turn_says_what_it_was_sampled_after() -> None:

@@ -171,7 +171,17 @@ class FactStream:
             self.rollout_failures += failures
         truncated = sum(one.episode.last.stop == "length" for one in group.scored)
         yield GroupEnded(
-            self.t, ticket, group.prompt.id, outcome, reason, "", rewards, lengths, truncated, dict(failures), 3.1
+            self.t,
+            ticket,
+            group.prompt.id,
+            outcome,
+            reason,
+            rewards=rewards,
+            lengths=lengths,
+            truncated=truncated,
+            failures=dict(failures),
+            seconds=3.1,
+            times=tuple((3.0, round(max(0.1, 2.9 - 0.2 * length), 3)) for length in lengths),
         )
         if outcome == "ready":
             self.ahead.append(group)

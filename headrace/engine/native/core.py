@@ -193,29 +193,32 @@ class Core:
         self._served.check_base(update)
         return Prepared(update, self._model.prepare(tensors), mixed)
 
-    def swap(self, prepared: Prepared) -> None:
-        """Raises ValueError if it does not fit weights that were loaded meanwhile."""
+    def swap(self, prepared: Prepared) -> Any:
+        """Returns the base weights that were replaced: their memory is given back where the caller lets go of them, and that takes longer
+        than the swap. Raises ValueError if it does not fit weights that were loaded meanwhile."""
         update, spec = prepared.update, prepared.update.adapter
         if spec is None:
             self._served.check_base(update)
             assert not self._sleeping.asleep, "weights were swapped in while the engine was asleep"
             same = not self._served.there and update.version == self._served.base
-            self._runner.use(prepared.weights)
+            replaced = self._runner.use(prepared.weights)
             if same:  # what it gave back when it fell asleep
                 assert update.fingerprint == self._served.fingerprint, "one version has one fingerprint"
                 self._served.set_base(update)
-                return
+                return replaced
             self._forks.forget(None)
             if prepared.mixed:
                 self._served.mixed = True
                 self._schedule.swapped(None, recompute=False)  # cuts off shared entries: mixed ones are never reused
-                return
+                return replaced
             self._served.set_base(update)
         else:
+            replaced = None
             self._served.check_adapter(spec)
             self._runner.use_adapter(self._served.set_adapter(spec, update.version), prepared.weights)
         self._schedule.swapped(spec.name if spec else None, self._config.swap == "recompute")
         self._swaps += 1
+        return replaced
 
     def unload(self, adapter: str) -> None:
         self._served.require(adapter)

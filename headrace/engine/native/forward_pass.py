@@ -106,8 +106,9 @@ class Runner(Protocol):
     def prepare(self, tensors: Any) -> Any:
         """Prepares new weights and returns the argument of `use`. Runs in a side thread, concurrently with `forward`."""
 
-    def use(self, weights: Any) -> None:
-        """Puts prepared weights into service, between two passes. Changes pointers, never copies."""
+    def use(self, weights: Any) -> Any:
+        """Puts prepared weights into service, between two passes. Changes pointers, never copies. Returns what it replaced, if that has
+        memory of its own."""
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Any) -> Any:
         """Does what `prepare` does, for a LoRA adapter. Raises ValueError naming the first tensor that does not fit the base model."""

@@ -19,6 +19,7 @@ from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.cookie import CookieGate
 from headrace.observe.board.runs_board import RunsBoard
+from headrace.observe.board.swimlanes import KINDS, LaneQuery
 from headrace.observe.index.group_table import Order, Wanted
 from headrace.observe.index.step_columns import STEP
 from headrace.observe.report.page import SCRIPT, STYLE
@@ -56,6 +57,7 @@ def make_board_app(board: RunsBoard, token: str = "") -> Starlette:
         Route("/api/metrics", _metrics),
         Route("/api/curves", _curves),
         Route("/api/part", _part),
+        Route("/api/lanes", _lanes),
         Route("/api/differences", _differences),
         Route("/api/rollouts", _rollouts),
         Route("/api/csv", _csv),
@@ -103,9 +105,16 @@ def _part(request: Request) -> Response:
     which = request.query_params.get("part", "")
     if which not in PARTS:
         raise Refused(404, f"part must be one of {', '.join(PARTS)}")
-    first, last = (_number(request, name, 0) for name in ("from", "to"))
-    steps = (int(first), int(last)) if request.query_params.get("from") else None
-    return HTMLResponse(_board(request).part(_one_run(request), which, steps))
+    return HTMLResponse(_board(request).part(_one_run(request), which, _steps(request)))
+
+
+def _lanes(request: Request) -> Response:
+    kind = request.query_params.get("show", "all")
+    if kind not in KINDS:
+        raise Refused(400, f"show must be one of {', '.join(KINDS)}")
+    start = max(0, int(_number(request, "start", 0)))
+    query = LaneQuery(steps=_steps(request), kind=kind, start=start)  # type: ignore[arg-type]
+    return HTMLResponse(_board(request).lanes(_one_run(request), query))
 
 
 def _differences(request: Request) -> Response:
@@ -130,6 +139,7 @@ def _rollouts(request: Request) -> Response:
         lag=int(_number(request, "lag", 0)),
         words=given.get("words", ""),
         ticket=int(_number(request, "ticket", 0)) if given.get("ticket") else None,
+        rollout=int(_number(request, "rollout", 0)) if given.get("rollout") else None,
         start=max(0, int(_number(request, "start", 0))),
     )
     answer = _board(request).rollouts(_one_run(request), question)
@@ -178,6 +188,11 @@ def _several(request: Request, name: str, most: int) -> list[str]:
     if not 1 <= len(values) <= most:
         raise Refused(400, f"give 1 to {most} of {name}, not {len(values)}")
     return values
+
+
+def _steps(request: Request) -> tuple[int, int] | None:
+    first, last = (_number(request, name, 0) for name in ("from", "to"))
+    return (int(first), int(last)) if request.query_params.get("from") else None
 
 
 def _number(request: Request, name: str, default: float) -> float:

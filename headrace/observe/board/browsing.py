@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -39,6 +39,8 @@ class RolloutQuery:
     """Part of the prompt or of the completion, in upper or lower case."""
     ticket: int | None = None
     """One group by its ticket; the other conditions hold too."""
+    rollout: int | None = None
+    """One rollout of each group, by its place in it from 0."""
     start: int = 0
     """Groups of the order that an earlier answer has been through."""
 
@@ -91,6 +93,19 @@ class Browser:
         html = (rollout_table(views) if views else "") + (_failures(lost) if question.wanted.failed else "") + note
         return RolloutPage(html, len(views), len(tickets), place if place < len(tickets) else None)
 
+    def groups(self, tickets: Iterable[int], most: int) -> dict[int, Group]:
+        """Returns groups as the journal has them, as many as fit into `most` bytes."""
+        with self._lock:
+            self._index.catch_up(SECONDS / 2)
+        found: dict[int, Group] = {}
+        for ticket in tickets:
+            most -= self._index.size_of(ticket)
+            if most < 0:
+                break
+            if group := self._index.group(ticket):
+                found[ticket] = group
+        return found
+
     def _report(self, step: int) -> TrainReport:
         """Returns the report of a step, counted from 0; an empty one if it is not in the journal (yet)."""
         return self._index.report(step) or TrainReport(step, step + 1)
@@ -105,6 +120,7 @@ class Browser:
         for rollout, one in enumerate(group.scored):
             done = one.episode.last
             fits = least <= one.reward <= most and (not question.wanted.cut or done.stop == "length")
+            fits = fits and question.rollout in (None, rollout)
             if fits and (in_prompt or words in _words(one)) and _oldest_lag(one, step) >= question.lag:
                 yield view_rollout(journaled, group, rollout, pieces=self._pieces, oldest=oldest)
 

@@ -84,6 +84,11 @@ class JournalIndex:
         record = self._record(b"Ready", ticket)
         return record.group if isinstance(record, ReadyRecord) else None
 
+    def size_of(self, ticket: int) -> int:
+        """Returns the bytes of a group's record; 0 if its place is not known."""
+        places = self._places[b"Ready"].view
+        return int(places[ticket]["length"]) if ticket < len(places) else 0
+
     def prompt(self, ticket: int) -> Prompt | None:
         record = self._record(b"Drawn", ticket)
         return record.prompt if isinstance(record, DrawnRecord) else None

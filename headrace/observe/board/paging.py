@@ -22,10 +22,10 @@ def steps_of(columns: StepColumns) -> int:
     return int(columns.series("time/step_seconds")[0].max(initial=0))
 
 
-def chosen(steps: int, asked: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the first and the last step to be shown, both from 1 to `steps`; the newest ones if none were asked for."""
+def chosen(steps: int, asked: tuple[int, int] | None, at_first: int = AT_FIRST) -> tuple[int, int]:
+    """Returns the first and the last step to be shown, both from 1 to `steps`; the newest `at_first` if none were asked for."""
     if asked is None:
-        return max(1, steps - AT_FIRST + 1), steps
+        return max(1, steps - at_first + 1), steps
     first = min(max(1, asked[0]), steps)
     return first, min(max(first, asked[1]), steps)
 

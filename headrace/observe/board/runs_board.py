@@ -16,6 +16,7 @@ from headrace.observe.board.board_parts import Steps, part
 from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
 from headrace.observe.board.followed_run import FollowedRun
 from headrace.observe.board.run_list import RunLine, RunList
+from headrace.observe.board.swimlanes import LaneQuery, swimlanes
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.index.step_columns import MINUTES, STEP, TOKENS
 from headrace.observe.numbers.rollout_view import Pieces
@@ -144,9 +145,17 @@ class RunsBoard:
 
     def rollouts(self, name: str, question: RolloutQuery) -> RolloutPage:
         run = self.run(name)
+        return self._browser(name, run).ask(question, run.numbers.groups, run.state.step)
+
+    def lanes(self, name: str, query: LaneQuery) -> str:
+        run = self.run(name)
+        return swimlanes(run.run_dir, run.state, run.numbers.columns, query, self._browser(name, run).groups)
+
+    def _browser(self, name: str, run: FollowedRun) -> Browser:
         with self._lock:
-            browser = self._browsers.setdefault(name, Browser(run.run_dir, self._make_pieces))
-        return browser.ask(question, run.numbers.groups, run.state.step)
+            if name not in self._browsers:
+                self._browsers[name] = Browser(run.run_dir, self._make_pieces)
+            return self._browsers[name]
 
     def csv(self, names: Sequence[str], metrics: Sequence[str]) -> Iterator[str]:
         """Yields the lines of a table: one row for each run and step, one column for each number."""

@@ -9,7 +9,7 @@ from typing import BinaryIO, NamedTuple
 
 from headrace.observe.facts import RunStarted
 from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, decode_metrics
+from headrace.observe.records import METRICS, MetricsFact, decode_metrics
 
 MOST = 6 << 20
 """Bytes of facts that are read for one window."""
@@ -28,6 +28,18 @@ OF_POOLS = (
     b"Woke",
 )
 """Facts from which the chart of the pools is drawn."""
+
+
+class FactsRead(NamedTuple):
+    """The facts from the end of the step before the first to the end of the last."""
+
+    facts: list[MetricsFact]
+    last: int
+    """The last step whose fact was read."""
+    cut: bool
+    """Whether the last steps that were asked for are left out, because there would be too much to read."""
+    whole: bool
+    """Whether the file ends with them."""
 
 
 class StepWindow(NamedTuple):
@@ -52,22 +64,36 @@ def read_window(
 ) -> StepWindow:
     """Reads the facts of steps `first` to `last`. `started`: the facts' run. `kinds`: the facts that are wanted; all by default. Raises
     OSError if the file cannot be read."""
-    state, done, size = RunState(), first - 1, 0
+    read = read_facts(run_dir, first, last, kinds=kinds, most=most)
+    state = RunState()
     state.started = started
+    for fact in read.facts:
+        state.fold(fact)
+    return StepWindow(state, first, read.last, read.cut)
+
+
+def read_facts(run_dir: Path, first: int, last: int, *, kinds: Collection[bytes] = (), most: int = MOST) -> FactsRead:
+    """Reads as `read_window` does."""
+    facts: list[MetricsFact] = []
+    done, size, whole = first - 1, 0, True
     with (run_dir / METRICS).open("rb") as file:
         file.seek(place_after(file, first - 1))
         for line in file:
             kind = _KIND.match(line)
             size += len(line)
-            if not line.endswith(b"\n") or size > most:
+            if not line.endswith(b"\n"):
+                break
+            if size > most:
+                whole = False
                 break
             if kind and (not kinds or kind[1] in kinds) and (fact := decode_metrics(line[:-1])):
-                state.fold(fact)
+                facts.append(fact)
             if step := _STEP.match(line):
                 done = int(step[1]) + 1
                 if done >= last:
+                    whole = False
                     break
-    return StepWindow(state, first, done, done < last and size > most)
+    return FactsRead(facts, done, done < last and size > most, whole)
 
 
 def place_after(file: BinaryIO, step: int) -> int:

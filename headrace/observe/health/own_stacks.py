@@ -1,12 +1,13 @@
 """Stacks of this process, taken under the interpreter's lock: no frame changes while it is read, so nothing can crash.
 
-`faulthandler` is not used. It reads the frames of running threads without that lock, and crashed processes that were suspended and
-continued, or asked often.
+`faulthandler` is used for a process that a fault of native code is about to end, and for no other. It reads the frames of running threads
+without that lock, and crashed processes that were suspended and continued, or asked often.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -30,12 +31,14 @@ HEADER = "(most recent call first):"
 
 
 def answer_signals() -> None:
-    """Makes a worker process append its stacks to its file on SIGUSR1. Called at its start, in its main thread.
+    """Makes a worker process append its stacks to its file on SIGUSR1, and write that of a thread in which native code fails (SIGSEGV,
+    SIGFPE, SIGABRT, ...) to its log before it ends. Called at its start, in its main thread.
 
     The signal wakes a thread through a pipe, to which the interpreter writes wherever the main thread is. That thread needs the
     interpreter's lock. A process that never releases the lock has to be read from outside (`outside.py`).
     """
     may_be_read_by(os.getppid())
+    faulthandler.enable(sys.__stderr__ or 2, all_threads=False)
     path = os.environ.get(VARIABLE)
     if not path:
         return

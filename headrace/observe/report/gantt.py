@@ -32,11 +32,36 @@ def gantt(run: RunState, part: RunState | None = None) -> str:
     labels = "".join(
         f'<span style="top:{top + height / 2:.0f}px">{name}</span>' for name, (top, height) in LANES.items()
     )
+    return time_chart(
+        whole=(start, end),
+        shown=(left, right),
+        height=HEIGHT,
+        labels=labels,
+        bars=_ground(start, end) + bars,
+        below=_legend(run, state),
+        part=part is not None,
+    )
+
+
+def time_chart(
+    *,
+    whole: tuple[float, float],
+    shown: tuple[float, float],
+    height: float,
+    labels: str,
+    bars: str,
+    below: str,
+    part: bool,
+    origin: float = 0.0,
+) -> str:
+    """Returns a chart over time that the page's script zooms. `whole`, `shown`: its seconds, and those that are seen at first. `bars`: SVG in
+    seconds and pixels. `part`: whether the run is longer. `origin`: the second of the run at which its own begin."""
+    left, right = shown
     return (
-        f'<div class="gantt" data-start="{start}" data-end="{end:.3f}">{_controls(part is not None)}'
-        f'<div class="gantt-body"><div class="lanes">{labels}</div><svg class="gantt-svg" height="{HEIGHT}"'
-        f' viewBox="{left:.3f} 0 {right - left:.3f} {HEIGHT}" preserveAspectRatio="none">{_ground(start, end)}{bars}</svg></div>'
-        f'<div class="gantt-axis">{_axis(left, right)}</div>{_legend(run, state)}</div>'
+        f'<div class="gantt" data-start="{whole[0]}" data-end="{whole[1]:.3f}" data-origin="{origin:.3f}">{_controls(part)}'
+        f'<div class="gantt-body"><div class="lanes">{labels}</div><svg class="gantt-svg" height="{height:g}"'
+        f' viewBox="{left:.3f} 0 {right - left:.3f} {height:g}" preserveAspectRatio="none">{bars}</svg></div>'
+        f'<div class="gantt-axis">{_axis(left + origin, right + origin)}</div>{below}</div>'
     )
 
 

@@ -25,23 +25,25 @@ document.addEventListener("mousemove", (event) => {
 function setUpGantt(gantt) {
   const svg = gantt.querySelector("svg"), axis = gantt.querySelector(".gantt-axis");
   const first = Number(gantt.dataset.start), last = Number(gantt.dataset.end), height = svg.viewBox.baseVal.height;
+  const origin = Number(gantt.dataset.origin || 0);  // the second of the run at which the chart's own begin
   let left = svg.viewBox.baseVal.x, width = svg.viewBox.baseVal.width;
 
   const clock = (seconds) => {
-    const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
+    const s = Math.floor(seconds + 1e-6), pad = (n) => String(n).padStart(2, "0");
     return s >= 3600 ? `${Math.floor(s / 3600)}:${pad(Math.floor(s / 60) % 60)}:${pad(s % 60)}` : `${Math.floor(s / 60)}:${pad(s % 60)}`;
   };
   const show = (newLeft, newWidth) => {
-    width = Math.min(Math.max(newWidth, 2), last - first);
+    width = Math.min(Math.max(newWidth, Math.min(2, (last - first) / 20)), last - first);
     left = Math.min(Math.max(newLeft, first), last - width);
     svg.setAttribute("viewBox", `${left} 0 ${width} ${height}`);
-    const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+    const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
     const most = Math.min(10, Math.max(2, axis.clientWidth / 64));
     const step = steps.find((s) => width / s <= most) || 604800;
     axis.replaceChildren();
-    for (let t = Math.ceil(left / step) * step; t <= left + width; t += step) {
+    for (let n = Math.ceil((left + origin) / step); n * step <= left + origin + width; n++) {
+      const t = n * step - origin;
       const mark = document.createElement("span");
-      mark.textContent = clock(t);
+      mark.textContent = clock(n * step) + (step < 1 ? `.${Math.round(10 * n * step) % 10}` : "");
       mark.style.left = (100 * (t - left)) / width + "%";
       axis.append(mark);
     }
@@ -57,6 +59,14 @@ function setUpGantt(gantt) {
     event.preventDefault();
     zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX / svg.clientWidth);
   }, { passive: false });
+  svg.tabIndex = 0;
+  svg.setAttribute("aria-label", "chart over time: arrows move it, + and - zoom it, 0 shows all");
+  svg.addEventListener("keydown", (event) => {
+    const what = { ArrowLeft: "left", ArrowRight: "right", "+": "in", "=": "in", "-": "out", 0: "all" }[event.key];
+    if (!what || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    does[what]();
+  });
   let held = null;
   svg.addEventListener("pointerdown", (event) => {
     held = { x: event.clientX, left };

@@ -16,6 +16,8 @@ class PlayedGroup(Struct, frozen=True):
     failures: tuple[Failure, ...] = ()
     between: tuple[float, ...] = ()
     """Seconds that each scored one spent between its turns."""
+    times: tuple[tuple[float, ...], ...] = ()
+    """Seconds before the group was scored at which each turn of each scored one was asked for and had ended, in pairs."""
 
 
 Seen = Callable[[Sequence[Episode]], None]

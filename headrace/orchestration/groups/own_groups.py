@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,9 +129,16 @@ def _group(
 ) -> PlayedGroup:
     judged = with_rewards(scores, played)
     between = {of.rollout: of.between for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
+    now = asyncio.get_running_loop().time()
+    times = {of.rollout: _before(now, of) for one, of in zip(judged, played, strict=True) if isinstance(one, Scored)}
     joined = as_trees(judged, played)
     return PlayedGroup(
         scored=tuple(result for result in joined if isinstance(result, Scored)),
         failures=tuple(result for result in [*results, *joined] if isinstance(result, Failure)),
         between=tuple(between.values()),
+        times=tuple(times.values()),
     )
+
+
+def _before(now: float, played: Played) -> tuple[float, ...]:
+    return tuple(now - moment for pair in played.times for moment in pair)

@@ -29,6 +29,8 @@ class Rolled:
     """Number of tokens sampled for rollouts that were cancelled or started again."""
     between: tuple[float, ...] = ()
     """Seconds that each scored rollout spent between its turns."""
+    times: tuple[tuple[float, ...], ...] = ()
+    """The moments of the turns of each scored rollout, see `PlayedGroup`."""
 
     @property
     def commonest_failure(self) -> str:
@@ -55,6 +57,7 @@ class Rolled:
             kinds=dict(Counter(failure.kind for failure in self.failures)),
             talk=talk_of([one.episode for one in self.scored]),
             rollouts=self.prompt.rollouts,
+            times=self._moments(),
             **self._paces(),
         )
 
@@ -69,6 +72,14 @@ class Rolled:
             "read": tuple(read),
             "between": tuple(round(seconds, 3) for seconds in self.between),
         }
+
+    def _moments(self) -> tuple[tuple[float, ...], ...]:
+        """`GroupEnded.times`. A rollout with forks has none: its turns are those of several rollouts."""
+        kept = tuple(
+            tuple(round(moment, 3) for moment in moments) if len(moments) == 2 * len(one.episode.turns) else ()
+            for one, moments in zip(self.scored, self.times, strict=False)
+        )
+        return kept if any(kept) else ()
 
 
 def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:

@@ -94,6 +94,7 @@ class Rolling:
                 seconds=self._clock() - started,
                 lost_tokens=self._not_asked_again(ticket),
                 between=group.between,
+                times=group.times,
             )
             self._rewards += [one.reward for one in group.scored]
             self._judge(rolled)

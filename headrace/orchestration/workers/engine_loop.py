@@ -159,16 +159,20 @@ class Loader:
 
         `then` is called directly after the swap, before any output of the new weights is sent."""
 
+        replaced: list[Any] = []
+
         def swap() -> float:
             before = time.perf_counter()
-            self._core.swap(prepared)
+            replaced.append(self._core.swap(prepared))
             gap = time.perf_counter() - before
             if then:
                 then(gap)
             return gap
 
         began = time.perf_counter()
-        return self._between_passes(swap), time.perf_counter() - began
+        gap, waited = self._between_passes(swap), time.perf_counter() - began
+        replaced.clear()  # here, beside the next pass: to give the memory of a model back takes a millisecond and more
+        return gap, waited
 
     def _between_passes(self, work: Callable[[], T]) -> T:
         """Does work in the engine's thread, between two passes. Returns its result, or raises its exception."""

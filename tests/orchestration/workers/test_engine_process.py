@@ -260,3 +260,14 @@ def test_a_worker_shows_where_it_stands_when_it_is_asked(
             assert (await engine.generate(request("r", PROMPT, 3, seed=1))).stop == "length", "and goes on"
 
     asyncio.run(go())
+
+
+def test_the_log_of_a_worker_that_native_code_ends_says_where_it_was(tiny_llama: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tiny_llama, open_launcher(tmp_path)) as (engine, _):
+            os.kill(worker_of(engine).pid, signal.SIGFPE)
+            assert (await engine.generate(request("r", PROMPT, 3, seed=1))).stop == "length", "it was replaced"
+
+    asyncio.run(go())
+    (log,) = tmp_path.rglob("engine.log")
+    assert "Floating point exception" in log.read_text() and "engine_loop.py" in log.read_text()

@@ -178,9 +178,10 @@ class KernelRunner:
             model.cos[i], model.sin[i] = address(cos), address(sin)
         return Packed(model, [layers, packer])
 
-    def use(self, weights: Packed) -> None:
-        self._live = weights
+    def use(self, weights: Packed) -> Packed | None:
+        replaced, self._live = self._live, weights
         self._library.headrace_use(self._decoder, ctypes.byref(weights.model))
+        return replaced
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> PackedAdapter:

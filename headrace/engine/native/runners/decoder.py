@@ -108,14 +108,16 @@ class FusedRunner(PagedRunner):
         layers = [self._layer(spec, layer) for spec, layer in zip(self.spec.layers, weights.layers, strict=True)]
         return Decoder(weights.embed, layers, weights.norm, self._matrix((weights.head, None)))
 
-    def use(self, weights: Decoder) -> None:
+    def use(self, weights: Decoder) -> Decoder | None:
         """Makes `weights` live. If CUDA graphs have captured the old addresses, the values are copied there."""
         if self._graphs is None or not _static(weights):
-            self._decoder, self._graphs = weights, None
-        elif self._decoder is None:
+            replaced, self._decoder, self._graphs = self._decoder, weights, None
+            return replaced
+        if self._decoder is None:
             self._decoder = _rebuilt(weights, torch.clone)
         else:
             torch._foreach_copy_(_tensors(self._decoder), _tensors(weights))
+        return None
 
     def free(self) -> None:
         super().free()

@@ -4,8 +4,9 @@ import { view, go, ask, readAddress, element, number, clock, dollars, seldom } f
 import { drawCurves, refreshCurves, smoother, whole, colourOf } from "/static/curves.js";
 import { drawSamples } from "/static/samples.js";
 import { setUpPager } from "/static/pager.js";
+import { setUpLanes } from "/static/lanes.js";
 
-const TABS = { curves: "Curves", overview: "Overview", samples: "Samples", pools: "Pools", drawn: "Drawn against trained",
+const TABS = { curves: "Curves", overview: "Overview", samples: "Samples", pools: "Pools", lanes: "Swimlanes", drawn: "Drawn against trained",
   accounting: "Accounting", warnings: "Warnings", setup: "Setup" };
 const BY_ITSELF = ["overview", "accounting", "warnings"];  // drawn again when facts arrive; the others would lose what was zoomed or read
 const MOODS = { alive: "good", finished: "good", starting: "plain", interrupted: "plain", paused: "bad", silent: "bad", stopped: "bad", died: "bad" };
@@ -44,7 +45,7 @@ function row(one) {
 
 function open(name) {
   const alone = view.runs.length <= 1;
-  go({ run: name, runs: alone ? [name] : view.runs.includes(name) ? view.runs : [...view.runs, name].slice(-MOST_RUNS), from: "", to: "", steps: "" });
+  go({ run: name, runs: alone ? [name] : view.runs.includes(name) ? view.runs : [...view.runs, name].slice(-MOST_RUNS), from: "", to: "", steps: "", lane: "" });
   draw();
 }
 
@@ -95,13 +96,16 @@ async function draw() {
 
 async function drawPart(place) {
   if (!place.childNodes.length) place.append(element("p", { class: "empty" }, "Reading …"));
-  const pairs = [["run", view.run], ["part", view.tab]];
+  const lanes = view.tab === "lanes";
+  const pairs = lanes ? [["run", view.run], ["show", view.show || "all"], ["start", view.lane || 0]] : [["run", view.run], ["part", view.tab]];
   if (view.steps) pairs.push(...view.steps.split("-").map((step, i) => [["from", "to"][i], step]));
-  const text = await (await ask("/api/part", pairs)).text();
+  const text = await (await ask(lanes ? "/api/lanes" : "/api/part", pairs)).text();
   if (!place.isConnected) return;
   place.innerHTML = text;
   setUp(place);
-  setUpPager(place, (steps) => { go({ steps }); drawPart(place).catch((error) => place.prepend(element("p", { class: "banner" }, error.message))); });
+  const choose = (changes) => { go(changes); drawPart(place).catch((error) => place.prepend(element("p", { class: "banner" }, error.message))); };
+  setUpPager(place, (steps) => choose({ steps, lane: "" }));
+  setUpLanes(place, choose, (q) => { go({ tab: "samples", q }); draw(); });
 }
 
 const renew = seldom(() => {

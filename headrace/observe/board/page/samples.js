@@ -4,6 +4,7 @@ import { view, go, ask, element } from "/static/view.js";
 const FIELDS = [
   ["words", "search", "search in prompts and completions"], ["least", "number", "reward from"], ["most", "number", "to"],
   ["from", "number", "steps from"], ["to", "number", "to"], ["lag", "number", "lag from"], ["ticket", "number", "ticket"],
+  ["rollout", "number", "rollout"],
 ];
 const MARKS = [["cut", "cut off"], ["failed", "with failures"], ["gone", "never trained"]];
 const ORDERS = { newest: "newest first", oldest: "oldest first", worst: "lowest reward first", best: "highest reward first", longest: "longest first" };

@@ -5,7 +5,7 @@ export const DEFAULT_METRICS = [
   "cost/dollars_per_step",
 ];
 const LISTS = ["runs", "metrics"];
-export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", steps: "", q: "" };
+export const view = { run: "", runs: [], tab: "curves", over: "step", window: "1", metrics: [], from: "", to: "", steps: "", q: "", show: "", lane: "", colour: "" };
 const EMPTY = structuredClone(view);
 
 export function readAddress() {

@@ -211,7 +211,65 @@ def test_steps_of_a_long_run_are_chosen_by_field_button_and_strip(
     browser.wait(f"{shown} == '1-30' && !location.hash.includes('steps')")
 
 
-@pytest.mark.parametrize("tab", ["curves", "overview", "samples", "pools", "drawn", "accounting", "warnings", "setup"])
+def test_lanes_are_filtered_zoomed_and_open_their_sample(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&tab=lanes&steps=8-12")
+    browser.wait("document.querySelector('.swimlanes .lane')")
+    lanes = "document.querySelectorAll('.swimlanes .lane').length"
+    every = browser.evaluate(lanes)
+    browser.evaluate(
+        "(() => { const choice = document.querySelector('[name=show]'); choice.value = 'dropped'; choice.onchange({ target: choice }); })()"
+    )
+    browser.wait(f"location.hash.includes('show=dropped') && {lanes} < {every}")
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.lane')].every((one) => one.dataset.gone || !('rollout' in one.dataset))"
+    )
+    browser.evaluate(
+        "(() => { const choice = document.querySelector('[name=show]'); choice.value = 'all'; choice.onchange({ target: choice }); })()"
+    )
+    browser.wait(f"{lanes} == {every} && !location.hash.includes('show')")
+    fill = "[...document.querySelectorAll('.lane rect[class*=lag]')].map((one) => getComputedStyle(one).fill).join()"
+    by_version = browser.evaluate(fill)
+    browser.evaluate(
+        "(() => { const choice = document.querySelector('[name=colour]'); choice.value = 'lag'; choice.onchange(); })()"
+    )
+    assert browser.evaluate(fill) != by_version and "colour=lag" in browser.evaluate("location.hash")
+    width = "document.querySelector('.gantt-svg').viewBox.baseVal.width"
+    whole = browser.evaluate(width)
+    browser.evaluate("document.querySelector('.gantt-svg').focus()")
+    browser.press("+")
+    assert browser.evaluate(width) == pytest.approx(whole / 2)
+    left = browser.evaluate("document.querySelector('.gantt-svg').viewBox.baseVal.x")
+    browser.press("ArrowLeft")
+    assert browser.evaluate("document.querySelector('.gantt-svg').viewBox.baseVal.x") < left
+    browser.press("0")
+    assert browser.evaluate(width) == pytest.approx(whole)
+    ticket, x, y = browser.evaluate(
+        "(() => { const lane = [...document.querySelectorAll('.lane[data-rollout=\"1\"]')].find((one) => !one.dataset.gone && one.getBoundingClientRect().top > 250);"
+        "const { left, top, width, height } = lane.querySelector('rect[class*=lag]').getBoundingClientRect();"
+        "return [lane.dataset.ticket, left + width / 2, top + height / 2]; })()"
+    )
+    browser.drag((x, y), (x + 40, y))
+    assert browser.evaluate("!!document.querySelector('.swimlanes')"), "a drag opened a sample"
+    browser.drag((x + 40, y), (x, y))
+    browser.drag((x, y), (x, y))
+    browser.wait("location.hash.includes('tab=samples') && document.querySelector('.rollouts')")
+    assert f"ticket%3D{ticket}%26rollout%3D1" in browser.evaluate("location.hash")
+    rows = browser.evaluate("[...document.querySelectorAll('.rollouts tbody tr')].map((one) => one.innerText)")
+    assert len(rows) == 1 and f"ticket {ticket}" in rows[0]
+
+
+def test_lanes_of_dropped_groups_lead_to_their_outcome(browser: Headless, place: str):
+    opened(browser, place, "run=first&runs=first&tab=lanes&steps=1-30&show=dropped")
+    browser.wait("document.querySelector('.lanes button')")
+    ticket = browser.evaluate("document.querySelector('.lanes button').dataset.ticket")
+    browser.evaluate("document.querySelector('.lanes button').click()")
+    browser.wait("location.hash.includes('gone%3D1') && document.querySelector('#found table')")
+    assert browser.evaluate("document.querySelector('#found tbody td').innerText") == ticket
+
+
+@pytest.mark.parametrize(
+    "tab", ["curves", "overview", "samples", "pools", "lanes", "drawn", "accounting", "warnings", "setup"]
+)
 def test_nothing_is_wider_than_a_phone(browser: Headless, place: str, tab: str):
     browser.size(390, 800, phone=True)
     opened(browser, place, f"run=first&runs=first&runs=second&tab={tab}")

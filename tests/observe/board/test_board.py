@@ -465,6 +465,8 @@ def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, r
         ("/api/curves?run=first&metric=a&points=1", 400, "points must be 2 to"),
         ("/api/rollouts?run=first&order=random", 400, "order must be one of newest"),
         ("/api/rollouts?run=first&lag=1e999", 400, "lag is not a number"),
+        ("/api/lanes?run=first&show=some", 400, "show must be one of all, trained"),
+        ("/api/lanes?run=../first", 404, "there is no run ../first"),
         ("/api/nothing", 404, ""),
     ],
 )
