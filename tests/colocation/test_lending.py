@@ -217,12 +217,6 @@ def test_every_contract_holds_whoever_dies_or_hangs(faults: tuple[Fault, ...]) -
         trial(Case(5, max_lag=max_lag, steps=3, evaluate_every=1, faults=faults, lent=True))
 
 
-def test_a_version_that_it_had_before_is_loaded_again() -> None:
-    """After a step that was skipped there is no newer one."""
-    for seed in range(12):
-        trial(Case(seed, groups=3, group_size=4, skips=True, lent=True))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_weights_are_those_of_a_run_that_lends_nothing(mode: Any) -> None:
     for seed in range(3):
