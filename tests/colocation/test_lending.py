@@ -166,7 +166,7 @@ def test_a_wait_that_is_shorter_than_what_a_loan_cost_lends_nothing(tmp_path: Pa
 
 
 def test_without_any_other_engine_it_does_not_keep_the_run_waiting(tmp_path: Path) -> None:
-    """Its own engine is lost while the other one serves: that has given way when the next version comes, and the run says so."""
+    """Its own engine is lost while the other one serves: when that gives way, nobody is left, and the run says so."""
     own = engine()
     with pytest.raises(Exception, match="fleet has no member left"):
         trained(tmp_path / "run", engine(OnLentDevices), own=own, at={0.5: own.die})
@@ -215,6 +215,22 @@ def test_every_contract_holds_whoever_dies_or_hangs(faults: tuple[Fault, ...]) -
     """Without lag, the weights are those of the undisturbed run: `trial` compares them."""
     for max_lag in (0, 1):
         trial(Case(5, max_lag=max_lag, steps=3, evaluate_every=1, faults=faults, lent=True))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_fleet_that_drains_does_not_wait_for_one_that_rests() -> None:
+    """The only other engine is lost while devices are lent, and they are given back while the fleet drains for a version."""
+    faults = (
+        Fault("kill", 1, 3, 0.2881707540410958),
+        Fault("kill", 2, 87, 0.49803374494356367),
+        Fault("kill", 3, 164, 0.18972940726707754),
+        Fault("power", 4, 0, 0.47799815096296117),
+        Fault("engine_dies", 0, 19, 0.2609288656684886),
+        Fault("engine_lost", 5, 1977),
+    )
+    case = Case(21087, mode="drain", groups=1, max_lag=2, steps=4, checkpoint_every=0, stragglers=2, faults=faults)
+    trial(msgspec.structs.replace(case, lent=True, served=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
