@@ -37,7 +37,7 @@ from headrace.settings.host_problems import host_problems
 from headrace.settings.learning_problems import learning_problems
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
-from headrace.settings.placement_problems import placement_problems
+from headrace.settings.placement_problems import lending_problems, placement_problems
 from headrace.settings.process_config import (
     CheckpointConfig,
     ChosenConfig,
@@ -180,6 +180,7 @@ def check(config: RunConfig) -> list[str]:
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
         *host_problems(config),
         *placement_problems(config, way_of(config.weight_sync, config.ends).kind),
+        *lending_problems(config, way_of(config.weight_sync, config.ends).kind),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -296,6 +297,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
         yield "orchestration.bus serves one policy; remove it, or train the adapters in runs of their own"
     if config.orchestration.placement == "shared":
         yield 'orchestration.placement = "shared" is for one policy; remove it, or train the adapters in runs of their own'
+    if config.orchestration.lend:
+        yield "orchestration.lend is for one policy; remove it, or train the adapters in runs of their own"
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

@@ -201,7 +201,7 @@ class LoadReport(Struct, frozen=True):
 
 
 class SleepReport(Struct, frozen=True):
-    """The report of a worker that gave the devices up, or took them back (`orchestration.placement = "shared"`).
+    """The report of a worker that gave the devices up, or took them back (`orchestration.placement = "shared"`, `orchestration.lend`).
 
     >>> slept = SleepReport(seconds=0.25, memory=1 << 30, moved=1 << 20)
     """
@@ -211,6 +211,8 @@ class SleepReport(Struct, frozen=True):
     """Bytes that the change freed, or took again: those that torch has reserved on a GPU, else the resident memory of the process."""
     moved: int = 0
     """Bytes that were copied to the host's memory, or back."""
+    tokens: int = 0
+    """Tokens that were sampled on lent devices since they were lent."""
 
 
 class Capabilities(Struct, frozen=True):

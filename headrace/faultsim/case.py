@@ -76,8 +76,14 @@ class Case(Struct, frozen=True):
     """Tickets whose requests end every engine process that begins one."""
     shared: Literal["", "host", "drop"] = ""
     """Whether engine and trainer take turns on the same devices, and what becomes of the KV cache meanwhile. For one engine."""
+    lent: bool = False
+    """Whether the trainer lends its devices to an engine more while it waits."""
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
+
+    @property
+    def has_fleet(self) -> bool:
+        return self.members > 1 or self.lent
 
     @property
     def shape(self) -> GroupShape:
@@ -147,6 +153,8 @@ def case_of(seed: int) -> Case:
     )
     if case.members == 1 and seed % 3 == 1:
         case = replace(case, shared="host" if seed % 2 else "drop")
+    elif seed % 5 == 2:
+        case = replace(case, lent=True)
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
     if _chooses(rng, case):
         case = replace(case, curriculum=rng.choice(["pools", "contrast"]), grows=seed % 4 < 2)

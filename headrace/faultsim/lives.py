@@ -37,6 +37,7 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_lent import LentProcess
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.loop_plan import LoopPlan
@@ -76,7 +77,7 @@ class Life:
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
         self._turn_counts = itertools.count().__next__, itertools.count().__next__
-        self.devices = OneAtATime(bool(case.shared))
+        self.devices = OneAtATime(bool(case.shared) or case.lent)
         self.finished = False
 
     async def run(self) -> None:
@@ -176,9 +177,10 @@ class Life:
     def _workers(self) -> tuple[ProcessTrainer, list[ProcessEngine]]:
         chance, memory, devices = self.chance, self._memory, self.devices
         first, second, truth, case = *self._turn_counts, self._history.truth, self._case
-        engine = lambda: SimulatedEngineProcess(chance, memory, truth, first, devices=devices, poisoned=case.poisoned)  # noqa: E731
+        engine = lambda on: SimulatedEngineProcess(chance, memory, truth, first, devices=on, poisoned=case.poisoned)  # noqa: E731
+        own = OneAtATime(False) if case.lent else devices
         trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
-        launcher = FakeLauncher({"engine": engine, "trainer": trained}, chance)
+        launcher = FakeLauncher({"engine": lambda: engine(own), "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
         trainer = ProcessTrainer(launcher, bare_start(restore={"": str(checkpoint)} if checkpoint else {}))
         max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
@@ -186,17 +188,22 @@ class Life:
             max_deaths = 0
         parts, suspects = range(self._case.members), Suspects(TICKET_DEATHS)
         job = Job("engine", "engine")
-        return trainer, [ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects) for _ in parts]
+        engines = [ProcessEngine(launcher, job, max_deaths, self._telemetry, suspects) for _ in parts]
+        if case.lent:
+            launcher = FakeLauncher({"engine": lambda: engine(devices)}, chance)
+            engines.append(LentProcess(launcher, job, max_deaths, self._telemetry, suspects))
+        return trainer, engines
 
     async def _engine(self, parts: list[ProcessEngine]) -> Engine:
         """Opens the engine of the case."""
+        lent = parts[-1] if self._case.lent else None
         for part in parts:
             await part.launch()
-            await part.open(EngineStart("", {}, {}, asleep=bool(self._case.shared)))
+            await part.open(EngineStart("", {}, {}, asleep=bool(self._case.shared) or part is lent))
         if len(parts) == 1:
             return parts[0]
         names = {str(number): part for number, part in enumerate(parts)}
-        fleet = Fleet(names, FleetPatience(PATIENCE, SILENCE), self._telemetry)
+        fleet = Fleet(names, FleetPatience(PATIENCE, SILENCE), self._telemetry, [*names][-1] if lent else None)
         await fleet.open()
         return fleet
 
@@ -244,8 +251,12 @@ class Life:
         return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
     def _turns(self, trainer: ProcessTrainer, engine: Engine) -> Turns:
-        keep, one = self._case.shared == "host", cast(ProcessEngine, engine)
-        return Turns(SharedDevices(one, trainer, keep=keep, telemetry=self._telemetry) if self._case.shared else None)
+        case, telemetry = self._case, self._telemetry
+        if case.lent:
+            lent = cast(Fleet, engine).on_lent_devices(SILENCE)
+            return Turns(SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True))
+        keep, one = case.shared == "host", cast(ProcessEngine, engine)
+        return Turns(SharedDevices(one, trainer, keep=keep, telemetry=telemetry) if case.shared else None)
 
     def _scorer(self) -> SeededScorer:
         case = self._case
@@ -301,7 +312,7 @@ class Life:
 
 def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    history = RunHistory(case.shape, several=case.members > 1)
+    history = RunHistory(case.shape, several=case.has_fleet)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
         while not _live(case, lives, history, name):
@@ -334,7 +345,7 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
             kinds |= {"engine_dies"} if case.poisoned else set()
-            assert _explained(error, kinds, disk, case.members > 1), f"C6: nothing explains that it stopped: {error!r}"
+            assert _explained(error, kinds, disk, case.has_fleet), f"C6: nothing explains that it stopped: {error!r}"
             history.stopped.append(str(error))
         assert not life.devices.wrong, f"devices: {life.devices.wrong[0]}"
         history.befell += life.chance.befell

@@ -32,7 +32,7 @@ class Costs:
         self.spent[ENGINE] += hours * self._engines * self.prices.get(ENGINE, 0.0)
         self.spent[TRAINER] += hours * self.prices.get(TRAINER, 0.0)
         if isinstance(fact, FleetSample):
-            self._engines = sum(one.state != "lost" for one in fact.members)
+            self._engines = sum(one.state != "lost" and not one.lent for one in fact.members)
 
     def end_step(self) -> None:
         self.of_step, self._before = self.total - self._before, self.total

@@ -187,7 +187,8 @@ class MemberSample(Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """`serving`; `away`: it comes back when it answers and has the newest weights; `lost`: it does not come back."""
+    """`serving`; `away`: it comes back when it answers and has the newest weights; `lost`: it does not come back; `resting`: the trainer has its
+    devices."""
     version: int
     """-1 if it is not known."""
     running: int
@@ -200,6 +201,7 @@ class MemberSample(Struct, frozen=True, kw_only=True):
     """Number of times that it has left the rotation."""
     why: str = ""
     """The reason why it does not serve."""
+    lent: bool = False  # whether it is on devices of the trainer
 
 
 class FleetSample(Fact, frozen=True):
@@ -285,7 +287,7 @@ class Slept(Fact, frozen=True):
     """A worker has given up the devices that engine and trainer share."""
 
     who: str
-    """`engine` or `trainer`."""
+    """`engine`, `trainer`, or `lent engine`: one on devices that the trainer lends while it waits."""
     report: SleepReport
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.fleet.fleet import Fleet
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
@@ -91,7 +92,6 @@ async def open_pools(
 ) -> Pools:
     """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
     opened too, and closed with the pools."""
-    waits = telemetry.waits
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
@@ -104,7 +104,13 @@ async def open_pools(
         ending.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
         starting = start_engine(
-            config, model_dir=model_dir, launcher=seats.engines, transport=transports[0], logs=logs, telemetry=telemetry
+            config,
+            model_dir=model_dir,
+            launcher=seats.engines,
+            here=launcher,
+            transport=transports[0],
+            logs=logs,
+            telemetry=telemetry,
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)
@@ -116,9 +122,9 @@ async def open_pools(
             shared=logs.parent if ranks_of(config) else None,
         )
         undo.push_async_callback(trainer.close)
-        async with waits.named("start", "the trainer to load the model"):
+        async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
-        async with waits.named("start", "the engine to make room for it"):
+        async with telemetry.waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
         check_parity(engine.capabilities, ready.arithmetic, config)
@@ -140,11 +146,16 @@ async def open_pools(
 def devices_of(
     config: RunConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
 ) -> SharedDevices | None:
-    """The devices that engine and trainer share; None if each has its own."""
-    if config.orchestration.placement != "shared":
+    """The devices that engine and trainer share, or that the trainer lends; None if each has its own."""
+    place = config.orchestration
+    if place.lend:
+        assert isinstance(engine, Fleet), "an engine on lent devices is a member of one"
+        lent = engine.on_lent_devices(place.give_way)
+        return SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True)
+    if place.placement != "shared":
         return None
     assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
-    return SharedDevices(engine, trainer, keep=config.orchestration.kv == "host", telemetry=telemetry)
+    return SharedDevices(engine, trainer, keep=place.kv == "host", telemetry=telemetry)
 
 
 def trainer_start(

@@ -32,7 +32,9 @@ from headrace.orchestration.bus.bus_port import Bus
 from headrace.orchestration.bus.open_bus import open_for_run
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
+from headrace.orchestration.clients.process_lent import LentProcess
+from headrace.orchestration.fleets.core_shares import settings_of_lent
+from headrace.orchestration.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.orchestration.groups.errands import GroupSizes, RunNotice
 from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.needs import adapters_served
@@ -87,8 +89,9 @@ def start_engine(
     transport: Transport,
     logs: Path,
     telemetry: Telemetry,
+    here: Launcher | None = None,
 ) -> Starting:
-    """`logs`: the directory for what processes print."""
+    """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print."""
     suspects = Suspects(config.engine.ticket_deaths)
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
@@ -101,13 +104,20 @@ def start_engine(
             )
         who = f"engine {name}".rstrip()
         engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
-        return _process(member, who, engine, model_dir=model_dir, transport=transport)
+        asleep = config.orchestration.placement == "shared"
+        return _process(member, who, engine, model_dir=model_dir, transport=transport, asleep=asleep)
+
+    def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
+        own = dataclasses.replace(config, engine=settings_of_lent(config))
+        engine = functools.partial(LentProcess, here or launcher, telemetry=member_telemetry, suspects=suspects)
+        return _process(own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True)
 
     if config.orchestration.bus:
         return _on_bus(config, model_dir=model_dir, transport=transport, run_dir=logs.parent, telemetry=telemetry)
-    if not config.engine.is_fleet:
+    lent = start_lent if config.orchestration.lend else None
+    if not config.engine.is_fleet and not lent:
         return start(config.engine, "", telemetry)
-    return start_fleet(config.engine, logs.parent, start, telemetry)
+    return start_fleet(config.engine, logs.parent, start, telemetry, lent)
 
 
 def _on_bus(
@@ -154,12 +164,17 @@ def name_on_bus(run_dir: Path, name: str) -> str:
 
 
 def _process(
-    config: RunConfig, who: str, make: Callable[[Job, int], ProcessEngine], *, model_dir: Path, transport: Transport
+    config: RunConfig,
+    who: str,
+    make: Callable[[Job, int], ProcessEngine],
+    *,
+    model_dir: Path,
+    transport: Transport,
+    asleep: bool,
 ) -> Starting[MemberEngine]:
     engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        asleep = config.orchestration.placement == "shared"
         settings = _engine_settings(config, adapters)
         await engine.open(EngineStart(str(model_dir), settings, dict(manifests), transport, asleep))
 

@@ -31,6 +31,11 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
         "controller": "this process",
         "engine": _engine(config, path),
         "trainer": _trainer(config.train, config.orchestration),
+        **(
+            {"lent": "an engine more in a process of its own, on the trainer's devices while it waits"}
+            if config.orchestration.lend
+            else {}
+        ),
         "weights": _weights(config),
         "scorer": _scorer(config.reward),
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},

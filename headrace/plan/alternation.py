@@ -1,5 +1,5 @@
-"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`), and whether it would that the
-trainer lends its own while it waits.
+"""Whether it pays that engine and trainer take turns on the same devices (`orchestration.placement = "shared"`), and that the trainer
+lends its own while it waits (`orchestration.lend`).
 
 The same pipeline is simulated with an engine that stands still while the trainer works. On GPUs both then have all of them, instead of a
 part each; on a CPU both have all cores in either case, and what is gained is memory. Lending is simulated with engines on all GPUs, which
@@ -90,19 +90,22 @@ def taking_turns(
 
 
 class Lending(NamedTuple):
-    """The prediction for a trainer whose GPUs generate while it waits. Not built: the planner says whether it would be worth it."""
+    """The prediction for a trainer whose GPUs generate while it waits (`orchestration.lend`)."""
 
     seconds_per_step: float
     idle: float
     """Share of the time in which the trainer waits without lending."""
     apart: float
+    gpus: int
+    """Those of the trainer."""
 
     @property
     def words(self) -> str:
         share = self.seconds_per_step / self.apart
-        pays = "it would pay" if share < 0.95 else "it would hardly pay"
+        how = "" if self.gpus == 1 else " does that for a trainer in one process so far"
+        pays = "it pays" if share < 0.95 else "it hardly pays"
         return (
-            f"lending the trainer's GPUs to generation while it waits ({self.idle:.0%} of the time; not built): at best "
+            f"lending the trainer's GPUs to generation while it waits ({self.idle:.0%} of the time; orchestration.lend{how}): at best "
             f"{short_time(self.seconds_per_step)} a step, {share:.2f} times as long: {pays}"
         )
 
@@ -128,7 +131,7 @@ def lending(
         trainer=msgspec.structs.replace(rates.trainer, step=rates.trainer.step + change),
     )
     with_more = try_out(dataclasses.replace(scenario, rates=lent, replicas=replicas), steps)
-    return Lending(with_more.prediction.seconds_per_step, own.trainer_idle, own.seconds_per_step)
+    return Lending(with_more.prediction.seconds_per_step, own.trainer_idle, own.seconds_per_step, rates.trainer.gpus)
 
 
 def _with_all(rates: Rates, chip: hardware.Gpu, model: Architecture, config: RunConfig, gpus: int) -> Rates:

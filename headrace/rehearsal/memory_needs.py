@@ -21,6 +21,8 @@ CONTROLLER = 0.15 * GIB
 """Bytes of the controller, which does not import torch."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 
+LENT = "lent engine"
+
 Device = Literal["cpu", "cuda"]
 
 
@@ -64,6 +66,8 @@ class MemoryPlan(NamedTuple):
     """Whether the trainer is on this machine."""
     shared: bool = False
     """Whether engine and trainer take turns on the same devices (`orchestration.placement`)."""
+    lent: bool = False
+    """Whether an engine more takes turns with the trainer (`orchestration.lend`)."""
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
@@ -86,6 +90,8 @@ def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         if plan.fetches:
             serving = 2 * shape.parameters * BYTES[plan.engine.serving_dtype]
             yield MemoryNeed(who, "weights as they arrive (2 ×)", serving, "cpu", certain=True)
+    if plan.lent:
+        yield from engine_needs(LENT, shape, plan.engine, plan.train_device)
 
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:
@@ -119,7 +125,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         yield MemoryNeed("trainer", "gradients", split * size, device, certain=True)
         optimizer = 12 if train.offload_optimizer else 8
         yield MemoryNeed("trainer", "AdamW", split * optimizer, host, certain=True)
-        if plan.shared and device == "cuda":
+        if (plan.shared or plan.lent) and device == "cuda":
             away = split * (size + (0 if train.offload_optimizer else optimizer))
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
@@ -180,10 +186,11 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
 
 
 def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -> Iterator[str]:
-    """Yields what may not fit. `shared`: engine and trainer take turns, so that only one of them needs all its memory."""
+    """Yields what may not fit. `shared`: trainer and engine, or an engine more, take turns, so that only one of them needs all its memory."""
     need = sum(one.bytes for one in found if one.where == "cpu")
     if shared:
-        need -= min(sum(one.bytes for one in found if _given_back(one, who)) for who in ("engine", "trainer"))
+        engine = LENT if any(one.who == LENT for one in found) else "engine"
+        need -= min(sum(one.bytes for one in found if _given_back(one, who)) for who in (engine, "trainer"))
     if need > machine.available:
         yield (
             f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now. If memory runs out, the system kills "

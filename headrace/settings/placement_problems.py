@@ -1,4 +1,5 @@
-"""Settings that do not go with an engine and a trainer that take turns on the same devices, each with its remedy."""
+"""Settings that do not go with an engine and a trainer that take turns on the same devices, or with a trainer that lends its own, each with its
+remedy."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _PLACED = 'orchestration.placement = "shared"'
+_LENT = "orchestration.lend = true"
 
 
 def placement_problems(config: Any, way: str) -> Iterator[str]:
@@ -37,3 +39,29 @@ def placement_problems(config: Any, way: str) -> Iterator[str]:
             yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
     if "auto" not in (engine.device, train.device) and engine.device != train.device:
         yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
+
+
+def lending_problems(config: Any, way: str) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.lend`. The arguments are those of `placement_problems`."""
+    place, engine, ranks = config.orchestration, config.engine, config.train.parallel.ranks
+    if not place.lend:
+        if place.give_way != type(place).give_way:
+            yield f"orchestration.give_way is about an engine on devices that the trainer lends; set {_LENT} too, or remove it"
+        return
+    if place.placement == "shared":
+        yield f"{_PLACED} gives the engine the trainer's devices whenever that waits, and so does {_LENT}; remove one of the two"
+    if place.bus:
+        yield f"{_LENT} adds an engine to the run's own, and with orchestration.bus it has none; remove one of the two"
+    elif engine.is_server:
+        yield (
+            f'{_LENT} adds an engine of headrace\'s own, and engine.kind = "{engine.kind}" is a server, which computes otherwise; use '
+            'engine.kind = "native", or remove it'
+        )
+    elif way == "broadcast":
+        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "broadcast" waits for all; leave it out, or take "tcp"'
+    if not place.trains_here:
+        yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
+    elif ranks > 1:
+        yield f"{_LENT} is for a trainer in one process, and train.parallel makes {ranks}; remove one of the two"
+    if config.teachers:
+        yield f"{_LENT} lets the trainer sleep while it waits, and teachers may need its older weights then; remove them, or lend"

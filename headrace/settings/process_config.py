@@ -129,6 +129,10 @@ class OrchestrationConfig:
     kv: Literal["host", "drop"] = "host"
     """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
     and back; drop: it is freed, and computed again."""
+    lend: bool = False
+    """Whether the trainer's devices generate while it waits, with an engine more, which gives way when a batch is ready (docs/turns.md)."""
+    give_way: float = Field(default=30.0, gt=0)
+    """Seconds in which that engine must have given the devices back. Then its process is killed; the next loan has a new one."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
     bus: str = ""
@@ -216,7 +220,10 @@ class OrchestrationConfig:
             else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
         )
         user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
-        awake = replace(self, placement="apart", kv="host", trainer="local", rank_gpus=0, **user)
+        usual = OrchestrationConfig.give_way
+        awake = replace(
+            self, placement="apart", kv="host", lend=False, give_way=usual, trainer="local", rank_gpus=0, **user
+        )
         return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
 
     @property

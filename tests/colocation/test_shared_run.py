@@ -1,4 +1,5 @@
-"""Whole runs whose engine and trainer take turns: the weights are those of a run that keeps them apart, killed or not."""
+"""Whole runs whose engine and trainer take turns, or whose trainer lends its cores: the weights are those of a run that keeps them apart,
+killed or not."""
 
 from __future__ import annotations
 
@@ -15,10 +16,21 @@ from typing import Any
 import preloaded_python
 import pytest
 import torch
-from tiny_run import SYNCHRONOUS, Config, held_reward, of, release, tiny_config, weights_of, workers_of
+from tiny_run import (
+    SYNCHRONOUS,
+    Config,
+    engines_of,
+    held_reward,
+    of,
+    release,
+    tiny_config,
+    weights_of,
+    workers_of,
+)
 
 import headrace
-from headrace.observe.facts import RunEnded, Slept, Woke
+from headrace.native.cores import available_cores
+from headrace.observe.facts import RunEnded, Slept, Warned, Woke, WorkerLost
 
 CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
 
@@ -107,3 +119,69 @@ def test_killed_in_every_phase_it_loses_nothing(
     if not whom:
         headrace.train(resume=run_dir(tmp_path))
     assert same(tmp_path, apart)
+
+
+# -- lending ----------------------------------------------------------------------------------------------------------------
+
+CORES = sorted(available_cores())
+NEEDS_TWO = pytest.mark.skipif(len(CORES) < 2, reason="engine and trainer need a core each")
+
+
+def lending(directory: Path, model: Path, *, lend: bool = True, **tables: Any) -> Config:
+    """Two rows for sixteen rollouts, so that requests wait for rows."""
+    directory.mkdir(parents=True, exist_ok=True)
+    own = {"orchestration": {"lend": True, "give_way": 3.0}} if lend else {}
+    engine = {**SYNCHRONOUS["engine"], "max_running": 2, "context_length": 128, "cores": CORES[:1]}
+    train = {**SYNCHRONOUS["train"], "cores": CORES[-1:], "max_deaths": 2}
+    rollout = {"group_size": 8, "max_tokens": 48}
+    settled = {"staleness": SYNCHRONOUS["staleness"], "engine": engine, "train": train, "rollout": rollout}
+    return tiny_config(directory, model, **{**settled, **own, **tables})
+
+
+@pytest.fixture(scope="module")
+def lends_nothing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("lends-nothing")
+    headrace.train(lending(directory, tiny_llama, lend=False))
+    return directory
+
+
+@NEEDS_TWO
+def test_a_trainer_that_lends_its_cores_gets_the_weights_that_it_would_have(
+    tiny_llama: Path, tmp_path: Path, lends_nothing: Path, capsys: pytest.CaptureFixture[str]
+):
+    headrace.train(lending(tmp_path, tiny_llama))
+    assert same(tmp_path, lends_nothing)
+    back = [fact.report for fact in of(run_dir(tmp_path), Slept) if fact.who == "lent engine"]
+    assert len(back) >= 3 and sum(report.tokens for report in back) > 0
+    (ended,) = of(run_dir(tmp_path), RunEnded)
+    assert ended.accounting.balance() == 0 and not of(run_dir(tmp_path), WorkerLost)
+    assert "lent 3 times while the trainer waited" in capsys.readouterr().out
+    assert "while the trainer waited" in (run_dir(tmp_path) / "report.html").read_text()
+
+
+@NEEDS_TWO
+@pytest.mark.parametrize("whom", ["controller", "dies", "hangs"])
+def test_killed_while_devices_are_lent_it_loses_nothing(
+    tiny_llama: Path, tmp_path: Path, lends_nothing: Path, whom: str
+):
+    """A reward holds the third step, in which the trainer lends for the third time."""
+    config = lending(tmp_path, tiny_llama, reward=held_reward(tmp_path))
+    child = preloaded_python.Program([sys.executable, "-c", CHILD, json.dumps(config)], stdout=subprocess.DEVNULL)
+    try:
+        until_fact(tmp_path, "Woke", "lent engine", 3, child)
+        if whom == "controller":
+            os.kill(child.pid, signal.SIGKILL)
+        else:
+            (lent,) = [pid for pid in engines_of(child.pid) if os.sched_getaffinity(pid) == set(CORES[-1:])]
+            os.kill(lent, signal.SIGKILL if whom == "dies" else signal.SIGSTOP)
+        release(tmp_path)
+        if whom != "controller":
+            assert child.wait(600) == 0
+    finally:
+        child.kill()
+        child.wait()
+    if whom == "controller":
+        headrace.train(resume=run_dir(tmp_path))
+    assert same(tmp_path, lends_nothing)
+    said = [fact.message for fact in of(run_dir(tmp_path), Warned)]
+    assert any("has not given the trainer's devices back within 3 s" in one for one in said) == (whom == "hangs")

@@ -1,4 +1,4 @@
-"""Settings of shared devices: what cannot work with them is refused with its remedy, and what memory is needed."""
+"""Settings of shared and of lent devices: what cannot work with them is refused with its remedy, and what memory is needed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from headrace.config import check, read_config
+from headrace.config import RunConfig, check, read_config
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
+from headrace.orchestration.fleets.core_shares import nothing_to_lend, settings_of_lent
 from headrace.rehearsal.machine import GIB, Machine
 from headrace.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
 from headrace.rehearsal.shape import ModelShape, read_shape
@@ -104,3 +105,74 @@ def test_what_leaves_a_gpu_is_counted_on_the_host(tiny_llama: Path) -> None:
     }
     assert on_host["weights and AdamW while the engine has the GPU"] == 12 * shape.parameters
     assert not [one for one in needs(shape, plan(False, "cuda")) if "while the engine" in one.what]
+
+
+# -- lending ----------------------------------------------------------------------------------------------------------------
+
+NOT_LENT: dict[str, tuple[dict[str, Any], str]] = {
+    "a time without lending": (
+        {"orchestration": {"lend": False, "give_way": 3.0}},
+        "give_way is about an engine on devices that the trainer lends; set",
+    ),
+    "turns": (
+        {"orchestration": {"placement": "shared"}},
+        "and so does orchestration.lend = true; remove one of the two",
+    ),
+    "a bus": ({"orchestration": {"bus": "jsonl:there"}}, "and with orchestration.bus it has none; remove one"),
+    "a server": ({"engine": {"kind": "vllm"}}, 'is a server, which computes otherwise; use engine.kind = "native"'),
+    "a broadcast": ({"weight_sync": {"kind": "broadcast"}}, 'waits for all; leave it out, or take "tcp"'),
+    "a trainer elsewhere": (
+        {"orchestration": {"kind": "join", "trainer": "elsewhere", "token_file": "x"}},
+        "is for a trainer of this machine",
+    ),
+    "ranks": ({"train": {"parallel": {"shard": 2}}}, "and train.parallel makes 2; remove one of the two"),
+    "a teacher": (
+        {"teachers": [{"name": "math", "path": "there"}]},
+        "teachers may need its older weights then; remove",
+    ),
+    "adapters": ({"lora": {"rank": 2}, "adapters": [{"name": "a"}, {"name": "b"}]}, "lend is for one policy; remove"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(NOT_LENT))
+def test_lending_is_refused_with_its_remedy(case: str, tmp_path: Path) -> None:
+    tables, words = NOT_LENT[case]
+    place = {"lend": True, **tables.get("orchestration", {})}
+    config = read_config(tiny_config(tmp_path, tmp_path, **{**tables, "orchestration": place}))
+    assert [problem for problem in check(config) if words in problem], check(config)
+
+
+def lending_config(tmp_path: Path, **tables: Any) -> RunConfig:
+    return read_config(tiny_config(tmp_path, tmp_path, **{"orchestration": {"lend": True}, **tables}))
+
+
+def test_only_devices_of_its_own_can_be_lent(tmp_path: Path) -> None:
+    cores = {"engine": {"cores": [0]}, "train": {"cores": [1]}}
+    assert (
+        check(lending_config(tmp_path)) == []
+        and OrchestrationConfig(lend=True, give_way=3.0).at_home == OrchestrationConfig()
+    )
+    (said,) = nothing_to_lend(lending_config(tmp_path), "cpu", "cpu")
+    assert "remove it, or set both" in said
+    (said,) = nothing_to_lend(lending_config(tmp_path, **cores), "cuda", "cuda")
+    assert 'kind = "join" or "ray"' in said
+    joined = {"orchestration": {"lend": True, "kind": "join", "token_file": "x"}}
+    assert not [*nothing_to_lend(lending_config(tmp_path, **cores), "cpu", "cpu")]
+    assert not [*nothing_to_lend(lending_config(tmp_path, **joined), "cuda", "cuda")]
+    assert not [*nothing_to_lend(lending_config(tmp_path), "cuda", "cpu")]
+
+
+def test_the_engine_on_lent_devices_has_those_of_the_trainer(tmp_path: Path) -> None:
+    train = {"cores": [1, 2], "device": "cpu"}
+    one = settings_of_lent(lending_config(tmp_path, engine={"replicas": 2, "cores": [0, 3], "threads": 1}, train=train))
+    assert (one.replicas, one.cores, one.threads, one.device) == (1, (1, 2), 2, "cpu")
+
+
+def test_an_engine_more_needs_memory_in_turns_with_the_trainer(tiny_llama: Path) -> None:
+    shape: ModelShape = read_shape(tiny_llama)
+    without, found = needs(shape, plan(False, "cpu")), needs(shape, plan(False, "cpu")._replace(lent=True))
+    more = [one for one in found if one.who == "lent engine"]
+    assert len(found) == len(without) + len(more) and sum(one.bytes for one in more) > GIB
+    both = sum(one.bytes for one in found)
+    step = sum(one.bytes for one in found if one.what == "gradients" or one.what.startswith("activations"))
+    assert said(found, True, both - min(step, GIB) + 1) == [] and said(found, False, both - 1)

@@ -19,6 +19,7 @@ from headrace.observe.facts import Slept, StepTrained, WeightsLive, Woke
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.turns import SharedDevices, Turns
+from headrace.reports import SleepReport
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
@@ -106,6 +107,7 @@ class Recorded:
         if what == self._hangs:
             self._hangs = ""
             await asyncio.Event().wait()
+        return SleepReport()
 
     async def sleep(self, keep: bool = True) -> Any:
         return await self._do("sleep")

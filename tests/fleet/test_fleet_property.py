@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_world import PATIENT
+from fake_world import PATIENT, LendingTrainer, OnLentDevices, lends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +27,9 @@ from headrace.simulate import virtual_time
 from headrace.simulate.world import World
 from headrace.steps import StepOutput
 from headrace.tasks.fake import FakeTask
-from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, RolloutKey
 
-SILENCE = 2.0
+SILENCE, GIVE_WAY = 2.0, 3.0
 MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier")
 STEPS = 6
 
@@ -45,10 +44,14 @@ class Unlike(FakeEngine):
         return msgspec.structs.replace(found, prompt_logprobs=(-7.0,) * (len(tokens) - 1)) if self.wrong else found
 
 
+class UnlikeLent(OnLentDevices, Unlike):
+    """The same on devices that the trainer lends while it waits."""
+
+
 misfortune = st.fixed_dictionaries(
     {
         "at": st.floats(0, 40, allow_nan=False),
-        "member": st.integers(0, 2),
+        "member": st.integers(0, 3),
         "kind": st.sampled_from(["vanish", "stop", "slow", "wrong", "die"]),
         "seconds": st.sampled_from([0.1, 1.0, 5.0, 20.0]),
     }
@@ -57,6 +60,7 @@ fleets = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10**6),
         "members": st.integers(1, 3),
+        "lent": st.booleans(),  # whether there is one more, on the trainer's devices
         "groups": st.integers(1, 3),
         "max_lag": st.integers(0, 3),
         "mode": st.sampled_from(MODES),
@@ -99,10 +103,9 @@ class Witness:
 
 def engines_of(s: dict[str, Any]) -> list[Unlike]:
     heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
-    return [
-        Unlike(s["speeds"][i], s["loads"][i], heavy_tail, failure_rate=0.05, seed=s["seed"], rows=s["rows"][i])
-        for i in range(s["members"])
-    ]
+    usual: dict[str, Any] = {"length": heavy_tail, "failure_rate": 0.05, "seed": s["seed"]}
+    kinds = [Unlike] * s["members"] + [UnlikeLent] * s["lent"]
+    return [kind(s["speeds"][i % 3], s["loads"][i % 3], rows=s["rows"][i % 3], **usual) for i, kind in enumerate(kinds)]
 
 
 def befall(engine: Unlike, number: int, one: dict[str, Any]) -> None:
@@ -132,7 +135,11 @@ def is_lost(engine: Unlike) -> bool:
 async def life(world: World, s: dict[str, Any], engines: list[Unlike]) -> None:
     clock, record = asyncio.get_running_loop().time, world.observer.record
     telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 1e6))
-    world.engine = fleet = Fleet({str(i): one for i, one in enumerate(engines)}, FleetPatience(1e5, SILENCE), telemetry)
+    parts, lent = {str(i): one for i, one in enumerate(engines)}, engines[-1]
+    patience, last = FleetPatience(1e5, SILENCE), str(len(engines) - 1)
+    world.engine = fleet = Fleet(parts, patience, telemetry, last if s["lent"] else None)
+    if isinstance(lent, OnLentDevices):
+        lends(world, fleet, lent, GIVE_WAY)
     await fleet.open()
     for one in engines:
         one.is_kept = lambda asked, one=one: asked.version >= fleet._rotation.wanted[""].version - 1 or is_lost(one)  # type: ignore[misc]
@@ -151,7 +158,7 @@ def world_of(directory: Path | None, s: dict[str, Any]) -> World:
         directory,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"]),
         engine=FakeEngine(),
-        trainer=FakeTrainer(s["step"]),
+        trainer=LendingTrainer(s["step"]),
         task=FakeTask(),
         scorer=FakeScorer(seconds=s["score"], seed=s["seed"]),
         steps=STEPS,
@@ -171,7 +178,7 @@ def test_no_member_serves_older_tokens_than_the_bound_allows(
     except IdentityError:
         wrong = {one["member"] % len(engines) for one in s["misfortunes"] if one["kind"] == "wrong"}
         gone = {one["member"] % len(engines) for one in s["misfortunes"]}
-        assert wrong and gone == set(range(len(engines))), "somebody was left who computes what the trainer does"
+        assert wrong and gone >= set(range(s["members"])), "somebody was left who computes what the trainer does"
         return
     batches = world.trainer.batches  # type: ignore[attr-defined]
     lags = [batch.step - version for batch in batches for row in batch.rows for version in row.versions]

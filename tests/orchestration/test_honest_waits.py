@@ -9,8 +9,8 @@ import pytest
 from fake_world import PATIENT, FakeWorld
 
 from headrace.engine.fake import FakeEngine
-from headrace.errors import StalledError
-from headrace.observe.facts import Waited
+from headrace.errors import HeadraceError, StalledError
+from headrace.observe.facts import Waited, Warned
 from headrace.observe.health.patience import LITTLE, Reading
 from headrace.observe.health.waits import Waits
 from headrace.rollouts.staleness import StalenessConfig
@@ -153,3 +153,22 @@ def test_one_lost_rollout_is_noticed_beside_others_that_go_on() -> None:
         return said
 
     assert "rollouts has waited" in virtual_time.run(case())
+
+
+def test_a_report_that_cannot_be_written_ends_the_wait_with_the_reason() -> None:
+    """A full disk. The alarm is a callback, whose error nobody else would hear of; a wait without a bound would go on for ever."""
+
+    def full(fact: Any) -> None:
+        if isinstance(fact, Warned):
+            raise HeadraceError("no space left")
+
+    async def case(endless: bool) -> float:
+        loop = asyncio.get_running_loop()
+        waits = Waits(full, loop.time, WARN, STOP)
+        with pytest.raises(HeadraceError, match="no space left"):
+            async with waits.named("trainer", "8 groups", endless):
+                await asyncio.Event().wait()
+        return loop.time()
+
+    for endless in (False, True):
+        assert virtual_time.run(case(endless)) == pytest.approx(WARN)

@@ -8,13 +8,18 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from headrace.batches import Batch
 from headrace.engine.fake import FakeEngine
+from headrace.engine.fleet.fleet import Fleet
+from headrace.errors import WorkerDied
 from headrace.observe.facts import StepTrained
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.parts import EarlierMetrics, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import SharedDevices
+from headrace.reports import SleepReport, TrainReport
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.settings.process_config import WatchConfig
@@ -91,3 +96,81 @@ def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
         watch=PATIENT,
     )
+
+
+class OnLentDevices(FakeEngine):
+    """A member of a fleet that begins asleep, also after a death, as an engine process on lent devices does."""
+
+    dead = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._end_process()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has the devices."""
+        return self._awake.is_set() and not self._away and not self.dead
+
+    def _end_process(self) -> None:
+        self._awake.clear()
+        self._asked.clear()
+        self.version = -1
+
+    async def sleep(self, keep: bool) -> SleepReport:
+        self._if_alive()
+        return await super().sleep(keep)
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        self._if_alive()
+        return await super().wake(replaced)
+
+    def _if_alive(self) -> None:
+        if self.dead:
+            raise WorkerDied("engine lent", "was killed too often (fake)")
+
+    def vanish(self, how: str) -> None:
+        super().vanish(how)
+        self._end_process()
+
+    def reappear(self) -> None:
+        self._away = ""
+        self._set_presence()
+
+    def kill(self) -> None:
+        self._end_process()
+        super().kill()
+
+    def die(self) -> None:
+        """It does not come back. Nobody watches it while it sleeps."""
+        self.dead = True
+        self._awake.clear()
+        if self._died is not None and not self._died.done():
+            super().die()
+
+
+class LendingTrainer(FakeTrainer):
+    """Asserts that it never steps beside the engine on its devices."""
+
+    lent: OnLentDevices | None = None
+
+    async def step(self, batch: Batch) -> TrainReport:
+        self._check()
+        report = await super().step(batch)
+        self._check()
+        return report
+
+    def _check(self) -> None:
+        assert self.lent is None or not self.lent.holds, "a step beside the engine on the trainer's devices"
+
+
+def lends(world: World, fleet: Fleet, lent: OnLentDevices, give_way: float) -> None:
+    """Has the trainer lend its devices to the last member of a fleet."""
+    trainer = world.trainer
+    assert isinstance(trainer, LendingTrainer)
+    trainer.lent = lent
+
+    def shared(telemetry: Telemetry) -> SharedDevices:
+        return SharedDevices(fleet.on_lent_devices(give_way), trainer, keep=False, telemetry=telemetry, lent=True)
+
+    world.shared = shared

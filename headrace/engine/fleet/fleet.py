@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from headrace.engine.fleet.care import Care
+from headrace.engine.fleet.lent import LentEngine
 from headrace.engine.fleet.member import Member, MemberEngine
 from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
 from headrace.engine.fleet.totals import Totals, in_common, samples
@@ -35,8 +36,10 @@ LAST_WORDS = 1.0
 
 
 class Fleet:
-    def __init__(self, parts: Mapping[str, MemberEngine], patience: FleetPatience, telemetry: Telemetry) -> None:
-        """`parts`: the engines, which are open, by their names for people."""
+    def __init__(
+        self, parts: Mapping[str, MemberEngine], patience: FleetPatience, telemetry: Telemetry, lent: str | None = None
+    ) -> None:
+        """`parts`: the engines, which are open, by their names for people. `lent`: the one that is on lent devices, and asleep."""
         self._rotation = Rotation(patience, telemetry)
         self._telemetry = telemetry
         self._totals, self._names = Totals(), itertools.count()
@@ -44,12 +47,12 @@ class Fleet:
         """The care of each member, and the reports."""
         self.capabilities = Capabilities(context_length=0)
         for name, part in parts.items():
-            self._join(name, part)
+            self._join(name, part, name == lent)
 
     async def open(self) -> None:
         """Returns when all members serve."""
-        self._set_capabilities()
-        for member in self.members:
+        self.capabilities = in_common([member.engine.capabilities for member in self.members])
+        for member in (one for one in self.members if not one.lent):
             self._mind(member)
         while any(member.state == "away" for member in self.members):
             await self._rotation.change()
@@ -245,7 +248,9 @@ class Fleet:
         if member is None:
             there = ", ".join(one.name for one in self.members)
             raise ConfigError(f"there is no member {name}; there are {there}")
-        if [*self._rotation.serving] in ([], [member]):
+        if member.lent:
+            raise ConfigError(f"{name} is on the trainer's devices; resume the run with orchestration.lend = false")
+        if [one for one in self._rotation.serving if not one.lent] in ([], [member]):
             raise ConfigError(f"no other member than {name} serves; add one first, or stop the run")
         with suppress(TimeoutError, HeadraceError):  # one that is away has reported what it could
             async with asyncio.timeout(LAST_WORDS):
@@ -256,17 +261,19 @@ class Fleet:
             care.cancel()
         await member.engine.close()
 
-    def _join(self, name: str, part: MemberEngine) -> Member:
-        member = Member(name=name, engine=part)
+    def on_lent_devices(self, patience: float) -> LentEngine:
+        """The member on lent devices, as an engine that sleeps. `patience`: seconds in which it must give them back."""
+        (member,) = (one for one in self.members if one.lent)
+        return LentEngine(self._rotation, member, self._tasks, patience)
+
+    def _join(self, name: str, part: MemberEngine, lent: bool = False) -> Member:
+        member = Member(name=name, engine=part, lent=lent, state="resting" if lent else "away")
         self._rotation.members.append(member)
         part.listen(lambda raw: self._rotation.requests.heard(member, raw))
         return member
 
     def _mind(self, member: Member) -> None:
         self._tasks[member] = asyncio.get_running_loop().create_task(Care(self._rotation, member).run())
-
-    def _set_capabilities(self) -> None:
-        self.capabilities = in_common([member.engine.capabilities for member in self.members])
 
     async def _report(self) -> None:
         """Records the statistics, as a single engine does; those of single members less often, the more there are."""

@@ -13,9 +13,9 @@ from headrace.reports import EngineStats, LoadReport
 
 T = TypeVar("T")
 
-State = Literal["serving", "away", "lost", "removed"]
-"""serving: in the rotation. away: out of it, until it answers and has the newest weights. lost: it does not come back. removed: a
-person has taken it out."""
+State = Literal["serving", "away", "resting", "lost", "removed"]
+"""serving: in the rotation. away: out of it, until it answers and has the newest weights. resting: it is asked for nothing, because the trainer has
+its devices. lost: it does not come back. removed: a person has taken it out."""
 
 Held = Literal["", "drain"]
 
@@ -60,6 +60,8 @@ class Member:
 
     name: str
     engine: MemberEngine
+    lent: bool = False
+    """Whether its devices are the trainer's, which lends them while it waits. It begins resting."""
     state: State = "away"
     why: str = ""
     """The reason why it does not serve."""
@@ -77,6 +79,8 @@ class Member:
     """Tokens per second between its last two statistics."""
     absences: int = 0
     """Number of times that it has left the rotation."""
+    accepted: int = 0
+    """Tokens that were accepted from it."""
     unlike: int = -1
     """The version at which its last probe failed; -1 if it did not."""
     held: Held = ""

@@ -174,6 +174,7 @@ class Requests:
         except Exception as error:  # for example, the journal cannot be written: later tokens would not be in it
             self._give_up(error)
             return
+        member.accepted += len(output.tokens)
         self.book.enter_output(output)
 
     # -- control ------------------------------------------------------------------------------------------------------------

@@ -81,8 +81,9 @@ class Rotation:
 
     def enter(self, member: Member) -> None:
         assert self.has_newest(member) and member.held == self.held, "a member enters only with the newest weights"
+        was_away = bool(member.why)
         member.enter()
-        if self.opened:
+        if self.opened and (was_away or not member.lent):  # whoever has rested has not been missed
             self._record(member, "serving")
         if self._alarm:
             self._alarm.cancel()
@@ -96,6 +97,16 @@ class Rotation:
         if member.serves:
             member.leave(why)
             self._has_left(member, "away")
+
+    def rest(self, member: Member) -> None:
+        """Takes a member on lent devices out of the rotation. It is not expected back: a fleet that has no other is lost."""
+        if member.state not in ("serving", "away"):
+            return
+        served = member.serves
+        member.leave(member.why, "resting")
+        if served:
+            self._has_left(member, "resting")
+        self._if_nobody_is_left()
 
     def lose(self, member: Member, error: Exception) -> None:
         """The member does not come back."""
@@ -128,6 +139,8 @@ class Rotation:
 
     def _record(self, member: Member, what: str, requests: int = 0, tokens: int = 0) -> None:
         """`what`: what has happened to the member."""
+        if what == "resting":  # once a step, and the facts of sleeping say it
+            return
         telemetry = self.telemetry
         telemetry.record(
             MemberMoved(

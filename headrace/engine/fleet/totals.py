@@ -21,11 +21,15 @@ class Totals:
     def taken(self, members: Sequence[Member]) -> EngineStats:
         """Returns the statistics of the fleet. Its busy seconds are the mean of its members', so that it is idle to the share to which they
         are on average."""
+        own = sum(not member.lent for member in members)
         for member in members:
             before, now = self._seen.get(member, EngineStats()), member.stats
             for name in TOTALS:
                 more = max(0, getattr(now, name) - getattr(before, name))
-                self._sums[name] += more / len(members) if name == "busy_seconds" else more
+                if name != "busy_seconds":
+                    self._sums[name] += more
+                elif not member.lent:  # whose devices are the trainer's, which is idle meanwhile
+                    self._sums[name] += more / own
             self._seen[member] = now
         self._seen = {member: self._seen[member] for member in members}
         serving = [member for member in members if member.serves]
@@ -50,6 +54,7 @@ def samples(members: Iterable[Member]) -> tuple[MemberSample, ...]:
             rate=member.rate if member.serves else 0.0,
             absences=member.absences,
             why=member.why,
+            lent=member.lent,
         )
         for member in members
     )

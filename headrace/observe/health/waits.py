@@ -56,7 +56,8 @@ class _Wait:
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
     stopping: asyncio.Task[None] | None = None
-    error: StalledError | None = None
+    error: Exception | None = None
+    """Ends it."""
 
 
 class Waits:
@@ -160,7 +161,12 @@ class Waits:
 
     def _warn(self, wait: _Wait) -> None:
         then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
-        self._record(Warned(self._clock(), f"{self._seen(wait)}{then}"))
+        try:
+            self._record(Warned(self._clock(), f"{self._seen(wait)}{then}"))
+        except Exception as error:  # a full disk; whoever waits is the only one who can hear of it
+            wait.error = error
+            wait.timeout.reschedule(asyncio.get_running_loop().time())
+            return
         if wait.endless:
             self._set_alarms(wait, self._warn_after, 0.0)
 

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.observe.facts import Slept, Woke
+from headrace.observe.texts import plural, short_time
 from headrace.reports import EngineStats
 
 Window = tuple[float, float]
+
+LENT = "lent engine"
+"""The name of an engine on lent devices, in facts."""
 
 
 class EngineSpan(NamedTuple):
@@ -98,7 +102,7 @@ class Nap(NamedTuple):
 
 
 class Naps:
-    """All naps of a run."""
+    """All naps of a run, and what was done on lent devices between them."""
 
     def __init__(self) -> None:
         self.over: list[Nap] = []
@@ -110,19 +114,31 @@ class Naps:
         """The time of these changes, in which neither worked."""
         self.freed: Counter[str] = Counter()
         """The most bytes that a sleep gave back, by worker."""
+        self.loans, self.lent_seconds, self.lent_tokens = 0, 0.0, 0
+        """Times that the trainer lent its devices; their seconds, and the tokens that were sampled there."""
+        self.lent_at = -1.0
+        """The time at which an engine woke on lent devices; negative while there is none."""
 
     def restart(self) -> None:
         """Begins a new process of the run."""
         self.now.clear()
+        self.lent_at = -1.0
 
     def sleep(self, fact: Slept) -> None:
         self.now[fact.who] = fact
         self.seconds += fact.report.seconds
         self.freed[fact.who] = max(self.freed[fact.who], fact.report.memory)
+        if fact.who == LENT and self.lent_at >= 0:
+            self.loans += 1
+            self.lent_seconds += fact.t - self.lent_at
+            self.lent_tokens += fact.report.tokens
+            self.lent_at = -1.0
 
     def wake(self, fact: Woke) -> None:
         self.turns += 1
         self.seconds += fact.report.seconds
+        if fact.who == LENT:
+            self.lent_at = fact.t
         if slept := self.now.pop(fact.who, None):
             self.over.append(Nap(fact.who, slept.t, fact.t, slept.report.memory))
 
@@ -134,3 +150,12 @@ class Naps:
         freed = [f"{size / 2**30:.2g} GiB by the {who}" for who, size in self.freed.most_common() if size]
         given = f"; at most {', '.join(freed)} given back" if freed else ""
         return f"{self.turns} turns on the same devices, {self.seconds / self.turns:.2g} s each{given}"
+
+    @property
+    def lent_words(self) -> str:
+        """`lent 12 times while the trainer waited, 34 s in all: 5,678 tokens sampled there`; empty if nothing was lent."""
+        if not self.loans and self.lent_at < 0:
+            return ""
+        now = ", and now" if self.lent_at >= 0 else ""
+        times = f"lent {plural(self.loans, 'time')} while the trainer waited{now}"
+        return f"{times}, {short_time(self.lent_seconds)} in all: {plural(self.lent_tokens, 'token')} sampled there"

@@ -152,7 +152,7 @@ def _trainer(state: RunState) -> Iterable[str]:
 
 def _naps(state: RunState) -> Iterable[str]:
     """Yields the times in which a pool had no devices, because the other one had them."""
-    for nap in state.naps.over[-MAX_BARS:]:
+    for nap in (one for one in state.naps.over[-MAX_BARS:] if one.who in LANES):
         freed = f"\n{nap.freed / 2**30:.2g} GiB given back" if nap.freed else ""
         tip = f"{_clock(nap.start, nap.end)}\nthe {nap.who} asleep{freed}"
         yield _bar(nap.start, nap.end, lane=nap.who, name="asleep", tip=tip, share=0.15)

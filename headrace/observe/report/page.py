@@ -59,7 +59,8 @@ def _curves(data: ReportData) -> str:
 
 def pools(data: ReportData, shown: RunState | None = None) -> str:
     """Returns the chart of both pools, and who waited for whom. `shown`: the part of the run that is drawn; all of it by default."""
-    turns = f'<p class="note">{escape(data.state.naps.words)}.</p>' if data.state.naps.words else ""
+    said = filter(None, (data.state.naps.words, data.state.naps.lent_words))
+    turns = "".join(f'<p class="note">{escape(words)}.</p>' for words in said)
     return gantt(data.state, shown) + turns + _waits(data.state) + _scorers(data.state)
 
 

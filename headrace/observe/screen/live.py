@@ -200,6 +200,7 @@ def _asleep(state: RunState, who: str) -> list[Text]:
 def trainer(state: RunState) -> list[Text]:
     parts = [_rate(measures.trainer_rate(state, 10)), _idle(measures.recent_trainer_idle(state))]
     parts += _asleep(state, "trainer")
+    parts += [Text(words, FAINT)] if (words := state.naps.lent_words) else []
     if not state.rows:
         return parts
     report = state.rows[-1].report

@@ -45,9 +45,8 @@ def line_of(state: RunState) -> list[Line]:
     if len(state.members) < 2:
         return []
     serving = [one for one in state.members if one.state == "serving"]
-    parts = [
-        Text(f"{len(serving)} of {len(state.members)} serve", "" if len(serving) == len(state.members) else "yellow")
-    ]
+    missing = any(one.state not in ("serving", "resting") for one in state.members)
+    parts = [Text(f"{len(serving)} of {len(state.members)} serve", "yellow" if missing else "")]
     for one in state.members:
         rate = f"{one.rate:,.0f} tok/s, {plural(one.running, 'request')}" if one.state == "serving" else one.state
         parts.append(

@@ -160,6 +160,8 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, "Fleet", left)
     if words := state.naps.words:
         _more(table, "Devices", words)
+    if words := state.naps.lent_words:
+        _more(table, "Lent", words)
     gap = measures.mean_swap(state)
     if gap is not None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)

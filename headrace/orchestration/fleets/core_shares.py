@@ -1,4 +1,4 @@
-"""The settings of the members of a fleet: a server each, or a share of this machine each."""
+"""The settings of the members of a fleet: a server each, or a share of this machine each; and those of one on lent devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from headrace.config import RunConfig
 from headrace.engine.config import ON_GPUS, EngineConfig
 from headrace.native.cores import usable_cores
 
@@ -53,3 +54,27 @@ def in_words(members: dict[str, EngineConfig]) -> str:
         cores = f"cores {', '.join(map(str, one.cores))}" if one.cores else "no cores of its own"
         parts.append(f"engine {name}: {gpus}{cores}, {one.threads} thread{'s' if one.threads > 1 else ''}")
     return "; ".join(parts)
+
+
+def settings_of_lent(config: RunConfig) -> EngineConfig:
+    """The settings of the engine on lent devices: those of the run's engines, on the trainer's devices."""
+    train = config.train
+    threads = len(train.cores) or train.threads
+    return dataclasses.replace(config.engine, replicas=1, device=train.device, cores=train.cores, threads=threads)
+
+
+def nothing_to_lend(config: RunConfig, engine: str, trainer: str) -> Iterator[str]:
+    """Yields why the trainer has no devices of its own that it could lend. `engine`, `trainer`: what they run on (`cpu` or `cuda`)."""
+    place = config.orchestration
+    if not place.lend or place.elsewhere or engine != trainer:
+        return
+    if trainer == "cuda":
+        yield (
+            "orchestration.lend lends the trainer's GPU, on which the engine of the same machine runs anyway; bring the engines from elsewhere "
+            '(orchestration.kind = "join" or "ray"), or remove it'
+        )
+    elif not (config.engine.cores and config.train.cores):
+        yield (
+            "orchestration.lend lends the trainer's cores, and it has none of its own: without engine.cores and train.cores the engine has all cores "
+            "as soon as the trainer waits; remove it, or set both"
+        )

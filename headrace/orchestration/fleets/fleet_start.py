@@ -23,6 +23,9 @@ from headrace.orchestration.fleets.pool_door import PoolDoor
 from headrace.protocols import Engine
 from headrace.weights import Manifest
 
+LENT = "lent"
+"""The name of the member on the trainer's devices."""
+
 E = TypeVar("E", bound=Engine, covariant=True)
 T = TypeVar("T")
 
@@ -56,13 +59,25 @@ class Start(Protocol):
         """Makes the engine of these settings. `name`: that of the member."""
 
 
-def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: Telemetry) -> Starting[Engine]:
+def start_fleet(
+    settings: EngineConfig,
+    run_dir: Path,
+    start: Start,
+    telemetry: Telemetry,
+    lent: Callable[[Telemetry], Starting[MemberEngine]] | None = None,
+) -> Starting[Engine]:
+    """`lent`: starts an engine more, on devices that the trainer lends."""
     own = dataclasses.replace(settings, urls=roster.urls_of(run_dir, settings.urls))
     member_telemetry = _without_samples(telemetry)
-    members = {name or own.urls[0]: one for name, one in members_of(own).items()}  # one server may be left of several
-    starting = {name: start(one, name, member_telemetry) for name, one in members.items()}
+    members = members_of(own)
+    if "" in members and own.urls:  # one server may be left of several
+        members = {own.urls[0]: members[""]}
+    starting = {name or "1": start(one, name, member_telemetry) for name, one in members.items()}
+    if lent:
+        starting[LENT] = lent(member_telemetry)
     patience = FleetPatience(settings.patience, settings.member_patience, every=max(1.0, len(members) / QUESTIONS))
-    fleet = _Fleet({name: one.engine for name, one in starting.items()}, patience, telemetry)
+    parts = {name: one.engine for name, one in starting.items()}
+    fleet = _Fleet(parts, patience, telemetry, LENT if lent else None)
 
     async def join(url: str) -> MemberEngine:
         """Raises HeadraceError for a server that does not come, or does not go with the run."""

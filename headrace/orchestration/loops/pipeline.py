@@ -185,7 +185,8 @@ class Pipeline:
             waits, progress = parts.telemetry.waits, parts.groups.progress
             async with waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups", advances=progress):
                 with parts.minutes.curfew(self.step, parts.buffer):
-                    groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
+                    async with parts.turns.lent():
+                        groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
             report = await self._whole(self._step(groups, self._clock() - waited))

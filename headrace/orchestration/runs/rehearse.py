@@ -26,7 +26,7 @@ from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
-from headrace.orchestration.fleets.core_shares import share_problems
+from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.seats import check_seats
 from headrace.orchestration.store.run_directory import refuse_used
@@ -319,10 +319,11 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         problems.append(NO_GPU)
     if not config.orchestration.elsewhere:  # else each has a machine of its own
         problems += share_problems(config.engine, plan.engine_device)
+    problems += nothing_to_lend(config, plan.engine_device, plan.train_device)
     for problem in problems:
         found.doubt(problem, certain=True)
     if not problems:
-        found.notes += notes(wanted, machine, plan.shared)
+        found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:
         server = require(config.engine.kind, config.engine.python)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
@@ -349,6 +350,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         published="cuda" if way.kind == "cuda_ipc" else "cpu",
         trains=here,
         shared=config.orchestration.placement == "shared",
+        lent=config.orchestration.lend,
     )
 
 

@@ -54,6 +54,8 @@ OTHERS: tuple[Fact, ...] = (
     Slept(0.9, "engine", SleepReport(seconds=0.1, memory=5)),
     Woke(1.5, "engine", SleepReport(seconds=0.2)),
     Slept(1.6, "trainer", SleepReport(seconds=0.1, memory=7)),
+    Woke(1.62, "lent engine", SleepReport(seconds=0.1)),
+    Slept(1.65, "lent engine", SleepReport(seconds=0.1, tokens=9)),
     Waited(1.7, "engine", "the trainer", 0.5),
     Planned(1.8, 300, "time is short"),
 )

@@ -1,0 +1,36 @@
+"""An engine process on devices that the trainer lends while it waits (`engine/fleet/lent.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.protocols import Worker
+from headrace.reports import LoadReport, SleepReport
+from headrace.weights import WeightUpdate
+
+
+class LentProcess(ProcessEngine):
+    """It begins asleep, also after a death, and has no weights when it wakes: whoever wakes it loads all of them, because those that it was asked to
+    load last may be gone by then."""
+
+    async def wake(self, replaced: bool) -> SleepReport:
+        report = await self._keeper.ask("wake", None, SleepReport)
+        if self._keeper.is_up:  # else it has died since, and its successor is asleep
+            self._awake.set()
+            if self._owes_requests:
+                self._reissue()
+        return report
+
+    def went_down(self, forgive: Callable[[], None] | None) -> None:
+        self._awake.clear()
+        super().went_down(forgive)
+
+    async def resume_in(self, worker: Worker) -> None:
+        """Does nothing: `wake` does it with the next loan."""
+        self._live, self._owes_requests = {}, True
+
+    async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        """It may have died since this was asked, and another process be asleep in its place."""
+        await self._awake.wait()
+        return await super()._load(worker, name, update, parts)
