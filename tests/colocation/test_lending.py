@@ -32,7 +32,8 @@ from headrace.reports import EngineStats
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.simulate import virtual_time
-from headrace.simulate.world import World
+from headrace.simulate.makers import update
+from headrace.simulate.world import FactList, World
 from headrace.tasks.fake import FakeTask
 
 TOKEN, LENGTH, GIVE_WAY = 0.1, 8, 3.0
@@ -158,18 +159,39 @@ def test_one_that_dies_costs_no_token_and_one_that_is_lost_no_more_turns(tmp_pat
 
 
 def test_a_wait_that_is_shorter_than_what_a_loan_cost_lends_nothing(tmp_path: Path) -> None:
-    trainer = LendingTrainer(0.5, sleep_seconds=100.0)
+    trainer = LendingTrainer(0.5, sleep_seconds=1.5)
     world = trained(tmp_path / "run", engine(OnLentDevices), trainer=trainer)
-    assert [fact.who for fact in world.facts.of(Slept)].count("trainer") <= 1, "the first showed what it costs"
-    slow = trained(tmp_path / "never", engine(OnLentDevices), own=engine(rows=0, seconds_per_token=0.0))
-    assert not slow.facts.of(Woke) or tokens(slow) == [0] * len(tokens(slow))
+    assert len(world.facts.of(StepTrained)) == STEPS
+    assert trainer.naps == 1, "the first showed what it costs"
 
 
 def test_without_any_other_engine_it_does_not_keep_the_run_waiting(tmp_path: Path) -> None:
-    """Its own engine is lost while the other one serves: when that gives way, nobody is left, and the run says so."""
+    """Its own engine is lost while the other one serves: that has given way when the next version comes, and the run says so."""
     own = engine()
     with pytest.raises(Exception, match="fleet has no member left"):
         trained(tmp_path / "run", engine(OnLentDevices), own=own, at={0.5: own.die})
+
+
+def test_it_may_be_called_back_at_any_moment_of_its_way_into_the_rotation() -> None:
+    async def main(turns: int) -> tuple[str, str]:
+        facts, clock = FactList(), asyncio.get_running_loop().time
+        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 1e6))
+        parts = {"1": engine(), "lent": engine(OnLentDevices)}
+        fleet = Fleet(parts, FleetPatience(1e5, 1e5), telemetry, "lent")
+        await fleet.open()
+        await fleet.load(update(0))
+        lent = fleet.on_lent_devices(GIVE_WAY)
+        await lent.wake(True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        before = fleet.members[-1].state
+        await lent.sleep(False)
+        after = fleet.members[-1].state
+        await fleet.close()
+        return before, after
+
+    found = [virtual_time.run(main(turns)) for turns in range(60)]
+    assert {before for before, _ in found} == {"away", "serving"} and {after for _, after in found} == {"resting"}
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------

@@ -153,6 +153,12 @@ class LendingTrainer(FakeTrainer):
     """Asserts that it never steps beside the engine on its devices."""
 
     lent: OnLentDevices | None = None
+    naps = 0
+    """How often it was asked to sleep."""
+
+    async def sleep(self) -> SleepReport:
+        self.naps += 1
+        return await super().sleep()
 
     async def step(self, batch: Batch) -> TrainReport:
         self._check()
@@ -162,6 +168,7 @@ class LendingTrainer(FakeTrainer):
 
     def _check(self) -> None:
         assert self.lent is None or not self.lent.holds, "a step beside the engine on the trainer's devices"
+        assert self.lent is None or not self.lent.unfinished(), "requests wait at an engine that sleeps"
 
 
 def lends(world: World, fleet: Fleet, lent: OnLentDevices, give_way: float) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch, Group, Row
 from headrace.config import load_config
 from headrace.errors import CheckpointError, ConfigError
+from headrace.orchestration.workers.launch.child import environment
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
 from headrace.trainer.step.exporting import export_weights
@@ -258,3 +262,33 @@ def test_an_exported_model_is_whole(tmp_path: Path):
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
     for name, tensor in one.parameters():
         assert torch.equal(loaded[name], tensor.float())
+
+
+HOARDER = """
+import torch
+from headrace.native.memory import held, return_freed_memory
+
+CPU = torch.device("cpu")
+
+def after_growing_blocks():
+    before = held(CPU)
+    kept = []
+    for megabytes in range(20, 60, 4):
+        block = torch.ones(megabytes << 18)
+        kept.append(torch.ones(1000))  # keeps the end of the heap from sinking
+        del block
+    return held(CPU) - before
+
+first = after_growing_blocks()
+return_freed_memory()
+print(first, after_growing_blocks())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_rank_gives_back_what_a_worker_keeps() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", HOARDER], env=environment(()), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    keeping, giving_back = map(int, answer.split())
+    assert keeping > 20e6 and giving_back < 5e6

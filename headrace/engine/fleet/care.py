@@ -51,8 +51,6 @@ class Care:
     async def _turns(self) -> None:
         while True:
             await self._until_fit()
-            if self._member.state == "resting":  # since the last turn of the loop; this task is about to be cancelled
-                return
             self._rotation.enter(self._member)
             self._rotation.expel(self._member, await self._until_unwell())
 

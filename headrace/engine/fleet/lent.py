@@ -56,7 +56,7 @@ class LentEngine:
         return report
 
     async def sleep(self, keep: bool) -> SleepReport:
-        """Returns when its devices are free."""
+        """Returns when its devices are free. Whatever its care was about to do, it does not enter: it is known to have no weights."""
         if care := self._cares.pop(self._member, None):
             care.cancel()
         self._rotation.rest(self._member)

@@ -99,14 +99,13 @@ class Rotation:
             self._has_left(member, "away")
 
     def rest(self, member: Member) -> None:
-        """Takes a member on lent devices out of the rotation. It is not expected back: a fleet that has no other is lost."""
+        """Takes a member on lent devices out of the rotation. It is not expected back: without any other, the next version ends the fleet."""
         if member.state not in ("serving", "away"):
             return
         served = member.serves
         member.leave(member.why, "resting")
         if served:
             self._has_left(member, "resting")
-        self._if_nobody_is_left()
 
     def lose(self, member: Member, error: Exception) -> None:
         """The member does not come back."""

@@ -26,10 +26,6 @@ class LentProcess(ProcessEngine):
         self._awake.clear()
         super().went_down(forgive)
 
-    async def resume_in(self, worker: Worker) -> None:
-        """Does nothing: `wake` does it with the next loan."""
-        self._live, self._owes_requests = {}, True
-
     async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """It may have died since this was asked, and another process be asleep in its place."""
         await self._awake.wait()

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError
+from headrace.native.memory import return_freed_memory
 
 DEADLINE = timedelta(days=7)
 """The deadline of a collective: later than any of the controller's, which says who waits for whom."""
@@ -49,6 +50,7 @@ def meet(rank: int, ranks: int, place: str, device: torch.device, door: socket.s
             os.environ[GLOO] = interface_of(str(door.getsockname()[0])) if door else "lo"
         if door:
             os.environ.setdefault(NCCL, f"={os.environ[GLOO]}")
+    return_freed_memory()
     store = _store_at(place, rank, ranks, door) if door else dist.FileStore(place, ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=DEADLINE)
 
