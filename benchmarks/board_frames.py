@@ -7,6 +7,7 @@ two are 16.7 ms apart. Input is real: wheel gestures and mouse events through th
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import threading
@@ -58,12 +59,14 @@ class Frames:
 
     def measure(self, what: str, act: Callable[[], None]) -> None:
         self._browser.evaluate(RECORD)
+        before = _cpu_seconds(self._browser)
         act()
+        spent = _cpu_seconds(self._browser) - before
         found = sorted(self._browser.evaluate(TAKE))
         late = sum(one > LATE for one in found) / len(found)
         p95 = found[int(0.95 * (len(found) - 1))]
         print(
-            f"{statistics.median(found):7.1f} {p95:7.1f} {found[-1]:7.1f} ms {100 * late:5.1f} %  of {len(found):4}  {what}",
+            f"{statistics.median(found):7.1f} {p95:7.1f} {found[-1]:7.1f} ms {100 * late:5.1f} %  of {len(found):4} {1000 * spent / len(found):7.1f} ms  {what}",
             flush=True,
         )
 
@@ -122,11 +125,24 @@ class Frames:
         assert not browser.errors, browser.errors
 
 
+def _cpu_seconds(browser: Headless) -> float:
+    """CPU seconds of the browser's processes, which are a group of their own."""
+    ticks = 0
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = entry.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # gone meanwhile
+            continue
+        if int(words[2]) == browser.group:
+            ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def frames(board: RunsBoard, steps: int) -> None:
     browser = Headless(1400, 900)
     try:
         with served(board) as place:
-            print(" median     p95     max     > 33 ms   frames")
+            print(" median     p95     max     > 33 ms   frames   CPU a frame")
             Frames(browser, place, steps).all()
     finally:
         browser.close()

@@ -309,8 +309,8 @@ class _Chart:
 
     def _legend(self) -> str:
         versions = sorted(self._versions)
-        more = [("", f"… to version {versions[-1]}: colours are used again")] if len(versions) > COLOURS else []
-        by_version = [(f"v{one % COLOURS}", f"version {one}") for one in versions[:COLOURS]] + more
+        by_version = [(f"v{one % COLOURS}", f"version {one}") for one in versions[:COLOURS]]
+        more = f"<span>… to version {versions[-1]}: colours are used again</span>" if len(versions) > COLOURS else ""
         by_lag = [
             (kind, lag_name(kind, lag))
             for lag in sorted({min(lag, LAST) for lag in self._lags})
@@ -330,7 +330,7 @@ class _Chart:
                 ("swap", "new weights live"),
             ),
         ]
-        return f'<div class="keys lane-keys"><span class="keys version-keys">{_keys(by_version)}</span><span class="keys lag-keys">{_keys(by_lag)}</span>{_keys(others)}</div>'
+        return f'<div class="keys lane-keys"><span class="keys version-keys">{_keys(by_version)}{more}</span><span class="keys lag-keys">{_keys(by_lag)}</span>{_keys(others)}</div>'
 
 
 def _keys(keys: Iterable[tuple[str, str]]) -> str:

@@ -54,6 +54,11 @@ class Headless:
             time.sleep(0.05)
         return file.read_text().splitlines()[0]
 
+    @property
+    def group(self) -> int:
+        """The process group of the browser."""
+        return self._process.pid
+
     def call(self, method: str, **given: Any) -> Any:
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": given}))
