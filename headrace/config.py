@@ -183,7 +183,7 @@ def check(config: RunConfig) -> list[str]:
         *lending_problems(config, way_of(config.weight_sync, config.ends).kind),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *parity_problems(config.train, config.engine, config.rollout, config.lora),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -263,7 +263,7 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
 # --- several adapters ------------------------------------------------------------------------------------------------
 
 _SHARED = {
-    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths"),
+    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths", "parity"),
     "lora": ("quantise",),
     "rollout": ("keep_routing",),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PROVEN = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-"""The `model_type`s for which `tests/trainer/test_equal_logprobs.py` compares engine and trainer."""
+"""The `model_type`s for which `tests/trainer/parity/` compares engine and trainer."""
 TIERS = {"bfloat16": ("AMX", "AVX512-BF16"), "float32": ("AMX", "AVX512-BF16", "AVX-512", "AVX2")}
 """The kinds of processor on which engine and trainer round at the same places, by the dtype of the computation. On other kinds the
 engine multiplies weights in bfloat16 by activations in float32; float32 was not tried on them."""

@@ -81,11 +81,11 @@ class TrainConfig:
         return self
 
 
-def parity_problems(train: TrainConfig, engine: Any, rollout: Any, adapters: bool) -> Iterator[str]:
+def parity_problems(train: TrainConfig, engine: Any, rollout: Any, lora: Any) -> Iterator[str]:
     """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
     the model.
 
-    `engine` and `rollout`: their settings. `adapters`: whether any are trained.
+    `engine`, `rollout` and `lora`: their settings.
     """
     if train.parity == "off":
         return
@@ -102,11 +102,16 @@ def parity_problems(train: TrainConfig, engine: Any, rollout: Any, adapters: boo
         yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
     if train.weights != "float32":
         yield f'{asks} for train.weights = "float32" only; use it'
-    if adapters:
-        yield f"{asks} for models whose weights are all trained, and not for adapters; set lora.rank = 0"
-    if rollout.truncates:
+    if lora.merged:
         yield (
-            f"{asks} where tokens are drawn from the whole vocabulary; remove rollout.top_p, rollout.top_k and rollout.min_p"
+            f"{asks} for adapters that the engine serves beside the weights, where one that is merged into them is rounded with them; "
+            'set lora.publish = "adapter", and lora.dora = false'
         )
+    if lora.quantise:
+        yield f"{asks} for frozen weights in train.dtype; remove lora.quantise"
+    if lora.experts:
+        yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
+    if rollout.truncates and not rollout.keep_mask:
+        yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
     if rollout.keep_routing:
         yield f"{asks} for dense models; set rollout.keep_routing = false"

@@ -57,6 +57,9 @@ class ForwardInput:
 Draw = Callable[[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]
 """(temperature [n], uniform number [n], rows [n] of the logits or None for all) -> tokens [n], log-probs [n]."""
 
+Score = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""(tokens [n], temperature [n], rows [n] of the logits, offsets [n + 1] into ids, ids kept) -> log-probs [n]."""
+
 
 @dataclass(frozen=True)
 class ForwardOutput:
@@ -69,6 +72,9 @@ class ForwardOutput:
     draw: Draw | None = None
     """Draws from whole distributions as `sampler.sample` does for rows without filters; None if the runner has no faster way.
     Temperature 0 is greedy. A log-prob of NaN means that the row's logits are not finite."""
+    score: Score | None = None
+    """The log-probs of tokens among the ids that filters kept for each row, or over the whole vocabulary if none are given: those that a
+    trainer computes (`arithmetic`). None if the runner shares no arithmetic with one."""
 
 
 class Runner(Protocol):

@@ -48,3 +48,24 @@ static inline double mass_of(const float* logits, int vocabulary, float peak, fl
 static inline double log_probability(float logit, float peak, float inverse_temperature, double mass) {
     return (double)(logit - peak) * inverse_temperature - std::log(mass);
 }
+
+// The largest of the logits; a number if any is.
+static inline float peak_of(const float* logits, int vocabulary) {
+    f16x high = splat(-INFINITY);
+    for (int i = 0; i < vocabulary; i += 16) high = max16(i + 16 <= vocabulary ? load(logits + i) : within(load(logits + i), i, 0, vocabulary), high);
+    return largest(high);
+}
+
+// The log-prob of a logit among those of `count` ids, which filters have left to sample from.
+template <class I>
+static inline double log_probability_among(const float* logits, const I* ids, int64_t count, float logit, float inverse_temperature) {
+    float peak = logits[ids[0]];
+    for (int64_t i = 1; i < count; i++) peak = logits[ids[i]] > peak ? logits[ids[i]] : peak;
+    double mass = 0;
+    for (int64_t i = 0; i < count; i += 16) {
+        float below[16];
+        for (int j = 0; j < 16; j++) below[j] = i + j < count ? logits[ids[i + j]] - peak : -INFINITY;
+        mass += sum(exp2_16(load(below) * (inverse_temperature * 1.44269504f)));
+    }
+    return log_probability(logit, peak, inverse_temperature, mass);
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,25 +19,27 @@ def explained(error: IdentityError, core: TrainerCore, start: TrainerStart) -> I
     if not isinstance(error, UnequalLogprobs):
         return error
     try:
-        where = first_difference(core, Path(start.model_dir), start.serving_dtype, error.tokens)
+        where = first_difference(core, Path(start.model_dir), start.serving_dtype, error)
     except Exception as failure:  # the run stops anyway; its first error must not be lost
         where = f"The layer could not be determined ({type(failure).__name__}: {failure})"
     return IdentityError(f"{error}. {where}.")
 
 
-def first_difference(core: TrainerCore, model_dir: Path, dtype: str, tokens: Sequence[int]) -> str:
+def first_difference(core: TrainerCore, model_dir: Path, dtype: str, error: UnequalLogprobs) -> str:
     """A sentence that names the first layer whose result differs, under the trainer's current weights. `dtype`: the serving dtype.
 
     The engine's pass is repeated in this process, without its cache, batch and memory. If nothing differs here, one of these is the cause.
     """
-    context = tokens[:-1]
-    theirs, token, logprob = engine.residual_stream(model_dir, core.parameters(), getattr(torch, dtype), context)
+    context, name = error.tokens[:-1], error.adapter
+    adapter = next(((spec, core.parameters(name)) for spec in core.adapters() if spec.name == name), None)
+    weights = engine.ServedWeights(model_dir, core.parameters(), getattr(torch, dtype), adapter)
+    theirs, token, logprob = engine.residual_stream(weights, context)
     ours = trainer.residual_stream(core, context)
     for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
         if not torch.equal(one, other):
             where = f"layer {index - 1}" if index else "the embedding"
             return f"Over this sequence the two forward passes first differ in {where}: {_size(one, other)}"
-    if core.score([*context, token])[-1] != logprob:
+    if core.score([*context, token], name)[-1] != logprob:
         return "Over this sequence all layers give the same bits: the two forward passes differ in the final norm or the head"
     return (
         "Over this sequence both forward passes give the same bits in every layer when the engine's is repeated: the difference arose in "

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.packing import ROOT, Segment
-from headrace.trainer.forward import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
-from headrace.trainer.forward.fused_ops import Segments
-from headrace.trainer.forward.fused_products import PackedWeight
+from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
+from headrace.trainer.forward.fused.fused_ops import Segments
+from headrace.trainer.forward.fused.fused_weights import PackedWeight
+from headrace.trainer.forward.fused.module_layers import layer_of
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.kernels.build import built
@@ -158,31 +159,23 @@ def _linear(module: Any, x: Tensor) -> Tensor:
     return _together(x, module)[0]
 
 
-def _plain(*modules: Any) -> bool:
-    """Whether a product of the module's weight is all it does: an adapter's layer does more."""
-    return all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
-
-
-def _parts(module: Any) -> fused_products.Layer:
-    return module.packed, module.weight, module.bias
-
-
 def _onto(total: Tensor, x: Tensor, module: Any, norm: Any = None) -> Tensor:
-    """total + module(x), or its norm: in one operation, or two, where the layer is plain."""
-    if not _plain(module):
+    """total + module(x), or its norm: in one operation, or two, where the module is a linear layer."""
+    if (layer := layer_of(module)) is None:
         return total + (module(x) if norm is None else norm(module(x)))
     if norm is None:
-        return fused_products.linear_onto(total, x, _parts(module), _factors())
-    (side,) = fused_products.linears(x, [_parts(module)], _factors(), [True])
+        return fused_products.linear_onto(total, x, layer, _factors())
+    (side,) = fused_products.linears(x, [layer], _factors(), [True])
     weight, eps, unit = norm.weight, norm.fused.eps, norm.fused.unit
     return fused_ops.add_rms_norm(total, side, weight=weight, eps=eps, unit=unit, dtype=_factors())
 
 
 def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) -> tuple[Tensor, ...]:
-    """Several layers over the same x: in one operation where all of them are plain. `wide`: which results are float32, at least
-    where they are."""
-    if _plain(*modules):
-        return fused_products.linears(x, [_parts(module) for module in modules], _factors(), wide)
+    """Several modules over the same x: in one operation where all of them are linear layers. `wide`: which results are float32, at
+    least where they are."""
+    layers = [layer for module in modules if (layer := layer_of(module)) is not None]
+    if len(layers) == len(modules):
+        return fused_products.linears(x, layers, _factors(), wide)
     return tuple(module(x) for module in modules)
 
 
@@ -251,8 +244,9 @@ def _gated(module: Any, x: Tensor) -> Tensor:
 
 def _inner(module: Any, x: Tensor) -> Tensor:
     """The input of the feed-forward part's last product."""
-    if _low() and _plain(module.gate_proj, module.up_proj):
-        return fused_served.gated_linear(x, _parts(module.gate_proj), _parts(module.up_proj), module.gelu)
+    gate_layer, up_layer = layer_of(module.gate_proj), layer_of(module.up_proj)
+    if _low() and gate_layer is not None and up_layer is not None:
+        return fused_served.gated_linear(x, gate_layer, up_layer, module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
     return fused_ops.gated(gate, up, module.gelu)
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
-from headrace.trainer.forward.fused_products import PackedWeight
-from headrace.trainer.forward.fused_served import Asked, log_probabilities
+from headrace.trainer.forward.fused.fused_ops import valued
+from headrace.trainer.forward.fused.fused_served import Asked, Found, log_probabilities
+from headrace.trainer.forward.fused.fused_weights import PackedWeight
 
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once: 4 MiB in float32, so that they stay in a CPU's cache. (Measured: 250 to 3,000 places, bf16.)"""
@@ -97,9 +98,10 @@ def token_logprobs(
         bias = weight.new_zeros(0)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
-    how = _How(scale, dtype, None if softcap else packed, share)
-    values, entropy = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
-    return _compose(values, entropy, which=which, target=target, kept=kept)
+    counts = None if kept is None else kept.offsets.diff()
+    how = _How(scale, dtype, None if softcap else packed, share, counts)
+    values, entropy, among = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
+    return _compose(values, entropy, which=which, target=target, kept=kept, among=among)
 
 
 def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
@@ -145,8 +147,11 @@ def _rows(kept: Kept) -> Tensor:
     return torch.repeat_interleave(kept.offsets.diff(), output_size=len(kept.ids))
 
 
-def _compose(values: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kept: Kept | None) -> Head:
-    """values: log-probs of the targets [M], then of the ids that were kept [nnz]; entropy of each place."""
+def _compose(
+    values: Tensor, entropy: Tensor, *, which: Tensor, target: Tensor, kept: Kept | None, among: Tensor | None = None
+) -> Head:
+    """values: log-probs of the targets [M], then of the ids that were kept [nnz]; entropy of each place. `among` [M]: the log-probs
+    of the targets among the ids kept for them, if they are known more exactly than from these values."""
     if kept is None:
         return Head(values, entropy[which], 0)
     chosen, cut = values.split([len(target), len(kept.ids)])
@@ -157,7 +162,10 @@ def _compose(values: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kep
     # index_put rather than index_add: on CUDA its sums have an order (C8)
     mass = torch.zeros_like(chosen).index_put((rows,), (cut - top[rows]).exp(), accumulate=True)
     restricted = top + torch.where(inside, mass, 1.0).log()
-    return Head(chosen - torch.where(inside, restricted, 0.0), entropy[which], outside)
+    logprob = chosen - torch.where(inside, restricted, 0.0)
+    if among is not None:
+        logprob = valued(logprob, torch.where(inside, among, chosen.detach()))
+    return Head(logprob, entropy[which], outside)
 
 
 class _Pairs(NamedTuple):
@@ -172,10 +180,13 @@ class _How(NamedTuple):
     dtype: torch.dtype
     packed: PackedWeight | None
     share: OwnRows | None = None
+    counts: Tensor | None = None
+    """[M] how many ids were kept for each target. Targets are the first of the pairs, and what was kept follows in their order."""
 
 
 class _LogProbs(torch.autograd.Function):
-    """hidden [U, H], place [P] in 0..U-1, ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient).
+    """hidden [U, H], place [P] in 0..U-1, ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient), and by kernels
+    those of targets among the ids kept for them [M], else None (no gradient).
 
     The backward pass computes the logits of each block again.
     """
@@ -189,21 +200,22 @@ class _LogProbs(torch.autograd.Function):
         place: Tensor,
         ids: Tensor,
         how: _How,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         low_hidden, low_weight = hidden.to(how.dtype), weight.to(how.dtype)
+        among = None
         if how.packed is None:
             found, logsumexp, entropy = _by_blocks(low_hidden, low_weight, bias, _Pairs(place, ids), how)
         else:  # the weight itself: a copy may lie where the last one lay, and be taken for it
-            found, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
+            found, among, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
         ctx.scale, ctx.share, ctx.dtypes = how.scale, how.share, (hidden.dtype, weight.dtype)
-        ctx.mark_non_differentiable(entropy)
-        return found, entropy
+        ctx.mark_non_differentiable(*(one for one in (entropy, among) if one is not None))
+        return found, entropy, among
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_values: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, order, place, ids, logsumexp = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         wants_weight = ctx.needs_input_grad[1]  # not where the head is frozen
@@ -233,15 +245,27 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
 
 
-def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the same as `_by_blocks`, without a bias and with logits in float32."""
+def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> Found:
+    """Computes the same as `_by_blocks`, without a bias and with logits in float32; and log-probs among what was kept."""
     assert how.packed is not None
-    place, ids = pairs
+    order, offsets = _by_place(pairs.place, len(hidden))
+    asked, first = Asked(offsets, pairs.ids[order]), None
+    if how.counts is not None:
+        first, targets = _by_place(pairs.place[: len(how.counts)], len(hidden))
+        asked = asked._replace(targets=targets, counts=how.counts[first])
+    found = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
+    among = (
+        found.among
+        if first is None
+        else torch.empty_like(first, dtype=torch.float32).index_copy_(0, first, found.among)
+    )
+    return found._replace(values=torch.empty_like(found.values).index_copy_(0, order, found.values), among=among)
+
+
+def _by_place(place: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """([P] the order by place, in which those of one place keep theirs; [places + 1] the first of each)."""
     order = place.argsort(stable=True)
-    offsets = torch.searchsorted(place[order], torch.arange(len(hidden) + 1))
-    asked = Asked(offsets, ids[order])
-    found, logsumexp, entropy = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
-    return torch.empty_like(found).index_copy_(0, order, found), logsumexp, entropy
+    return order, torch.searchsorted(place[order], torch.arange(places + 1))
 
 
 def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from headrace.native.memory import held, trim
 from headrace.reports import SleepReport
-from headrace.trainer.forward.fused_products import release
+from headrace.trainer.forward.fused.fused_weights import release
 
 
 class Resting:

@@ -2,5 +2,5 @@
 embeddings, attention over packed trees, each with its gradient.
 
 `src/` is compiled once for the machine it runs on (`build.py`) and needs nothing but a C++ compiler. `binding.py` loads it,
-`forward/fused_ops.py` makes autograd functions of it, `forward/fused_model.py` puts these into a Hugging Face model.
+`forward/fused/` makes autograd functions of it, `forward/fused_model.py` puts these into a Hugging Face model.
 """

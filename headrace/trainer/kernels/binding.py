@@ -12,8 +12,8 @@ from headrace.trainer.kernels.build import built
 
 class Weight(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("across", "down", "bias", "y", "gradient", "onto")),
-        *((name, c_int32) for name in ("n", "add", "wide")),
+        *((name, c_void_p) for name in ("across", "down", "bias", "y", "gradient", "onto", "thin", "low")),
+        *((name, c_int32) for name in ("n", "add", "wide", "ranks")),
     ]
 
 
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_linear_input_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_weight_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_gated": (None, [c_void_p, c_int, c_int, _POINTERS, _POINTERS, c_void_p, c_int]),
-    "headrace_log_probabilities": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 5]),
+    "headrace_log_probabilities": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 8]),
     "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_float, c_float, c_void_p]),
     "headrace_norm_backward": (None, [c_int, c_int, *[c_void_p] * 7, c_int, c_int, c_float]),
     "headrace_gated": (None, [c_int, *[c_void_p] * 3, c_int64, c_int]),

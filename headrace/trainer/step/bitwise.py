@@ -7,10 +7,13 @@ token whose log-prob differs in one bit shows that engine and trainer do not com
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from headrace.errors import IdentityError
+from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import PROVEN, arithmetic, why_unproven
 from headrace.packing import ROOT, Pack
 from headrace.trainer.forward.forward import Forward
@@ -27,18 +30,23 @@ class UnequalLogprobs(IdentityError):
         super().__init__(message)
         self.tokens = tokens
         """The sequence up to and with the first token whose log-probs differ."""
+        self.adapter = ""
+        """The adapter that was to be trained; empty for all weights."""
 
 
-def shared_arithmetic(forward: Forward, fused: tuple[str, ...], dtype: torch.dtype, adapters: bool) -> tuple[str, str]:
+def shared_arithmetic(
+    forward: Forward, fused: tuple[str, ...], dtype: torch.dtype, adapters: Mapping[str, LoraConfig]
+) -> tuple[str, str]:
     """(the name of the trainer's forward pass in the words of `native/arithmetic.py`; empty, and why, where it has none).
 
-    `fused`: what `fuse` replaced. `adapters`: whether LoRA wraps the layers.
+    `fused`: what `fuse` replaced. `adapters`: those that are trained, by the name that the engine serves them by; without one if it is
+    served merged.
     """
     family, precision = forward.model.config.model_type, str(dtype).removeprefix("torch.")
     if family not in PROVEN:
         return "", why_unproven(family, precision, "")
-    if adapters:
-        return "", "it trains adapters, of which equal log-probs are not proven"
+    if reason := _why_adapted(adapters):
+        return "", reason
     if not fused:
         return "", "it does not run through the C++ kernels"
     if missing := KINDS - set(fused):
@@ -46,6 +54,17 @@ def shared_arithmetic(forward: Forward, fused: tuple[str, ...], dtype: torch.dty
     tier = binding.tier() or "none"
     name = arithmetic(family, precision, tier)
     return name, "" if name else why_unproven(family, precision, tier)
+
+
+def _why_adapted(adapters: Mapping[str, LoraConfig]) -> str:
+    """The reason why layers with adapters are not computed as they are served; empty if they are."""
+    if "" in adapters or any(lora.merged for lora in adapters.values()):
+        return "its adapter is served merged into the weights, with which it is rounded"
+    if any(lora.quantise for lora in adapters.values()):
+        return "its frozen weights are quantised, and products of these do not run through the C++ kernels"
+    if any(lora.experts for lora in adapters.values()):
+        return "it trains adapters of experts, which do not run through the C++ kernels"
+    return ""
 
 
 def compare(pack: Pack, logprob: Tensor, step: int) -> int:

@@ -18,12 +18,13 @@ from torch import Tensor
 from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
 from headrace.errors import ConfigError
+from headrace.models.lora import LoraConfig
 from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
+from headrace.trainer.forward.fused.fused_weights import reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
-from headrace.trainer.forward.fused_products import reserve
 from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
@@ -74,9 +75,9 @@ class TorchTrainer:
         self._model = self._placement.load(model_dir, self._device)
         self._forward = together(choose_forward(self._model), self._placement.context)
         self._fused = self._fuse()
-        self.arithmetic = self._shared_arithmetic(bool(adapters))
-        self._assignments = adapters or {"": Assignment(config, algo)}
         loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole
+        self.arithmetic = self._shared_arithmetic(loras)
+        self._assignments = adapters or {"": Assignment(config, algo)}
         self._adapters = Adapters(self._model, loras, self._dtype, model_dir, whole) if loras else None
         replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
         self._replay: Replay = replay or no_replay
@@ -112,7 +113,7 @@ class TorchTrainer:
             raise ConfigError(f'train.path = "kernels", and {why_none(self._device)}; use "auto" or "torch"')
         return fused
 
-    def _shared_arithmetic(self, adapters: bool) -> str:
+    def _shared_arithmetic(self, adapters: Mapping[str, LoraConfig]) -> str:
         """Raises ConfigError if `train.parity` asks for the engine's log-probs and equality is not proven."""
         name, unproven = shared_arithmetic(self._forward, self._fused, self._dtype, adapters)
         if self._config.parity == "bitwise" and unproven:
@@ -157,7 +158,8 @@ class TorchTrainer:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
             picked = PickedNumbers(batch)
             sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
-        except UnequalLogprobs:
+        except UnequalLogprobs as error:
+            error.adapter = batch.adapter
             learner.forget()
             raise
         lr = learner.lr(batch.steps)

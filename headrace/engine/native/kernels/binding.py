@@ -73,6 +73,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_forward": (None, [c_void_p, POINTER(PassStruct)]),
     "headrace_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
     "headrace_draw": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 4]),
+    "headrace_score": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 5]),
 }
 
 

@@ -7,6 +7,7 @@ one path, and blocks that sequences share are only read together. So `exact` cos
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ class KernelRunner:
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
         self.arithmetic = ""
-        if not spec.routing and not max_adapters:
+        if not spec.routing:
             self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
         self.dtype = dtype
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
@@ -234,7 +235,7 @@ class KernelRunner:
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:
             routing = routing.astype(np.uint8)
-        return ForwardOutput(self._views[len(batch.rows)], routing, self._draw)
+        return ForwardOutput(self._views[len(batch.rows)], routing, self._draw, self._score)
 
     def _room(self, rows: int) -> int:
         """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
@@ -249,20 +250,33 @@ class KernelRunner:
 
     def _draw(self, temperature: np.ndarray, u: np.ndarray, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """One token for each of the last pass's rows (or of these), and its log-prob; see `ForwardOutput.draw`."""
-        inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
         u = np.where(temperature == 0, -1.0, u)
-        places = np.arange(len(u)) if rows is None else _as(rows, np.int64)
         tokens, logprobs = np.zeros(len(u), np.int64), np.zeros(len(u))
-        self._library.headrace_draw(
+        places = np.arange(len(u)) if rows is None else rows
+        self._of_rows(self._library.headrace_draw, places, temperature, (u, tokens, logprobs))
+        return tokens, logprobs
+
+    def _score(
+        self, tokens: np.ndarray, temperature: np.ndarray, rows: np.ndarray, offsets: np.ndarray, kept: np.ndarray
+    ) -> np.ndarray:
+        """The log-prob of one token for each of these rows of the last pass; see `ForwardOutput.score`."""
+        logprobs = np.zeros(len(rows))
+        given = _as(tokens, np.int64), _as(offsets, np.int64), _as(kept, np.int32), logprobs
+        self._of_rows(self._library.headrace_score, rows, temperature, given)
+        return logprobs
+
+    def _of_rows(self, function: Any, rows: np.ndarray, temperature: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Calls a C++ function about rows of the logits, which reads and writes these arrays."""
+        inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
+        rows = _as(rows, np.int64)
+        function(
             self._decoder,
             self._logits_at,
-            address(places),
-            len(u),
-            self.spec.vocabulary,
-            self._logits.shape[1],
-            *(address(array) for array in (inverse, u, tokens, logprobs)),
+            address(rows),
+            len(rows),
+            *(self.spec.vocabulary, self._logits.shape[1], address(inverse)),
+            *map(address, arrays),
         )
-        return tokens, logprobs
 
     def blame(self, batch: ForwardInput) -> np.ndarray:
         """Every pass takes notes, so none is run again."""

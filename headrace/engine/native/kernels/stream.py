@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +13,49 @@ from torch import Tensor
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.kernels.runner import KernelRunner
 from headrace.engine.native.runners import skeleton
+from headrace.weights import AdapterSpec
+
+Parameters = Iterable[tuple[str, Tensor]]
+"""As a trainer publishes them."""
 
 
-def residual_stream(
-    model_dir: Path, parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype, tokens: Sequence[int]
-) -> tuple[Tensor, int, float]:
-    """([layers + 1, T, H] float32: the embeddings, then the result of each layer; the most probable next token; its log-prob).
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights that a runner is made for, and served with."""
 
-    `parameters`: as a trainer publishes them; they are served in `dtype`, by a runner made for this.
-    """
-    count, device = len(tokens), torch.device("cpu")
-    model = skeleton.read(model_dir, dtype, device)
-    runner = KernelRunner(model, count, dtype=dtype, device=device)
-    blocks = -(-count // BLOCK)
-    runner.allocate(blocks)
-    served = {name: parameter.detach().to(dtype) for name, parameter in parameters}
-    runner.use(runner.prepare(served))
+    model_dir: Path
+    parameters: Parameters
+    dtype: torch.dtype
+    """The serving dtype."""
+    adapter: tuple[AdapterSpec, Parameters] | None = None
+
+    def runner(self, length: int) -> KernelRunner:
+        """A runner for one sequence of `length` tokens; an adapter is in its slot 0."""
+        model = skeleton.read(self.model_dir, self.dtype, torch.device("cpu"))
+        slots = int(self.adapter is not None)
+        runner = KernelRunner(model, length, dtype=self.dtype, device=torch.device("cpu"), max_adapters=slots)
+        runner.allocate(-(-length // BLOCK))
+        runner.use(runner.prepare(self._published(self.parameters)))
+        if self.adapter is not None:
+            spec, tensors = self.adapter
+            runner.use_adapter(0, runner.prepare_adapter(spec, self._published(tensors)))
+        return runner
+
+    def _published(self, parameters: Parameters) -> dict[str, Tensor]:
+        return {name: parameter.detach().to(self.dtype) for name, parameter in parameters}
+
+
+def residual_stream(weights: ServedWeights, tokens: Sequence[int]) -> tuple[Tensor, int, float]:
+    """([layers + 1, T, H] float32: the embeddings, then the result of each layer; the most probable next token; its log-prob)."""
+    count = len(tokens)
+    runner = weights.runner(count)
     batch = ForwardInput(
         tokens=np.array(tokens, np.int64),
         starts=np.array([0, count], np.int32),
         context=np.zeros(1, np.int32),
-        tables=np.arange(blocks, dtype=np.int32)[None],
+        tables=np.arange(-(-count // BLOCK), dtype=np.int32)[None],
         rows=np.array([count - 1], np.int64),
-        adapters=np.full(1, -1, np.int32),
+        adapters=np.full(1, 0 if weights.adapter else -1, np.int32),
     )
     stream = torch.empty(len(runner.spec.layers) + 1, count, runner.spec.hidden)
     draw = runner.forward(batch, stream).draw

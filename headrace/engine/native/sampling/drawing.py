@@ -1,4 +1,5 @@
-"""Draws tokens: by the runner if it can and only the token is wanted, by the sampler otherwise.
+"""Draws tokens: by the runner if it can and only the token is wanted, by the sampler otherwise. A runner that shares its arithmetic with a
+trainer says what log-probs the sampler's tokens have, because a trainer can repeat its sums.
 
 The choice is made for each row, because the two add up in different orders, and the tokens of a request must not depend on
 the settings of other requests.
@@ -6,7 +7,7 @@ the settings of other requests.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -48,7 +49,20 @@ def _sample(
     logits = forward.logits
     if places is not None:
         logits = logits[torch.from_numpy(places).to(logits.device)]
-    return sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)))
+    top = int(tops.max(initial=0))
+    if forward.score is None:
+        return sample(logits, settings, masks if masks.any() else None, top)
+    drawn = sample(logits, settings, np.ones(len(masks), bool), top)
+    assert drawn.mask is not None
+    at = np.arange(len(masks)) if places is None else places
+    logprobs = forward.score(drawn.tokens, settings.temperature, at, drawn.mask.offsets, drawn.mask.token_ids)
+    return replace(drawn, logprobs=logprobs, mask=_asked(drawn.mask, masks) if masks.any() else None)
+
+
+def _asked(mask: Mask, rows: np.ndarray) -> Mask:
+    """The mask with all rows empty but these [R] bool."""
+    counts = np.diff(mask.offsets)
+    return Mask(mask.token_ids[np.repeat(rows, counts)], np.concatenate([[0], np.cumsum(counts * rows)]))
 
 
 def _only(settings: Settings, rows: np.ndarray) -> Settings:

@@ -11,7 +11,8 @@ struct Weight {
     T* y;                    // [rows, n], in float32 if `wide`; in the backward pass dy
     float* gradient;         // [n, k] or null
     const float* onto;       // [rows, n]: the initial values of the sums, or null for zero
-    int32_t n, add, wide;    // add: to the content of the gradient
+    const T *thin, *low;     // an adapter adds thin [rows, ranks] times low, packed as `across` is; its bias comes after that
+    int32_t n, add, wide, ranks;  // add: to the content of the gradient; ranks 0: no adapter
 };
 
 // Both packings of a matrix [n, k] of float32; null for one that is not wanted.
@@ -80,6 +81,16 @@ static inline const T* whole(const T* x, int rows, int k, int first, const Piece
     return copy;
 }
 
+// The factors of x W^T + thin low^T, one sum whose first pieces are of x and whose second are of the adapter's.
+template <class T>
+static inline const T* rows_of(const Weight<T>& w, const T* x, int rows, int k, int b, const Piece& piece, size_t& ld) {
+    return piece.which ? whole(w.thin, rows, w.ranks, b * SIDE, piece, ld) : whole(x, rows, k, b * SIDE, piece, ld);
+}
+template <class T>
+static inline const T* panel_of(const Weight<T>& w, int k, const Piece& piece, int panel) {
+    return piece.which ? w.low + ((size_t)panel * up(w.ranks) + piece.first) * AREA : w.across + ((size_t)panel * up(k) + piece.first) * AREA;
+}
+
 // Stores a block of results [32, 32] to rows of T.
 template <class T>
 static inline void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
@@ -141,14 +152,13 @@ static inline bool from_nothing(float*, int, int) { return false; }
 
 template <class T>
 static void linear(const T* x, int rows, int k, const Weight<T>* weights, int count) {
-    const auto pieces = pieces_of<T>({up(k)});
     for (const Weight<T>* w = weights; w < weights + count; w++) {
         const auto place = [&](int b, int panel) { return (size_t)b * SIDE * w->n + panel * SIDE; };
         const auto high = [&](int b) { return std::min(SIDE, rows - b * SIDE); };
         const auto columns = [&](int panel) { return std::min(SIDE, w->n - panel * SIDE); };
         product<T>(
-            up(rows), up(w->n), pieces, [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
-            [&](const Piece& piece, int panel) { return w->across + ((size_t)panel * up(k) + piece.first) * AREA; },
+            up(rows), up(w->n), pieces_of<T>({up(k), up(w->ranks)}), [&](const Piece& piece, int b, size_t& ld) { return rows_of(*w, x, rows, k, b, piece, ld); },
+            [&](const Piece& piece, int panel) { return panel_of(*w, k, piece, panel); },
             [&](float* c, int b, int panel) {
                 if (w->onto) cut(w->onto + place(b, panel), w->n, high(b), columns(panel), c, SIDE);
                 return w->onto != nullptr;

@@ -6,13 +6,13 @@
 #include "linear.h"
 #include "look.h"
 
-// gate, up = x W^T in bf16, for the backward pass; y = act(gate) * up, from their values before rounding.
+// gate, up = x W^T (with adapters over one thin product) in bf16, for the backward pass; y = act(gate) * up, from their values before rounding.
 static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gate, const Weight<bf16>& up_, bf16* y, bool gelu) {
     const int n = gate.n;
     const Weight<bf16>* both[2] = {&gate, &up_};
     product<bf16, 2>(
-        up(rows), up(n), pieces_of<bf16>({up(k)}), [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
-        [&](const Piece& piece, int panel) { return both[panel % 2]->across + ((size_t)(panel / 2) * up(k) + piece.first) * AREA; },
+        up(rows), up(n), pieces_of<bf16>({up(k), up(gate.ranks)}), [&](const Piece& piece, int b, size_t& ld) { return rows_of(gate, x, rows, k, b, piece, ld); },
+        [&](const Piece& piece, int panel) { return panel_of(*both[panel % 2], k, piece, panel / 2); },
         from_nothing,
         [&](float* c, int b, int panel) {
             const size_t at = (size_t)b * SIDE * n + panel * SIDE;
@@ -114,11 +114,23 @@ struct Served {
     }
 };
 
-// Computes from hidden states [rows, k] and a head [vocabulary, k] the log-probs of the ids [offsets[r], offsets[r + 1]) of each
-// row, the log-sum-exp of its logits over the temperature, and the entropy.
+// What is asked of each row of logits: the log-probs of ids [offsets[r], offsets[r + 1]). If filters left less than the vocabulary, the
+// first of these are the row's targets [targets[r], targets[r + 1]), and behind them lies what was kept for each, counts[i] for target i.
+struct Asked {
+    const int64_t *offsets, *ids, *targets, *counts;  // the latter two may be null
+
+    void among_kept(int row, const float* logits, float inverse_temperature, float* among) const {
+        int64_t at = offsets[row], kept = at + targets[row + 1] - targets[row];
+        for (int64_t i = targets[row]; i < targets[row + 1]; kept += counts[i++], at++)
+            if (counts[i]) among[i] = (float)log_probability_among(logits, ids + kept, counts[i], logits[ids[at]], inverse_temperature);
+    }
+};
+
+// Computes from hidden states [rows, k] and a head [vocabulary, k] the log-probs that are asked for, those of targets among what was
+// kept for them, the log-sum-exp of each row's logits over the temperature, and the entropy.
 template <class T>
-static void log_probabilities(const T* hidden, int rows, int k, const T* packed, int vocabulary, float inverse_temperature,
-                              const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
+static void log_probabilities(const T* hidden, int rows, int k, const T* packed, int vocabulary, float inverse_temperature, const Asked& asked,
+                              float* found, float* among, float* logsumexp, float* entropy) {
     constexpr int AT_ONCE = 2;  // blocks of rows: the weights are read again for the next, and logits are large
     const size_t width = (size_t)up(vocabulary) * SIDE;
     const float scale = inverse_temperature * 1.44269504f;
@@ -134,14 +146,13 @@ static void log_probabilities(const T* hidden, int rows, int k, const T* packed,
             [&](const float* c, int b, int panel) { put(c, nullptr, logits + b * SIDE * width + panel * SIDE, width, SIDE, SIDE); });
         team::each(count, [&](int r) {
             const float* mine = logits + r * width;
-            f16x high = splat(-INFINITY), moment = {};
-            auto logit = [&](int i) { return i + 16 <= vocabulary ? load(mine + i) : within(load(mine + i), i, 0, vocabulary); };
-            for (int i = 0; i < vocabulary; i += 16) high = max16(logit(i), high);
-            const float peak = largest(high);
+            f16x moment = {};
+            const float peak = peak_of(mine, vocabulary);
             const double mass = mass_of(mine, vocabulary, peak, scale, team::room<double>(vocabulary / SEARCH + 1, 2),
                                         [&](f16x term, f16x below) { moment += term * max16(below, splat(-1e30f)); });
-            for (int64_t i = offsets[begin + r]; i < offsets[begin + r + 1]; i++)
-                found[i] = (float)log_probability(mine[ids[i]], peak, inverse_temperature, mass);
+            for (int64_t i = asked.offsets[begin + r]; i < asked.offsets[begin + r + 1]; i++)
+                found[i] = (float)log_probability(mine[asked.ids[i]], peak, inverse_temperature, mass);
+            if (asked.targets) asked.among_kept(begin + r, mine, inverse_temperature, among);
             logsumexp[begin + r] = (float)((double)peak * inverse_temperature + std::log(mass));
             entropy[begin + r] = (float)(std::log(mass) - (double)sum(moment) * inverse_temperature / mass);
         });

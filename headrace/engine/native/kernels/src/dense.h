@@ -48,16 +48,16 @@ struct Dense : State {
         });
     }
 
-    // Adds bias and adapters to a product.
+    // Adds adapters and then the bias to a product, as the trainer does (`linear.h`).
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
-        for (int r = 0; w.bias && r < SIDE; r++)
-            for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
         for (int slot = 0; slot < p.slots; slot++) {
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
             if (!l.a || !present[(size_t)slot * up(p.tokens_count) + b]) continue;
             multiply<true>(Inputs<taken>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<stored>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
                            std::min(SIDE, p.tokens_count - b * SIDE));
         }
+        for (int r = 0; w.bias && r < SIDE; r++)
+            for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
     }
 
     // thin = A x for the rows of each adapter, zero for the others.

@@ -42,3 +42,11 @@ static inline Draw draw(const float* logits, int vocabulary, float inverse_tempe
     }
     return {token, log_probability(logits[token], peak, inverse_temperature, total)};
 }
+
+// The log-prob of a token over the whole vocabulary, or among the ids that filters kept, if there are any.
+static inline double score(const float* logits, int vocabulary, float inverse_temperature, int64_t token, const int32_t* kept, int64_t count, double* sums) {
+    if (count) return log_probability_among(logits, kept, count, logits[token], inverse_temperature);
+    const float peak = peak_of(logits, vocabulary);
+    const double total = mass_of(logits, vocabulary, peak, inverse_temperature * 1.44269504f, sums, [](f16x, f16x) {});
+    return log_probability(logits[token], peak, inverse_temperature, total);
+}

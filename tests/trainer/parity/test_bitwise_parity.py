@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from equal_models import engine_of, sampled_by
 from msgspec.structs import replace
 from tiny_run import tiny_config
 from torch import Tensor
@@ -22,8 +23,6 @@ from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch, Group, Row
 from headrace.config import check, load_config
 from headrace.durable.journal import read_steps
-from headrace.engine.config import EngineConfig
-from headrace.engine.native.core import NativeEngine
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import arithmetic
@@ -32,14 +31,12 @@ from headrace.orchestration.workers.build import open_transport
 from headrace.orchestration.workers.first_difference import explained
 from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.reports import Capabilities
-from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.kernels import binding
 from headrace.trainer.step.bitwise import UnequalLogprobs
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Completion, Prompt, Request, Sampling, VersionSpan
-from headrace.weights import WeightUpdate
 
 DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
 DTYPE = DTYPES[0] if DTYPES else "float32"
@@ -64,42 +61,23 @@ def trainer_of(name: str, **settings: Any) -> TorchTrainer:
     )
 
 
-def sampled(trainer: TorchTrainer, name: str, version: int = 0) -> list[Row]:
+def sampled(trainer: TorchTrainer, name: str, version: int = 0, adapter: str = "", **settings: Any) -> list[Row]:
     """By an engine that has the trainer's weights."""
-    engine = NativeEngine(
-        saved(name), EngineConfig(dtype=trainer.dtype, device="cpu", path="kernels", kv_gib=0.01, context_length=96)
-    )
-    update = WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
-    engine.swap(
-        engine.prepare(update, {key: value.to(getattr(torch, trainer.dtype)) for key, value in trainer.parameters()})
-    )
-    transcripts = {}
-    for i in range(4):
-        sampling = Sampling(max_tokens=20, seed=i, ignore_eos=True)
-        request = Request(f"r{i}", tuple(range(3, 10 + 8 * (i % 2))), sampling)
-        transcripts[request.id] = Transcript(request=request)
-        engine.add(request)
-    rows = []
-    while engine.has_work():
-        output = engine.step()
-        write_down(output, transcripts.get)
-        for end in output.finished:
-            transcript = transcripts[end.request_id]
-            rows.append(row_of(transcript.request.prompt, transcript.completion(end), len(rows)))
-    return rows
-
-
-def row_of(prompt: tuple[int, ...], done: Completion, number: int) -> Row:
-    count = len(done.tokens)
-    return Row(
-        prompt=prompt,
-        tokens=done.tokens,
-        logprobs=done.logprobs,
-        advantages=(float(number % 2) - 0.5,) * count,
-        mask=(True,) * count,
-        versions=tuple(done.versions()),
-        kv_versions=tuple(done.kv_versions()),
-    )
+    adapters = {spec.name: (spec, dict(trainer.parameters(spec.name))) for spec in trainer.adapters()}
+    weights, dtype = dict(trainer.parameters()), getattr(torch, trainer.dtype)
+    engine = engine_of(saved(name), weights, dtype, adapters=adapters, version=version, context_length=96)
+    requests = [
+        Request(
+            f"r{i}",
+            tuple(range(3, 10 + 8 * (i % 2))),
+            Sampling(max_tokens=20, seed=i, ignore_eos=True, **settings),
+            adapter=adapter,
+            return_mask=bool(settings),
+        )
+        for i in range(4)
+    ]
+    rows = sampled_by(engine, requests)[adapter]
+    return [replace(row, advantages=(float(i % 2) - 0.5,) * 20) for i, row in enumerate(rows)]
 
 
 def batch(step: int, rows: Sequence[Row]) -> Batch:
@@ -207,8 +185,10 @@ def test_a_completion_says_over_which_versions_each_token_was_sampled() -> None:
         ({"engine": {"device": "cuda"}}, "engine.device"),
         ({"engine": {"dtype": "float32"}, "train": {"dtype": "bfloat16"}}, "in one dtype"),
         ({"train": {"weights": "bfloat16", "dtype": "bfloat16"}}, "train.weights"),
-        ({"lora": {"rank": 4}}, "lora.rank = 0"),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
+        ({"lora": {"rank": 4, "publish": "merged"}}, "lora.publish"),
+        ({"lora": {"rank": 4, "quantise": "int8"}}, "lora.quantise"),
+        ({"lora": {"rank": 4, "experts": True}}, "lora.experts"),
+        ({"rollout": {"top_p": 0.9, "keep_mask": False}}, "rollout.keep_mask"),
         ({"rollout": {"keep_routing": True}}, "dense models"),
     ],
 )
@@ -236,11 +216,46 @@ def test_a_model_for_which_it_is_not_proven_is_refused(name: str, settings: dict
     assert trainer_of(name, parity="off", **settings).arithmetic == ""
 
 
-def test_adapters_are_refused() -> None:
-    algo, train = AlgoConfig(name="reinforce"), TrainConfig(parity="bitwise", dtype="bfloat16")
-    adapters = {"": Assignment(train, algo, LoraConfig(rank=2))}
-    with pytest.raises(ConfigError, match="adapters"):
+@pytest.mark.parametrize(
+    "name, lora, words",
+    [("", {}, "merged"), ("policy", {"quantise": "int8"}, "quantised"), ("policy", {"dora": True}, "merged")],
+)
+def test_adapters_that_are_computed_otherwise_are_refused(name: str, lora: dict[str, Any], words: str) -> None:
+    algo, train = AlgoConfig(name="reinforce"), TrainConfig(parity="bitwise", dtype=DTYPE)
+    adapters = {name: Assignment(train, algo, LoraConfig(rank=2, **lora))}
+    with pytest.raises(ConfigError, match=words):
         TorchTrainer(saved("qwen2"), train, algo, 0, adapters=adapters)
+
+
+@proven
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_adapter_sampled_is_trained_and_a_factor_in_one_layer_is_named(dtype: str) -> None:
+    """Tokens drawn from a part of the vocabulary, in two steps. Then one layer scales the adapter otherwise."""
+    algo, train = AlgoConfig(name="reinforce"), TrainConfig(parity="bitwise", dtype=dtype, learning_rate=0.05)
+    lora = {"policy": Assignment(train, algo, LoraConfig(rank=4, alpha=9.0))}
+    trainer = TorchTrainer(saved("qwen3"), train, algo, 0, adapters=lora)
+    for step in range(2):
+        rows = sampled(trainer, "qwen3", step, adapter="policy", top_p=0.9)
+        report = trainer.step(replace(batch(step, rows), adapter="policy"))
+        assert report.version == step + 1 and report.bitwise_tokens == report.loss_tokens == 80
+    rows = sampled(trainer, "qwen3", 2, adapter="policy", top_p=0.9)
+    scaling = trainer._model.model.layers[1].self_attn.o_proj.scaling
+    scaling.update({name: 1.0625 * scale for name, scale in scaling.items()})
+    before = [value.clone() for _, value in trainer.parameters("policy")]
+    with pytest.raises(UnequalLogprobs, match="step 2 was not trained") as caught:
+        trainer.step(replace(batch(2, rows), adapter="policy"))
+    assert all(map(torch.equal, before, (value for _, value in trainer.parameters("policy"))))
+    assert "first differ in layer 1: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
+
+
+@proven
+def test_a_mask_that_was_recorded_wrongly_stops_the_run() -> None:
+    trainer = trainer_of("qwen2")
+    rows = sampled(trainer, "qwen2", top_k=5)
+    first, *others = rows
+    wrong = replace(first, sampling_mask=others[0].sampling_mask)
+    with pytest.raises(UnequalLogprobs, match="of 80 tokens"):
+        trainer.step(batch(0, [wrong, *others]))
 
 
 def test_two_forward_passes_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Products of linear layers by the kernels: weights packed once for each of their values, gradients added where they are made.
+"""Weights as the kernels multiply by them: packed once for each of their values, or at every use.
 
-Contiguous CPU tensors in float32 or bfloat16; sums are float32, and run in one order whatever the number of threads.
+Contiguous CPU tensors in float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address, keep_freed_memory, touch, zeros
 from headrace.trainer.kernels import binding
@@ -106,7 +105,14 @@ def packed_in_room(weight: Tensor) -> Tensor:
     return room
 
 
-def _operands(
+def packed_now(weight: Tensor, dtype: torch.dtype, down: bool = False) -> Tensor:
+    """The weight [n, k] rounded to `dtype` and packed for y = x Wᵀ, or `down` for dx = dy W: of what is small or used once."""
+    room = torch.empty(_packed_size(weight), dtype=dtype)
+    _pack(weight, None if down else room, room if down else None)
+    return room
+
+
+def operands(
     packed: Sequence[PackedWeight], weights: Sequence[Tensor], dtype: torch.dtype, backward: bool
 ) -> list[tuple[Tensor | None, Tensor | None]]:
     """Returns for each weight the two packings that `binding.Weight` calls across and down. Each direction reads one of them."""
@@ -119,131 +125,8 @@ def _operands(
     return held
 
 
-Layer = tuple[PackedWeight, Tensor, Tensor | None]
-"""A weight [n, k] and its bias [n]."""
-
-
-def linears(
-    x: Tensor, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool] | None = None
-) -> tuple[Tensor, ...]:
-    """x [..., k] times the transpose of each weight, plus its bias: [..., n] each, from one reading of x. `dtype`, bfloat16 or
-    float32, is that of the factors and of the results; results that `wide` marks are always float32, as sums are. A weight's
-    gradient is not passed to autograd: the product adds it to `.grad`.
-    """
-    return _apply_linears(x, None, layers, dtype, wide or [False] * len(layers))
-
-
-def linear_onto(total: Tensor, x: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
-    """total [..., n] float32 plus the product of factors in `dtype`, summed from `total` on as the engine does; float32."""
-    return _apply_linears(x, total, [layer], dtype, [True])[0]
-
-
-def _apply_linears(
-    x: Tensor, onto: Tensor | None, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    packed, weights, biases = zip(*layers, strict=True)
-    return _Linears.apply(x, onto, dtype, packed, wide, *weights, *biases)
-
-
-def served_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias as the engine uses it: rounded to `dtype`, stored in float32."""
-    return None if bias is None else bias.detach().to(dtype).float()
-
-
-class _Linears(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        onto: Tensor | None,
-        dtype: torch.dtype,
-        packed: Sequence[PackedWeight],
-        wide: Sequence[bool],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        weights = [weight for weight in tensors[: len(packed)] if weight is not None]
-        low = x.to(dtype).contiguous()
-        outputs = [
-            low.new_empty(*x.shape[:-1], len(weight), dtype=torch.float32 if one else dtype)
-            for weight, one in zip(weights, wide, strict=True)
-        ]
-        onto = None if onto is None else onto.contiguous()
-        biases = [served_bias(bias, dtype) for bias in tensors[len(packed) :]]
-        held = _operands(packed, weights, dtype, backward=False)
-        table = (binding.Weight * len(packed))(
-            *(
-                binding.Weight(
-                    across=address(across),
-                    down=address(down),
-                    bias=address(bias),
-                    y=address(y),
-                    onto=address(onto),
-                    n=y.shape[-1],
-                    wide=y.dtype == torch.float32,
-                )
-                for (across, down), bias, y in zip(held, biases, outputs, strict=True)
-            )
-        )
-        shape = low.numel() // low.shape[-1], low.shape[-1]
-        kernels().headrace_linear(dtype == torch.float32, address(low), *shape, table, len(packed))
-        ctx.packed, ctx.dtype, ctx.onto = packed, x.dtype, onto is not None
-        # Not saved as tensors: checkpointing would give back detached ones, and a gradient left in the `.grad` of those is lost.
-        ctx.weights = weights
-        ctx.save_for_backward(low)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (low,) = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:])
-        d_x, *d_bias = linears_backward(low, ctx.packed, ctx.weights, grads, needs)
-        d_x = None if d_x is None else d_x.to(ctx.dtype)
-        return d_x, grads[0] if ctx.onto else None, None, None, None, *[None] * len(ctx.weights), *d_bias
-
-
-def linears_backward(
-    low: Tensor,
-    packed: Sequence[PackedWeight],
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    """[dx in the dtype of `low`, gradients of the biases] of products of `low`; the weights' gradients are added to their `.grad`.
-
-    `needs`: whether x, each weight and each bias wants one.
-    """
-    count, wide = len(weights), low.dtype == torch.float32
-    shape = low.numel() // low.shape[-1], low.shape[-1]
-    d_y = [grad.to(low.dtype).contiguous() for grad in grads]
-    trained, biased = needs[1 : 1 + count], needs[1 + count :]
-    into = [
-        one.gradient(weight) if train else (None, False)
-        for one, weight, train in zip(packed, weights, trained, strict=True)
-    ]
-    none = [(None, None)] * count
-    held = _operands(packed, weights, low.dtype, backward=True) if needs[0] else none
-    table = (binding.Weight * count)(
-        *(
-            binding.Weight(
-                across=address(across), down=address(down), y=address(d), gradient=address(g), n=d.shape[-1], add=add
-            )
-            for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
-        )
-    )
-    d_x = None
-    if needs[0]:
-        d_x = torch.empty_like(low)
-        kernels().headrace_linear_input_gradient(wide, address(d_x), *shape, table, count)
-    if any(trained):
-        kernels().headrace_linear_weight_gradient(wide, address(low), *shape, table, count)
-    for weight, (gradient, add) in zip(weights, into, strict=True):
-        if gradient is not None and not add:
-            _give(weight, gradient)
-    return [d_x, *(d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, biased, strict=True))]
-
-
-def _give(weight: Tensor, gradient: Tensor) -> None:
+def give(weight: Tensor, gradient: Tensor) -> None:
+    """Adds a gradient to the weight's `.grad`, which may keep it."""
     if weight.grad is not None:
         weight.grad += gradient
     else:

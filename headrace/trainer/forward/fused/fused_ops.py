@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address
 from headrace.packing import Segment
-from headrace.trainer.forward.fused_products import kernels
+from headrace.trainer.forward.fused.fused_weights import kernels
 from headrace.trainer.kernels import binding
 
 STRETCH = 32
@@ -51,6 +51,22 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        return d_y, None
+
+
+def valued(x: Tensor, value: Tensor) -> Tensor:
+    """x with another value, which differs by rounding; the gradient passes as it is."""
+    return _Valued.apply(x, value)
+
+
+class _Valued(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
 
     @staticmethod
     @once_differentiable

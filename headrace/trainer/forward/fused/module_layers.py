@@ -1,0 +1,43 @@
+"""A module of a model as the kernels know it: a linear layer, alone or with one of peft's adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headrace.trainer.forward.fused.fused_products import Layer, LowRank
+
+
+def layer_of(module: Any) -> Layer | None:
+    """The linear layer that is all that a module computes, with what its active adapter adds; None for any other module.
+
+    `packed` marks the modules whose products are to go through the kernels.
+    """
+    base = getattr(module, "base_layer", module)
+    if type(base) is not nn.Linear or not hasattr(base, "packed"):
+        return None
+    layer = Layer(base.packed, base.weight, base.bias)
+    if base is module:
+        return layer
+    if not hasattr(module, "lora_variant") or module.merged:
+        return None
+    names = [] if module.disable_adapters else [name for name in module.active_adapters if name in module.lora_A]
+    if not names:
+        return layer
+    return layer._replace(low_rank=_low_rank(module, names[0])) if _is_plain(module, names) else None
+
+
+def _is_plain(module: Any, names: list[str]) -> bool:
+    """Whether one adapter is active, and is two matrices and a factor: no DoRA, no dropout, no bias."""
+    name, *others = names
+    return (
+        not others
+        and name not in module.lora_variant
+        and type(module.lora_dropout[name]) is nn.Identity
+        and module.lora_B[name].bias is None
+    )
+
+
+def _low_rank(module: Any, name: str) -> LowRank:
+    return LowRank(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])

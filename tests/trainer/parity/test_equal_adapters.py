@@ -1,0 +1,89 @@
+"""The engine adds adapters to its products as the trainer does: log-probs are equal bit by bit, for several adapters in one batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equal_models import DTYPES, FAMILIES, PACKINGS, name_of, packs_of, requests_of, sampled, saved, scored, trainer_of
+from msgspec.structs import replace
+
+from headrace.models.lora import LoraConfig
+from headrace.trainer.model.adapters import Adapters
+from headrace.trainer.model.causal_lm import enable_checkpointing
+
+LORAS = {
+    "all": LoraConfig(rank=4, alpha=9.0),  # a scale that bfloat16 does not hold
+    "some": LoraConfig(rank=24, targets=("q_proj", "v_proj", "up_proj", "down_proj"), rslora=True),
+    "odd": LoraConfig(rank=3, rank_pattern={"k_proj": 17, "gate_proj": 33}, alpha_pattern={"o_proj": 5.0}),
+}
+
+
+def adapted(name, dtype, loras=LORAS):
+    """A trainer's model, and its adapters with random B, as wide as changes of a long run."""
+    forward = trainer_of(name)
+    adapters = Adapters(forward.model, loras, dtype, saved(name))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for one in loras:
+            for key, tensor in adapters.state(one).items():
+                if "lora_B" in key:
+                    tensor.normal_(std=0.05)
+    return forward, adapters
+
+
+def rows_of(name, adapters, dtype, temperature=1.0, **options):
+    """Every request is made for each adapter, and once without any."""
+    specs = {one: (lora.spec(one), adapters.state(one)) for one, lora in LORAS.items()}
+    requests = [
+        replace(request, id=f"{request.id}/{one}", adapter=one)
+        for request in requests_of(3, temperature)
+        for one in (*LORAS, "")
+    ]
+    return sampled(name, dict(adapters.base()), requests, dtype, adapters=specs, **options)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_adapters_in_any_pack_of_any_batch(name, temperature, dtype):
+    forward, adapters = adapted(name, dtype)
+    rows = rows_of(name, adapters, dtype, temperature, max_running=11)
+    plain = rows.pop("")
+    said = {}
+    for one in rows:
+        adapters.activate(one)
+        for budget, share in PACKINGS:
+            for pack in packs_of(rows[one], budget, share):
+                assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
+        (pack,) = packs_of(plain)
+        said[one] = scored(forward, pack, temperature, dtype)
+        assert (said[one] - pack.sampled).abs().max() > 0.01, "the adapter says nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_checkpointing_changes_neither_log_probs_nor_gradients(dtype):
+    forward, adapters = adapted("gemma3_text", dtype)
+    (pack,) = packs_of(rows_of("gemma3_text", adapters, dtype)["odd"])
+    parameters = adapters.parameters("odd").values()
+    found = []
+    for _ in range(2):
+        logprob = scored(forward, pack, 1.0, dtype)
+        assert torch.equal(logprob, pack.sampled)
+        found.append(torch.autograd.grad(logprob.sum(), [*parameters]))
+        enable_checkpointing(forward.model)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_computed_with_is_what_is_published(dtype):
+    """Where the dtype is narrow, the trainer rounds B before it scales it, and then once more, as the engine does."""
+    forward, adapters = adapted("qwen2", dtype)
+    (pack,) = packs_of(rows_of("qwen2", adapters, dtype)["all"])
+    adapters.activate("all")
+    with torch.no_grad():
+        for parameter in adapters.parameters("all").values():
+            parameter.copy_(parameter.to(dtype))
+    assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
+    with torch.no_grad():
+        next(iter(adapters.parameters("all").values())).flatten()[5] += 0.1
+    assert not torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled), name_of(dtype)
