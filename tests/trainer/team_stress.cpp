@@ -60,13 +60,14 @@ static void one_run(Team<Ready>& team, std::mt19937& numbers) {
     Check check;
     for (int count = 1 + numbers() % 40; count; count--) {
         const int kinds[] = {0, 1, 1, 2, 3, (int)(numbers() % 20), (int)(numbers() % 400)};
-        check.sizes.push_back(kinds[numbers() % 7]);
+        const bool very_many = numbers() % 500 == 0;  // more than the team counts one by one
+        check.sizes.push_back(very_many ? 65'535 + numbers() % 100'000 : kinds[numbers() % 7]);
         check.done.emplace_back(check.sizes.back());
     }
     check.sums.resize(check.sizes.size());
     Plan plan;
     for (size_t phase = 0; phase < check.sizes.size(); phase++) {
-        const unsigned sleepy = numbers() % 8 ? 0 : 1 + numbers() % 50;
+        const unsigned sleepy = numbers() % 8 || check.sizes[phase] > 400 ? 0 : 1 + numbers() % 50;
         plan.each(check.sizes[phase], [&check, phase, sleepy](int i) {
             if (sleepy && i % sleepy == 0) std::this_thread::sleep_for(std::chrono::microseconds(i * 37 % 300));
             check.item((int)phase, i);

@@ -70,7 +70,8 @@ def test_thread_sanitizer_finds_no_race(tmp_path: Path, flags: tuple[str, ...]) 
             NOT_ONCE,
             id="a phase begins one item too early",
         ),
-        pytest.param(TEAM, "state - some,", "state - 1,", NOT_ONCE, id="items are done twice"),
+        pytest.param(TEAM, ": state + some;", ": state + 1;", NOT_ONCE, id="items are done twice"),
+        pytest.param(TEAM, "1 + (phase.n - 1) / MOST", "1", STUCK, id="very many items are counted one by one"),
     ],
 )
 def test_a_mistake_is_found(tmp_path: Path, header: Path, right: str, wrong: str, status: int) -> None:

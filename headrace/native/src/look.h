@@ -38,13 +38,16 @@ struct alignas(64) Queries {
 };
 
 // All rows attend to one block of keys and values in W (bf16 or float32), whose first token is at position `first`. `scale`: the
-// factor of the scores, times log2(e).
+// factor of the scores, times log2(e). `next`: the keys that are read after this block, if both are read from memory, or null.
 template <class X, class W>
-static inline void look(Queries<X>& a, const W* keys, const W* values, int first, float scale) {
+static inline void look(Queries<X>& a, const W* keys, const W* values, int first, float scale, const W* next = nullptr) {
     constexpr int PAIR = sizeof(float) / sizeof(W);
+    Panel<W> scored = {keys, AREA, PAIR * SIDE, PAIR * 16};
+    if (next) scored.then = values;
     alignas(64) float s[ROWS * SIDE];
     alignas(64) X weights[ROWS * SIDE];
-    multiply<false>(Inputs<X>{a.q, (size_t)a.dim, SIDE}, Panel<W>{keys, AREA, PAIR * SIDE, PAIR * 16}, a.dim / SIDE, s, SIDE, a.rows);
+    multiply<false>(Inputs<X>{a.q, (size_t)a.dim, SIDE}, scored, a.dim / SIDE, s, SIDE, a.rows);
+    if (next) fetch(values + AREA, (a.dim - SIDE) * SIDE * sizeof(W));
     for (int r = 0; r < a.rows; r++) {
         f16x left = load(s + r * SIDE) * scale, right = load(s + r * SIDE + 16) * scale;
         if (first < a.from[r] || first + SIDE > a.to[r]) {
@@ -63,6 +66,7 @@ static inline void look(Queries<X>& a, const W* keys, const W* values, int first
         write(weights + r * SIDE, left);
         write(weights + r * SIDE + 16, right);
     }
+    if (next) fetch(next, AREA * sizeof(W));
     for (int d = 0; d < a.dim; d += SIDE)
         multiply<true>(Inputs<X>{weights}, Panel<W>{values + d * PAIR, 0, (size_t)a.dim * PAIR, PAIR * 16}, 1, a.out + d, a.dim, a.rows);
 }

@@ -30,6 +30,9 @@ struct Panel {
     size_t apart = AREA;                                      // from a step to the next
     size_t next = SIDE;                                       // from a pair of inputs, in float32 from an input, to the next
     size_t beside = std::is_same<T, bf16>::value ? 512 : 16;  // from 16 outputs to the next 16
+    // Set for a panel that is in no cache: what is read after it. The rest of the panel is prefetched while it is multiplied, and then
+    // the beginning of this.
+    const T* then = nullptr;
 };
 
 // Each tier defines TIER, its name, and

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <type_traits>
 #include <vector>
 #if defined(__linux__)
 #include <sched.h>
@@ -26,19 +27,27 @@
 
 struct Phase {
     int n;
-    std::function<void(int, int)> work;  // on items [first, last)
+    std::function<void(int, int, int)> work;  // on item i, i + by, ..., `count` of them; by: 1 or -1
+
+    // f(i, the item that this thread probably does next) for all i in [0, n), in any order, by any thread.
+    template <class F>
+    static Phase of(int n, F f) {
+        return {n, [f](int i, int by, int count) {
+                    for (; count; count--, i += by) f(i, i + by);
+                }};
+    }
 };
 
 // Phases in their order, all listed before the first begins.
 struct Plan {
     std::vector<Phase> phases;
 
-    // f(i) for all i in [0, n), in any order, by any thread. f is copied, so what it refers to must outlive the run.
+    // f(i), or f(i, probably the next), for all i in [0, n), in any order, by any thread. f is copied, so what it refers to must
+    // outlive the run.
     template <class F>
     void each(int n, F f) {
-        phases.push_back({n, [f](int first, int last) {
-                              for (int i = first; i < last; i++) f(i);
-                          }});
+        if constexpr (std::is_invocable<F, int, int>::value) phases.push_back(Phase::of(n, f));
+        else phases.push_back(Phase::of(n, [f](int i, int) { f(i); }));
     }
 };
 
@@ -80,26 +89,37 @@ class Team {
             if (!take(me, ready)) rest(me, ready);
     }
 
+    // `open`: the number of a phase, and the range of its items that no thread has taken, each of which stands for `grain` of them
+    // where there are very many.
+    static constexpr int MOST = 0xffff;
+    static int grain(const Phase& phase) { return 1 + (phase.n - 1) / MOST; }
     static uint32_t number_of(uint64_t state) { return state >> 32; }
+    static uint32_t begin_of(uint64_t state) { return state & MOST; }
+    static uint32_t end_of(uint64_t state) { return state >> 16 & MOST; }
+    static uint32_t left_of(uint64_t state) { return end_of(state) - begin_of(state); }
     static uint64_t all_done(uint32_t number) { return (uint64_t)number << 32; }
+    static uint64_t all_left(uint32_t number, int count) { return all_done(number) | (uint64_t)count << 16; }
 
-    // Takes some of the open phase's items and does them. False if there are none to take.
+    // Takes some of the open phase's items and does them. False if there are none to take. Every second thread takes from the end and
+    // goes down: of two threads, each knows what it does next, and can have it prefetched.
     bool take(int me, std::optional<Ready>& ready) {
-        uint64_t state = open.load(std::memory_order_acquire);
-        uint32_t left, some;
+        const bool down = me % 2;
+        uint64_t state = open.load(std::memory_order_acquire), taken;
+        uint32_t some;
         do {
-            left = (uint32_t)state;
-            if (!left) return false;
-            some = std::max(1u, left / (size * PARTS));
-        } while (!open.compare_exchange_weak(state, state - some, std::memory_order_acq_rel, std::memory_order_acquire));
+            if (!left_of(state)) return false;
+            some = std::max(1u, left_of(state) / (size * PARTS));
+            taken = down ? state - ((uint64_t)some << 16) : state + some;
+        } while (!open.compare_exchange_weak(state, taken, std::memory_order_acq_rel, std::memory_order_acquire));
         // From here on the phase cannot end before these items are done, so all that it refers to exists.
         if (!ready) ready.emplace();
         const uint32_t number = number_of(state);
         const Phase& phase = phases[number - first];
-        const int from = phase.n - (int)left;
+        const int each = grain(phase);
+        const int from = (int)(down ? end_of(taken) : begin_of(state)) * each, to = std::min(from + (int)some * each, phase.n);
         places[me].core.store(core(), std::memory_order_relaxed);
         places[me].phase.store(number, std::memory_order_relaxed);
-        phase.work(from, from + (int)some);
+        phase.work(down ? to - 1 : from, down ? -1 : 1, to - from);
         places[me].phase.store(0, std::memory_order_relaxed);
         if (unfinished.fetch_sub((int)some, std::memory_order_acq_rel) == (int)some) open_next(number, me, ready);
         return true;
@@ -112,13 +132,14 @@ class Team {
             const int n = phase.n;  // once the phase is open, others may end it and all that follow
             if (n == 1) {
                 if (!ready) ready.emplace();
-                phase.work(0, 1);
+                phase.work(0, 1, 1);
             }
             if (n <= 1) continue;
-            unfinished.store(n, std::memory_order_relaxed);
-            open.store(all_done(number) | (uint32_t)n, std::memory_order_release);
+            const int count = (n - 1) / grain(phase) + 1;
+            unfinished.store(count, std::memory_order_relaxed);
+            open.store(all_left(number, count), std::memory_order_release);
             bell.number++;  // not `number`: this thread may be late, and others may have rung for later phases
-            return bell.ring(n - 1);
+            return bell.ring(count - 1);
         }
         open.store(all_done(number), std::memory_order_release);
         bell.number++;
@@ -129,7 +150,7 @@ class Team {
     void rest(int me, std::optional<Ready>& ready) {
         const uint32_t heard = bell.number;  // first: a thread that opens a phase after `open` was read rings after this
         const uint64_t state = open.load(std::memory_order_acquire);
-        if ((uint32_t)state || (!me && state == all_done(end))) return;
+        if (left_of(state) || (!me && state == all_done(end))) return;
         if (worth_spinning(me, number_of(state)) && spin(state)) return;
         if (me) ready.reset();
         if (!leaving) bell.sleep_while(heard);
@@ -176,7 +197,7 @@ class Team {
     const Phase* phases = nullptr;  // of the run in progress
     uint32_t first = 0, end = 0;    // the number of its first phase, and one more than that of its last
     std::atomic<bool> leaving{false};
-    alignas(64) std::atomic<uint64_t> open{0};  // the number of a phase, and of its items that no thread has taken
+    alignas(64) std::atomic<uint64_t> open{0};  // see `begin_of`
     Bell bell;                                  // rings when another phase is open, and at the end
     alignas(64) std::atomic<int> unfinished{0};
 };

@@ -25,6 +25,12 @@ static inline void tiles_begin() {
 }
 static inline void tiles_end() { _tile_release(); }
 
+// The processor's own prefetching ends at pages, and begins anew when a few lines of the next one were asked for. One step ahead makes
+// it do so: weights came at 33 GB/s for two cores instead of 22, and no faster than 24 from four steps ahead.
+static inline void await_step(const bf16* step) {
+    UNROLLED for (int i = 0; i < AREA; i += 32) __builtin_prefetch(step + i, 0, 3);
+}
+
 // Missing rows are computed too, sixteen at a time, and never read: that costs less than a test.
 template <bool ADD>
 static inline void multiply(Inputs<bf16> x, Panel<bf16> w, int steps, float* c, size_t ld, int rows) {
@@ -45,6 +51,7 @@ static inline void multiply(Inputs<bf16> x, Panel<bf16> w, int steps, float* c, 
     }
     if (half) {
         for (int s = 0; s < steps; s++, x.data += x.step, w.data += w.apart) {
+            if (w.then) await_step(s + 1 < steps ? w.data + w.apart : w.then);
             _tile_loadd(4, x.data, x.row * 2);
             _tile_loadd(6, w.data, w.next * 2);
             _tile_dpbf16ps(0, 4, 6);
@@ -53,6 +60,7 @@ static inline void multiply(Inputs<bf16> x, Panel<bf16> w, int steps, float* c, 
         }
     } else {
         for (int s = 0; s < steps; s++, x.data += x.step, w.data += w.apart) {
+            if (w.then) await_step(s + 1 < steps ? w.data + w.apart : w.then);
             _tile_loadd(4, x.data, x.row * 2);
             _tile_loadd(6, w.data, w.next * 2);
             _tile_dpbf16ps(0, 4, 6);

@@ -20,9 +20,7 @@ static void use_threads(int threads) {
 // f(i) for all i in [0, n), each by one thread. An item's result must not depend on which threads do the others.
 template <class F>
 void each(int n, const F& f) {
-    const Phase all = {n, [&](int first, int last) {
-                           for (int i = first; i < last; i++) f(i);
-                       }};
+    const Phase all = Phase::of(n, [&](int i, int) { f(i); });
     std::lock_guard<std::mutex> hold(one_loop);
     members->run(&all, 1);
 }

@@ -59,9 +59,9 @@ struct Decoder : Mixture {
         int n = p.rows_count, steps = up(m.head.k);
         size_t ld = (size_t)up(m.vocabulary) * SIDE;
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
-        plan.each(up(m.head.n), [=, &p](int panel) {
+        plan.each(up(m.head.n), [=, &p](int panel, int next) {
             for (int b = 0; b < up(n); b++)
-                multiply<false>(Inputs<taken>{h.block(b, 0)}, m.head.panel(panel), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
+                multiply<false>(Inputs<taken>{h.block(b, 0)}, b ? m.head.panel(panel) : m.head.panel(panel, next, up(m.head.n)), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
         });
     }
 };
@@ -95,13 +95,12 @@ void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
 // One draw for each of `rows` of logits [?, ld]; see sampling.h.
 void headrace_draw(void* decoder, const float* logits, const int64_t* rows, int count, int vocabulary, int64_t ld,
                    const float* inverse_temperature, const double* u, int64_t* tokens, double* logprobs) {
-    const Phase all = {count, [&](int first, int last) {
-                           std::vector<double> sums(vocabulary / SEARCH + 1);
-                           for (int r = first; r < last; r++) {
-                               Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());
-                               tokens[r] = one.token, logprobs[r] = one.logprob;
-                           }
-                       }};
+    const Phase all = Phase::of(count, [&](int r, int) {
+        thread_local std::vector<double> sums;
+        sums.resize(vocabulary / SEARCH + 1);
+        Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());
+        tokens[r] = one.token, logprobs[r] = one.logprob;
+    });
     ((Decoder*)decoder)->team.run(&all, 1);
 }
 

@@ -12,6 +12,12 @@ struct Linear {
     int32_t n, k;
 
     Panel<stored> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
+    // The same of `count` panels, read from memory, and probably `next` after it.
+    Panel<stored> panel(int i, int next, int count) const {
+        Panel<stored> one = panel(i);
+        one.then = panel(next < 0 || next >= count ? i : next).data;
+        return one;
+    }
 };
 struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive

@@ -39,10 +39,10 @@ struct Dense : State {
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
         int n = p.tokens_count;
         shrink(p, index, which, from);
-        plan.each(up(w.n), [=, &p, &w, &from, &into](int panel) {
+        plan.each(up(w.n), [=, &p, &w, &from, &into](int panel, int next) {
             for (int b = 0; b < up(n); b++) {
                 float* c = into.block(b, panel);
-                multiply<ADD>(Inputs<taken>{from.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
+                multiply<ADD>(Inputs<taken>{from.block(b, 0)}, b ? w.panel(panel) : w.panel(panel, next, up(w.n)), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, which, w, panel, b, c);
             }
         });
@@ -85,10 +85,10 @@ struct Dense : State {
     void gate(const Pass& p, int index, const Linear& w) {
         int n = p.tokens_count;
         shrink(p, index, 2, h);
-        plan.each(up(w.n), [=, &p, &w](int panel) {
+        plan.each(up(w.n), [=, &p, &w](int panel, int next) {
             alignas(64) float c[AREA];
             for (int b = 0; b < up(n); b++) {
-                multiply<false>(Inputs<taken>{h.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
+                multiply<false>(Inputs<taken>{h.block(b, 0)}, b ? w.panel(panel) : w.panel(panel, next, up(w.n)), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, 2, w, panel, b, c);
                 taken* to = act.block(b, panel / 2) + panel % 2 * 16;
                 for (int r = 0; r < std::min(SIDE, n - b * SIDE); r++)

@@ -114,15 +114,16 @@ struct Heads : Dense {
         const int32_t* table = p.tables + (size_t)s * p.width;
         const size_t one = 2 * dim * SIDE;
         for (int b = begin; b < end; b++) {
-            const stored* next = b + 1 < end ? keys(index, table[b + 1], rows.kv_head) : nullptr;
             for (int t = 0; t < rows.count; t++) {
                 const int head = t / rows.tiles;
                 stored* k = keys(index, table[b], rows.kv_head + head);
-                if (t % rows.tiles == 0) {
-                    if (next && fresh >= 0) fetch(next + head * one, one * sizeof(stored));
-                    if (b == end - 1 && fresh >= 0) remember(p, index, fresh, rows.kv_head + head);
+                const stored* next = nullptr;
+                if (fresh >= 0 && (t + 1) % rows.tiles == 0) {
+                    if (t + 1 < rows.count) next = k + one;
+                    else next = b + 1 < end ? keys(index, table[b + 1], rows.kv_head) : k;
                 }
-                look(first[t], k, k + dim * SIDE, b * SIDE, m.layer[index].scale * 1.44269504f);
+                if (t % rows.tiles == 0 && b == end - 1 && fresh >= 0) remember(p, index, fresh, rows.kv_head + head);
+                look(first[t], k, k + dim * SIDE, b * SIDE, m.layer[index].scale * 1.44269504f, next);
             }
         }
     }

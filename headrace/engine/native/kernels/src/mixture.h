@@ -77,10 +77,10 @@ struct Mixture : Heads {
     template <class F>
     void each_expert(const Layer& l, const Linear& w, const F& f) {
         const int panels = up(w.n);
-        plan.each(l.experts * panels, [=, &w](int item) {
+        plan.each(l.experts * panels, [=, &l, &w](int item, int next) {
             int expert = item / panels, panel = item % panels;
             for (int b = 0; b < up(count[expert]); b++)
-                f(w.panel(item), panel, first[expert] + b, std::min(SIDE, count[expert] - b * SIDE));
+                f(b ? w.panel(item) : w.panel(item, next, l.experts * panels), panel, first[expert] + b, std::min(SIDE, count[expert] - b * SIDE));
         });
     }
 };
