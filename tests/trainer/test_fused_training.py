@@ -23,7 +23,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.fused.fused_ops import Segments
-from headrace.trainer.forward.fused.fused_products import Layer
+from headrace.trainer.forward.fused.fused_products import LinearLayer
 from headrace.trainer.forward.fused.fused_weights import PackedWeight, reserve
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.forward.tree_attention import tree_of
@@ -138,7 +138,7 @@ def test_products(rows, k, widths, dtype):
 
     def fused(x, *rest):
         half = len(rest) // 2
-        layers = [Layer(PackedWeight(), w, b) for w, b in zip(rest[:half], rest[half:], strict=True)]
+        layers = [LinearLayer(PackedWeight(), w, b) for w, b in zip(rest[:half], rest[half:], strict=True)]
         return fused_products.linears(x, layers, dtype)
 
     def plain(x, *rest):
@@ -153,14 +153,15 @@ def test_a_product_onto_what_there_is(rows, k, n):
     total, x, weight, bias = torch.randn(rows, n), torch.randn(rows, k).bfloat16(), torch.randn(n, k), torch.randn(n)
     weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
     check(
-        lambda t, x, w, b: fused_products.linear_onto(t, x, Layer(PackedWeight(), w, b), BF16),
+        lambda t, x, w, b: fused_products.linear_onto(t, x, LinearLayer(PackedWeight(), w, b), BF16),
         lambda t, x, w, b: t + functional.linear(x, w, b),
         [total, x, weight, bias],
         BF16,
     )
     exact = total.double() + functional.linear(x.double(), weight.double(), bias.double())
     assert (
-        distance(fused_products.linear_onto(total, x, Layer(PackedWeight(), weight, bias), BF16), exact) < ROUNDING[F32]
+        distance(fused_products.linear_onto(total, x, LinearLayer(PackedWeight(), weight, bias), BF16), exact)
+        < ROUNDING[F32]
     )
 
 
@@ -172,7 +173,7 @@ def test_a_gated_product(rows, k, n, gelu):
         return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
 
     def fused(x, gate, up, gate_bias, up_bias):
-        layers = [Layer(PackedWeight(), gate, gate_bias), Layer(PackedWeight(), up, up_bias)]
+        layers = [LinearLayer(PackedWeight(), gate, gate_bias), LinearLayer(PackedWeight(), up, up_bias)]
         return fused_served.gated_linear(x, *layers, gelu)
 
     weights = [torch.randn(*shape).bfloat16().float() / k**0.5 for shape in ((n, k), (n, k), (n,), (n,))]
@@ -185,13 +186,13 @@ def test_gradients_of_products_add_up_and_are_forgotten():
     slopes = []
     for _ in range(2):
         x = torch.randn(20, 64).bfloat16()
-        (y,) = fused_products.linears(x, [Layer(packed, weight, None)], BF16)
+        (y,) = fused_products.linears(x, [LinearLayer(packed, weight, None)], BF16)
         slope = torch.randn_like(y)
         y.backward(slope)
         slopes.append(slope.double().t() @ x.double())
     assert distance(weight.grad, slopes[0] + slopes[1]) < 1e-6
     weight.grad = None
-    y = fused_products.linears(x, [Layer(packed, weight, None)], BF16)[0]
+    y = fused_products.linears(x, [LinearLayer(packed, weight, None)], BF16)[0]
     y.backward(slope)
     assert distance(weight.grad, slopes[1]) < 1e-6
 
@@ -199,11 +200,11 @@ def test_gradients_of_products_add_up_and_are_forgotten():
 def test_a_weight_that_is_written_to_is_packed_again():
     packed, weight = PackedWeight(), torch.randn(32, 32, requires_grad=True)
     x = torch.eye(32).bfloat16()
-    fused_products.linears(x, [Layer(packed, weight, None)], BF16)
+    fused_products.linears(x, [LinearLayer(packed, weight, None)], BF16)
     optimizer = make_optimizer([("w", weight)], TrainConfig(learning_rate=1.0))
     weight.grad = torch.ones_like(weight)
     apply(optimizer, Single(), lr=1.0, max_norm=1e9)
-    (y,) = fused_products.linears(x, [Layer(packed, weight, None)], BF16)
+    (y,) = fused_products.linears(x, [LinearLayer(packed, weight, None)], BF16)
     assert torch.equal(y, weight.t().bfloat16())
 
 
@@ -211,7 +212,7 @@ def test_a_weight_in_bfloat16_has_its_gradient_in_bfloat16():
     weight, x = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(40, 64).bfloat16()
     slopes = torch.randn(2, 40, 32).bfloat16()
     for slope in slopes:
-        fused_products.linears(x, [Layer(PackedWeight(), weight, None)], BF16)[0].backward(slope)
+        fused_products.linears(x, [LinearLayer(PackedWeight(), weight, None)], BF16)[0].backward(slope)
     expected = slopes.double().sum(0).t() @ x.double()
     assert weight.grad.dtype == BF16 and distance(weight.grad, expected) < 2 * ROUNDING[BF16]
 
@@ -221,7 +222,9 @@ def test_no_rows_give_a_gradient_of_zero(dtype):
     packed, weight = PackedWeight(), torch.randn(40, 64, requires_grad=True)
     for rows in (20, 0):  # the room for the gradient holds something else before
         weight.grad = None
-        (y,) = fused_products.linears(torch.randn(rows, 64, requires_grad=True), [Layer(packed, weight, None)], dtype)
+        (y,) = fused_products.linears(
+            torch.randn(rows, 64, requires_grad=True), [LinearLayer(packed, weight, None)], dtype
+        )
         y.sum().backward()
     assert y.shape == (0, 40) and not weight.grad.any()
 
@@ -229,7 +232,9 @@ def test_no_rows_give_a_gradient_of_zero(dtype):
 def test_a_frozen_weight_gets_no_gradient():
     frozen, trained = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True)
     x = torch.randn(5, 32, requires_grad=True)
-    a, b = fused_products.linears(x, [Layer(PackedWeight(), frozen, None), Layer(PackedWeight(), trained, None)], BF16)
+    a, b = fused_products.linears(
+        x, [LinearLayer(PackedWeight(), frozen, None), LinearLayer(PackedWeight(), trained, None)], BF16
+    )
     (a.sum() + b.sum()).backward()
     assert frozen.grad is None and trained.grad is not None and x.grad is not None
 

@@ -166,7 +166,7 @@ def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
     except IdentityError as error:
         from headrace.orchestration.workers.first_difference import explained
 
-        raise explained(error, core, start) from error
+        raise explained(error, core, start, batch.adapter) from error
 
 
 def _trainer_call(

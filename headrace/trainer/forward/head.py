@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
 from headrace.trainer.forward.fused.fused_ops import valued
-from headrace.trainer.forward.fused.fused_served import Asked, Found, log_probabilities
+from headrace.trainer.forward.fused.fused_served import Asked, FoundLogprobs, log_probabilities
 from headrace.trainer.forward.fused.fused_weights import PackedWeight
 
 BLOCK_ELEMENTS = 1 << 20
@@ -245,7 +245,7 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
 
 
-def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> Found:
+def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> FoundLogprobs:
     """Computes the same as `_by_blocks`, without a bias and with logits in float32; and log-probs among what was kept."""
     assert how.packed is not None
     order, offsets = _by_place(pairs.place, len(hidden))
@@ -254,11 +254,9 @@ def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> Fou
         first, targets = _by_place(pairs.place[: len(how.counts)], len(hidden))
         asked = asked._replace(targets=targets, counts=how.counts[first])
     found = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
-    among = (
-        found.among
-        if first is None
-        else torch.empty_like(first, dtype=torch.float32).index_copy_(0, first, found.among)
-    )
+    among = found.among
+    if first is not None and among is not None:
+        among = torch.empty_like(among).index_copy_(0, first, among)
     return found._replace(values=torch.empty_like(found.values).index_copy_(0, order, found.values), among=among)
 
 

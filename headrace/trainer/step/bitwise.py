@@ -30,8 +30,6 @@ class UnequalLogprobs(IdentityError):
         super().__init__(message)
         self.tokens = tokens
         """The sequence up to and with the first token whose log-probs differ."""
-        self.adapter = ""
-        """The adapter that was to be trained; empty for all weights."""
 
 
 def shared_arithmetic(

@@ -158,8 +158,7 @@ class TorchTrainer:
             pairs = pairs_of(batch) if learner.algo.recipe.loss.pairs else None
             picked = PickedNumbers(batch)
             sums = self._gradients(plan, batch.temperature, batch.adapter, pairs, picked)
-        except UnequalLogprobs as error:
-            error.adapter = batch.adapter
+        except UnequalLogprobs:
             learner.forget()
             raise
         lr = learner.lr(batch.steps)

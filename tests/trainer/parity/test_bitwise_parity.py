@@ -245,7 +245,7 @@ def test_what_an_adapter_sampled_is_trained_and_a_factor_in_one_layer_is_named(d
     with pytest.raises(UnequalLogprobs, match="step 2 was not trained") as caught:
         trainer.step(replace(batch(2, rows), adapter="policy"))
     assert all(map(torch.equal, before, (value for _, value in trainer.parameters("policy"))))
-    assert "first differ in layer 1: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
+    assert "first differ in layer 1: " in str(explained(caught.value, trainer, start_of("qwen3", dtype), "policy"))
 
 
 @proven

@@ -269,14 +269,8 @@ class KernelRunner:
         """Calls a C++ function about rows of the logits, which reads and writes these arrays."""
         inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
         rows = _as(rows, np.int64)
-        function(
-            self._decoder,
-            self._logits_at,
-            address(rows),
-            len(rows),
-            *(self.spec.vocabulary, self._logits.shape[1], address(inverse)),
-            *map(address, arrays),
-        )
+        logits = self._logits_at, address(rows), len(rows), self.spec.vocabulary, self._logits.shape[1]
+        function(self._decoder, *logits, address(inverse), *map(address, arrays))
 
     def blame(self, batch: ForwardInput) -> np.ndarray:
         """Every pass takes notes, so none is run again."""

@@ -16,7 +16,7 @@ from headrace.engine.native.runners import skeleton
 from headrace.weights import AdapterSpec
 
 Parameters = Iterable[tuple[str, Tensor]]
-"""As a trainer publishes them."""
+"""Names and tensors, as a trainer publishes them."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from headrace.trainer.forward.fused.fused_weights import PackedWeight, give, ker
 from headrace.trainer.kernels import binding
 
 
-class LowRank(NamedTuple):
-    """What an adapter adds to a layer: scale · x Aᵀ Bᵀ (arXiv:2106.09685)."""
+class LowRankPair(NamedTuple):
+    """The part that an adapter adds to a layer: scale · x Aᵀ Bᵀ (arXiv:2106.09685)."""
 
     a: Tensor
     """[r, k] float32"""
@@ -27,7 +27,7 @@ class LowRank(NamedTuple):
     scale: float
 
 
-class Layer(NamedTuple):
+class LinearLayer(NamedTuple):
     """A linear layer over x [..., k]."""
 
     packed: PackedWeight
@@ -35,11 +35,11 @@ class Layer(NamedTuple):
     """[n, k]"""
     bias: Tensor | None
     """[n]"""
-    low_rank: LowRank | None = None
+    low_rank: LowRankPair | None = None
 
 
 def linears(
-    x: Tensor, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool] | None = None
+    x: Tensor, layers: Sequence[LinearLayer], dtype: torch.dtype, wide: Sequence[bool] | None = None
 ) -> tuple[Tensor, ...]:
     """x [..., k] times the transpose of each weight, plus what adapters add, plus its bias: [..., n] each, from one reading of x.
     `dtype`, bfloat16 or float32, is that of the factors and of the results; results that `wide` marks are always float32, as sums
@@ -48,18 +48,18 @@ def linears(
     return _apply_linears(x, None, layers, dtype, wide or [False] * len(layers))
 
 
-def linear_onto(total: Tensor, x: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+def linear_onto(total: Tensor, x: Tensor, layer: LinearLayer, dtype: torch.dtype) -> Tensor:
     """total [..., n] float32 plus the product of factors in `dtype`, summed from `total` on as the engine does; float32."""
     return _apply_linears(x, total, [layer], dtype, [True])[0]
 
 
 def _apply_linears(
-    x: Tensor, onto: Tensor | None, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool]
+    x: Tensor, onto: Tensor | None, layers: Sequence[LinearLayer], dtype: torch.dtype, wide: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     return _Linears.apply(x, onto, dtype, wide, *flattened(layers))
 
 
-def flattened(layers: Sequence[Layer]) -> tuple[Any, ...]:
+def flattened(layers: Sequence[LinearLayer]) -> tuple[Any, ...]:
     """The values that an autograd function is passed for its layers: those that `Together` is made of, the tensors last."""
     packed, weights, biases, adapters = zip(*layers, strict=True)
     a, b, scales = zip(*(adapter or (None, None, 0.0) for adapter in adapters), strict=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address
-from headrace.trainer.forward.fused.fused_products import Layer, Together, flattened, rows_of
+from headrace.trainer.forward.fused.fused_products import LinearLayer, Together, flattened, rows_of
 from headrace.trainer.forward.fused.fused_weights import PackedWeight, kernels, packed_in_room
 
 
-def gated_linear(x: Tensor, gate: Layer, up: Layer, gelu: bool) -> Tensor:
+def gated_linear(x: Tensor, gate: LinearLayer, up: LinearLayer, gelu: bool) -> Tensor:
     """act(x Gᵀ) · (x Uᵀ) in bfloat16, of products that nothing has rounded before."""
     return _GatedLinear.apply(x, gelu, *flattened([gate, up]))
 
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
     """[M] int64: how many were kept for each target; 0 if nothing was cut."""
 
 
-class Found(NamedTuple):
+class FoundLogprobs(NamedTuple):
     """All float32."""
 
     values: Tensor
@@ -74,10 +74,12 @@ class Found(NamedTuple):
     """[U] in nats."""
 
 
-def log_probabilities(hidden: Tensor, packed: PackedWeight, weight: Tensor, temperature: float, asked: Asked) -> Found:
+def log_probabilities(
+    hidden: Tensor, packed: PackedWeight, weight: Tensor, temperature: float, asked: Asked
+) -> FoundLogprobs:
     """hidden [U, H] bfloat16 or float32, head [V, H]. Logits are float32 and lie in cache."""
     among = None if asked.counts is None else torch.empty(len(asked.counts))
-    found = Found(torch.empty(len(asked.ids)), among, *torch.empty(2, len(hidden)).unbind())
+    found = FoundLogprobs(torch.empty(len(asked.ids)), among, *torch.empty(2, len(hidden)).unbind())
     across = packed.packed(weight, backward=False)[0] if hidden.dtype == torch.bfloat16 else packed_in_room(weight)
     given = (address(across), len(weight), 1 / temperature, *map(address, (*asked, *found)))
     kernels().headrace_log_probabilities(hidden.dtype == torch.float32, address(hidden), *hidden.shape, *given)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from headrace.trainer.forward.fused.fused_products import Layer, LowRank
+from headrace.trainer.forward.fused.fused_products import LinearLayer, LowRankPair
 
 
-def layer_of(module: Any) -> Layer | None:
+def layer_of(module: Any) -> LinearLayer | None:
     """The linear layer that is all that a module computes, with what its active adapter adds; None for any other module.
 
     `packed` marks the modules whose products are to go through the kernels.
@@ -17,7 +17,8 @@ def layer_of(module: Any) -> Layer | None:
     base = getattr(module, "base_layer", module)
     if type(base) is not nn.Linear or not hasattr(base, "packed"):
         return None
-    layer = Layer(base.packed, base.weight, base.bias)
+    packed: Any = base.packed
+    layer = LinearLayer(packed, base.weight, base.bias)
     if base is module:
         return layer
     if not hasattr(module, "lora_variant") or module.merged:
@@ -39,5 +40,5 @@ def _is_plain(module: Any, names: list[str]) -> bool:
     )
 
 
-def _low_rank(module: Any, name: str) -> LowRank:
-    return LowRank(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+def _low_rank(module: Any, name: str) -> LowRankPair:
+    return LowRankPair(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])

@@ -107,12 +107,10 @@ void headrace_draw(void* decoder, const float* logits, const int64_t* rows, int 
 // The log-prob of one token for each of `rows`, among the ids [offsets[r], offsets[r + 1]) unless there are none; see sampling.h.
 void headrace_score(void* decoder, const float* logits, const int64_t* rows, int count, int vocabulary, int64_t ld,
                     const float* inverse_temperature, const int64_t* tokens, const int64_t* offsets, const int32_t* ids, double* logprobs) {
-    const Phase all = {count, [&](int first, int last) {
-                           std::vector<double> sums(vocabulary / SEARCH + 1);
-                           for (int r = first; r < last; r++)
-                               logprobs[r] = score(logits + rows[r] * ld, vocabulary, inverse_temperature[r], tokens[r], ids + offsets[r],
-                                                   offsets[r + 1] - offsets[r], sums.data());
-                       }};
+    const Phase all = Phase::of(count, [&](int r, int) {
+        std::vector<double> sums(vocabulary / SEARCH + 1);
+        logprobs[r] = score(logits + rows[r] * ld, vocabulary, inverse_temperature[r], tokens[r], ids + offsets[r], offsets[r + 1] - offsets[r], sums.data());
+    });
     ((Decoder*)decoder)->team.run(&all, 1);
 }
 }
