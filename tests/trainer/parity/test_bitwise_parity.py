@@ -90,12 +90,13 @@ def weights_of(trainer: TorchTrainer) -> list[Tensor]:
 
 
 def rounded_once_more(module: Any) -> None:
-    """The planted fault: the last bit of what a norm returns is rounded off."""
+    """The planted fault: the last bit of what a norm returns is rounded off, eight in float32, of which one may vanish in a log-prob."""
     own = module.forward
 
     def forward(_: Any, x: Tensor) -> Tensor:
         y: Tensor = own(x)
-        return (y.view(torch.int16 if y.dtype == torch.bfloat16 else torch.int32) & ~1).view(y.dtype)
+        kind, bits = (torch.int16, 1) if y.dtype == torch.bfloat16 else (torch.int32, 8)
+        return (y.view(kind) & (-1 << bits)).view(y.dtype)
 
     module.forward = MethodType(forward, module)
 
