@@ -1,5 +1,5 @@
 """Draws tokens: by the runner if it can and only the token is wanted, by the sampler otherwise. A runner that shares its arithmetic with a
-trainer says what log-probs the sampler's tokens have, because a trainer can repeat its sums.
+trainer says what log-probs tokens with recorded masks have, because a trainer can repeat its sums.
 
 The choice is made for each row, because the two add up in different orders, and the tokens of a request must not depend on
 the settings of other requests.
@@ -7,7 +7,7 @@ the settings of other requests.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -49,20 +49,14 @@ def _sample(
     logits = forward.logits
     if places is not None:
         logits = logits[torch.from_numpy(places).to(logits.device)]
-    top = int(tops.max(initial=0))
-    if forward.score is None:
-        return sample(logits, settings, masks if masks.any() else None, top)
-    drawn = sample(logits, settings, np.ones(len(masks), bool), top)
-    assert drawn.mask is not None
-    at = np.arange(len(masks)) if places is None else places
-    logprobs = forward.score(drawn.tokens, settings.temperature, at, drawn.mask.offsets, drawn.mask.token_ids)
-    return replace(drawn, logprobs=logprobs, mask=_asked(drawn.mask, masks) if masks.any() else None)
-
-
-def _asked(mask: Mask, rows: np.ndarray) -> Mask:
-    """The mask with all rows empty but these [R] bool."""
-    counts = np.diff(mask.offsets)
-    return Mask(mask.token_ids[np.repeat(rows, counts)], np.concatenate([[0], np.cumsum(counts * rows)]))
+    drawn = sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)))
+    if forward.score is None or drawn.mask is None:
+        return drawn
+    rows = np.flatnonzero(masks)  # the others kept nothing, so that what these kept adjoins
+    at, offsets = rows if places is None else places[rows], np.append(drawn.mask.offsets[rows], drawn.mask.offsets[-1])
+    scores = forward.score(drawn.tokens[rows], settings.temperature[rows], at, offsets, drawn.mask.token_ids)
+    drawn.logprobs[rows] = scores
+    return drawn
 
 
 def _only(settings: Settings, rows: np.ndarray) -> Settings:
