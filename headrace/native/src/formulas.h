@@ -22,7 +22,7 @@ static inline Turned turned(float a, float b, float cos, float sin) {
 }
 
 // SiLU (arXiv:1702.03118) is g sigmoid(g). GELU's tanh form (arXiv:1606.08415) is g sigmoid(2u) with the same u as there.
-static inline f16x sigmoid(f16x z) { return inverse(1.f + exp16(z < -80.f ? splat(80.f) : -z)); }
+static inline f16x sigmoid(f16x z) { return inverse(1.f + exp16(select(z < -80.f, splat(80.f), -z))); }
 static inline f16x within_sigmoid(f16x g, bool gelu) { return gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g; }
 static inline f16x activated(f16x g, bool gelu) { return g * sigmoid(within_sigmoid(g, gelu)); }
 

@@ -10,7 +10,6 @@ typedef uint32_t uvec __attribute__((vector_size(sizeof(fvec)), aligned(4)));
 static_assert(SIDE % (LANES * ACROSS) == 0 && LANES <= 16, "a panel is a whole number of tiles");
 
 #define UNROLLED _Pragma("GCC unroll 16")
-#define INLINED static inline __attribute__((always_inline))
 
 template <int R>
 struct Sums {

@@ -1,4 +1,4 @@
-// Sixteen floats at a time, in the compiler's own vector types: AVX-512, AVX2 or NEON, whatever -march=native gives.
+// Sixteen floats at a time: one register of AVX-512, several of AVX2 and NEON.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -13,10 +13,25 @@
 #endif
 
 using bf16 = uint16_t;
+
+// f16x, i16x and u16x are sixteen numbers each, with the operators of C; select chooses by lanes; bits_of and keep_low take and store
+// sixteen numbers of 16 bits.
+#if defined(__AVX512F__)
+#define INLINED static inline __attribute__((always_inline))
 typedef float f16x __attribute__((vector_size(64), aligned(4)));
 typedef int32_t i16x __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u16x __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t h16x __attribute__((vector_size(32), aligned(2)));
+INLINED f16x load(const float* p) { return *(const f16x*)p; }
+INLINED void store(float* p, f16x v) { *(f16x*)p = v; }
+INLINED u16x bits_of(const uint16_t* p) { return __builtin_convertvector(*(const h16x*)p, u16x); }
+INLINED void keep_low(uint16_t* p, u16x v) { *(h16x*)p = __builtin_convertvector(v, h16x); }
+template <class V>
+INLINED V select(i16x mask, V yes, V no) { return mask ? yes : no; }
+INLINED i16x count16() { return i16x{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+#else
+#include "wide.h"
+#endif
 
 // Memory on large pages if the system has them. A pass reads far more memory than the translation caches cover, and in a
 // virtual machine a miss in them costs several times a miss of the data (measured: 1.8 us against 0.36 for a random read).
@@ -47,10 +62,8 @@ static inline void fetch(const void* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i, 0, 3);
 }
 
-static inline f16x load(const float* p) { return *(const f16x*)p; }
-static inline void store(float* p, f16x v) { *(f16x*)p = v; }
-static inline f16x splat(float x) { return f16x{} + x; }
-static inline f16x widen(const bf16* p) { return (f16x)(__builtin_convertvector(*(const h16x*)p, u16x) << 16); }
+INLINED f16x splat(float x) { return f16x{} + x; }
+INLINED f16x widen(const bf16* p) { return (f16x)(bits_of(p) << 16); }
 static inline float widen1(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float f;
@@ -59,13 +72,13 @@ static inline float widen1(bf16 x) {
 }
 
 // Rounds to nearest even, as torch does. NaN stays NaN.
-static inline void narrow(bf16* p, f16x v) {
+INLINED void narrow(bf16* p, f16x v) {
 #if defined(__AVX512BF16__)
     *(h16x*)p = (h16x)_mm512_cvtneps_pbh((__m512)v);
 #else
     u16x bits = (u16x)v;
     u16x rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(h16x*)p = __builtin_convertvector((u16x)((v != v) ? (i16x)((bits >> 16) | 0x40) : (i16x)rounded), h16x);
+    keep_low(p, select(v != v, (bits >> 16) | 0x40, rounded));
 #endif
 }
 static inline bf16 narrow1(float x) {
@@ -75,36 +88,27 @@ static inline bf16 narrow1(float x) {
 }
 
 // bf16 or float32, as float32.
-static inline f16x read(const float* p) { return load(p); }
-static inline f16x read(const bf16* p) { return widen(p); }
-static inline void write(float* p, f16x v) { store(p, v); }
-static inline void write(bf16* p, f16x v) { narrow(p, v); }
+INLINED f16x read(const float* p) { return load(p); }
+INLINED f16x read(const bf16* p) { return widen(p); }
+INLINED void write(float* p, f16x v) { store(p, v); }
+INLINED void write(bf16* p, f16x v) { narrow(p, v); }
 static inline float read1(const float* p) { return *p; }
 static inline float read1(const bf16* p) { return widen1(*p); }
 static inline void write1(float* p, float v) { *p = v; }
 static inline void write1(bf16* p, float v) { *p = narrow1(v); }
 
-static inline f16x max16(f16x a, f16x b) { return a > b ? a : b; }  // NaN in a gives b
-static inline float sum(f16x v) {
+INLINED f16x max16(f16x a, f16x b) { return select(a > b, a, b); }  // NaN in a gives b
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)v);
-#endif
-    float s[16];
-    store(s, v);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) s[i] += s[i + n];
-    return s[0];
+INLINED float sum(f16x v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINED float largest(f16x v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
+INLINED float sum(f16x v) {
+    return folded(v, [](auto a, auto b) { return a + b; });
 }
-static inline float largest(f16x v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)v);
-#endif
-    float s[16];
-    store(s, v);
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
-    return s[0];
+INLINED float largest(f16x v) {
+    return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
+#endif
 
 // While one exists, denormal float32 numbers are zeros in this thread. exp of masked scores gives thousands of them,
 // and the processor takes 150 cycles for each: attention over half-filled blocks was ten times slower.
@@ -117,20 +121,19 @@ struct NoDenormals {
 };
 
 // Lanes whose place, counted from `first`, lies in [from, to); minus infinity elsewhere.
-static inline f16x within(f16x v, int first, int from, int to) {
-    const i16x lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    i16x place = lane + first;
-    return (place >= from) & (place < to) ? v : splat(-INFINITY);
+INLINED f16x within(f16x v, int first, int from, int to) {
+    const i16x place = count16() + first;
+    return select((place >= from) & (place < to), v, splat(-INFINITY));
 }
 
 // 2^x to about 1e-7 relative: x = n + f with |f| <= 1/2, a polynomial in f. Below -126 it is zero; NaN stays NaN.
-static inline f16x exp2_16(f16x x) {
+INLINED f16x exp2_16(f16x x) {
 #if defined(__AVX512F__)
     x = (f16x)_mm512_max_ps(_mm512_set1_ps(-200.f), (__m512)x);
     f16x n = (f16x)_mm512_roundscale_ps((__m512)x, 0), f = x - n;
 #else
     const f16x magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    f16x clamped = x < -126.f ? splat(-126.f) : x;
+    f16x clamped = select(x < -126.f, splat(-126.f), x);
     f16x t = clamped + magic, f = clamped - (t - magic);
     i16x n = (i16x)t - (i16x)magic;
 #endif
@@ -145,12 +148,12 @@ static inline f16x exp2_16(f16x x) {
     return (f16x)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     f16x r = (f16x)((i16x)p + (n << 23));
-    return x < -126.f ? f16x{} : r;
+    return select(x < -126.f, f16x{}, r);
 #endif
 }
 
 // 1/x to about 1e-7 relative.
-static inline f16x inverse(f16x x) {
+INLINED f16x inverse(f16x x) {
 #if defined(__AVX512F__)
     f16x r = (f16x)_mm512_rcp14_ps((__m512)x);
     return r * (2.f - x * r);
@@ -158,4 +161,4 @@ static inline f16x inverse(f16x x) {
     return 1.f / x;
 #endif
 }
-static inline f16x exp16(f16x x) { return exp2_16(x * 1.44269504f); }
+INLINED f16x exp16(f16x x) { return exp2_16(x * 1.44269504f); }

@@ -13,6 +13,24 @@ static inline void cut(const S* from, size_t ld, int rows, int columns, T* block
         }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Rows i and i + 4 lie in one register, so that the shuffles, which stay within half a register, see whole columns.
+static inline void transpose8(const float* from, size_t ld, float* to, size_t to_ld) {
+    __m256 row[8], mixed[8];
+    for (int i = 0; i < 8; i++) {
+        const float* half = from + i % 4 * ld + i / 4 * 4;
+        row[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(half)), _mm_loadu_ps(half + 4 * ld), 1);
+    }
+    for (int i = 0; i < 8; i += 2) mixed[i] = _mm256_unpacklo_ps(row[i], row[i + 1]), mixed[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+    for (int half = 0; half < 8; half += 4)
+        for (int i = 0; i < 2; i++) {
+            float* column = to + (half + i * 2) * to_ld;
+            _mm256_storeu_ps(column, _mm256_shuffle_ps(mixed[half + i], mixed[half + i + 2], 0x44));
+            _mm256_storeu_ps(column + to_ld, _mm256_shuffle_ps(mixed[half + i], mixed[half + i + 2], 0xee));
+        }
+}
+#endif
+
 static inline void transpose16(const uint32_t* from, size_t ld, uint32_t* to, size_t to_ld) {
 #if defined(__AVX512F__)
     __m512i v[16], w[16];
@@ -32,6 +50,9 @@ static inline void transpose16(const uint32_t* from, size_t ld, uint32_t* to, si
         for (int i = 0; i < 16; i++) v[i] = w[i];
     }
     for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_ld, v[i]);
+#elif defined(__AVX2__)
+    for (int r = 0; r < 16; r += 8)
+        for (int c = 0; c < 16; c += 8) transpose8((const float*)from + r * ld + c, ld, (float*)to + c * to_ld + r, to_ld);
 #else
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 16; j++) to[j * to_ld + i] = from[i * ld + j];
@@ -47,8 +68,7 @@ static inline void pack_down(const bf16* block, size_t ld, bf16* step) {
     for (int pair = 0; pair < 16; pair++)
         for (int tile = 0; tile < 2; tile++) {
             const bf16 *even = block + 2 * pair * ld + tile * 16, *odd = even + ld;
-            u16x both = __builtin_convertvector(*(const h16x*)even, u16x) | __builtin_convertvector(*(const h16x*)odd, u16x) << 16;
-            std::memcpy(step + tile * 512 + pair * 32, &both, 64);
+            store((float*)(step + tile * 512 + pair * 32), (f16x)(bits_of(even) | bits_of(odd) << 16));
         }
 }
 
