@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -33,11 +34,11 @@ class RankProcesses:
     def run(self, work: Callable[..., Any], *given: Any) -> list[Any]:
         """Calls a function of a module on every rank at once, and returns the results. `given`: its arguments."""
         for pipe in self._pipes:
-            pipe.send((work, given))
+            pipe.send_bytes(pickle.dumps((work, given)))
         found = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
-            done, result = pipe.recv()
+            done, result = pickle.loads(pipe.recv_bytes())
             assert done, f"rank {rank}: {result}"
             found.append(result)
         return found
@@ -54,11 +55,12 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     from headrace.trainer.placement.meeting import meet
 
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")
     meet(rank, count, store, torch.device("cpu"))
     while True:
-        work, given = pipe.recv()
+        work, given = pickle.loads(pipe.recv_bytes())
         try:
-            pipe.send((True, work(*given)))
+            answer = (True, work(*given))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = (False, traceback.format_exc())
+        # as bytes: a pipe's own `send` puts tensors into shared memory, through a process that torch gives one second to start
+        pipe.send_bytes(pickle.dumps(answer))
