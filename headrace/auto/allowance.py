@@ -1,9 +1,10 @@
 """The remaining time of a run with `train.minutes`: how many steps still fit, and when the last one has to be over.
 
 The fit before the start uses the speeds of a short measurement. The first real steps show how long a step takes on this machine with
-everything else that runs on it, and how many groups have to be sampled to get enough with contrast. So the number of steps is fitted
-again once, after `REFIT_AFTER` steps. A run that becomes slower later ends early, so that its last evaluation and its checkpoint are
-within the time.
+everything else that runs on it, and how many groups have to be sampled to get enough with contrast. Both change while the model learns:
+completions become shorter, and fewer groups have contrast. So the number of steps is fitted again after `REFIT_AFTER` steps, and
+each time that their number has doubled. A run that becomes slower in between ends early, so that its last evaluation and its
+checkpoint are within the time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 
 REFIT_AFTER = 3
-"""Steps after which their number is fitted again."""
+"""Steps of this process after which their number is fitted again for the first time."""
 OFF = 0.15
 """Relative difference below which the number of steps is not changed."""
 MARGIN = 1.25
@@ -41,8 +42,8 @@ class Allowance:
     """Seconds that the last checkpoint is expected to take."""
     step: float
     """Seconds that a step is expected to take, until the first one is over."""
-    fitted: bool = False
-    """Whether the number of steps has been fitted to measured steps."""
+    _refit_after: int = REFIT_AFTER
+    """Steps of this process after which their number is fitted next."""
     _began: float | None = None
     _ends: list[float] = field(default_factory=list)
     """The times at which the steps of this process ended."""
@@ -63,8 +64,9 @@ class Allowance:
 
     @property
     def pace(self) -> float:
-        """Seconds of one step: the mean of the last `RECENT`."""
+        """Seconds of one step: the mean of the last `RECENT`, without the first, which waits for the pipeline to fill."""
         times = self._times()
+        times = times[1:] if 1 < len(times) == len(self._ends) else times
         return sum(times) / len(times) if times else self.step
 
     def left(self, now: float) -> float:
@@ -85,9 +87,9 @@ class Allowance:
 
         Returns a new number of steps if the remaining time calls for one, else None."""
         self._ends.append(now)
-        if self.fitted or len(self._ends) < REFIT_AFTER:
+        if len(self._ends) < self._refit_after:
             return None
-        self.fitted = True
+        self._refit_after *= 2
         room = max(0, math.floor(self.left(now) / self.pace)) if self.pace > 0 else self.most
         steps = max(done, min(self.most, done + room))
         if abs(steps - self.steps) <= OFF * self.steps:

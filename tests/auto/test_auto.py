@@ -213,12 +213,19 @@ def allowance(**changes: Any) -> Allowance:
     return Allowance(**{**made, **changes})
 
 
-def test_after_three_steps_the_number_is_fitted_once():
+def test_after_three_steps_and_each_doubling_the_number_is_fitted():
     one = allowance()
     one.begin(40.0)
     changed = [one.stepped(step, 40.0 + 20.0 * step) for step in range(1, 7)]
     room = (360 - 100 - MARGIN * 18) // 20
     assert changed == [None, None, 3 + room, None, None, None] and one.steps == 3 + room == 14
+    assert [one.stepped(step, 160.0 + 5.0 * (step - 6)) for step in range(7, 13)] == [None] * 5 + [12 + 29], "faster now"
+
+
+def test_the_first_step_which_fills_the_pipeline_is_not_the_pace():
+    one = allowance()
+    one.begin(0.0)
+    assert [one.stepped(step, 30.0 + 6.0 * (step - 1)) for step in (1, 2, 3)][-1] == 3 + (360 - 42 - 22.5) // 6
     fast = allowance()
     fast.begin(40.0)
     assert [fast.stepped(step, 40.0 + step) for step in (1, 2, 3)][-1] == 60

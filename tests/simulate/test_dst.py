@@ -18,8 +18,8 @@ from headrace.faultsim.fuzz import fuzz, problem_of, shrunk
 from headrace.faultsim.lives import trial
 from headrace.orchestration.store import recovery
 
-CHUNKS, SEEDS = 12, 150
-SLOW = range(6, 12)
+CHUNKS, SEEDS = 24, 75
+SLOW = range(6, 24)
 """Chunks of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such
