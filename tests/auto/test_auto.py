@@ -219,7 +219,9 @@ def test_after_three_steps_and_each_doubling_the_number_is_fitted():
     changed = [one.stepped(step, 40.0 + 20.0 * step) for step in range(1, 7)]
     room = (360 - 100 - MARGIN * 18) // 20
     assert changed == [None, None, 3 + room, None, None, None] and one.steps == 3 + room == 14
-    assert [one.stepped(step, 160.0 + 5.0 * (step - 6)) for step in range(7, 13)] == [None] * 5 + [12 + 29], "faster now"
+    assert [one.stepped(step, 160.0 + 5.0 * (step - 6)) for step in range(7, 13)] == [None] * 5 + [12 + 29], (
+        "faster now"
+    )
 
 
 def test_the_first_step_which_fills_the_pipeline_is_not_the_pace():
