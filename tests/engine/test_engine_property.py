@@ -218,7 +218,7 @@ class Chaos:
                 assert stop == "interrupted" and len(told.tokens) <= most
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) -> None:
     Chaos(seed).run(60)
@@ -333,7 +333,7 @@ class Interruptions:
             assert len(whole) == wanted.sampling.max_tokens, "nothing is lost, nothing sampled twice"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_interrupted_in_any_order_no_token_is_lost_or_sampled_twice(seed: int) -> None:
     Interruptions(seed).run()
