@@ -116,6 +116,14 @@ def test_a_swap_cuts_everything_and_an_adapters_swap_what_it_computed():
     check(pool, prefixes)
 
 
+def test_blocks_of_swapped_weights_are_taken_before_those_that_were_never_used():
+    pool, prefixes, table = cached(blocks=20)
+    check(pool, prefixes)
+    assert pool.take() not in table, "what the cache may find again is kept as long as there are others"
+    prefixes.cut()
+    assert {pool.take() for _ in table} == set(table)
+
+
 def test_the_end_of_a_text_is_given_away_before_its_beginning():
     pool, prefixes, table = cached(blocks=4)
     for left in (96, 64, 32, 0):

@@ -30,9 +30,10 @@ struct Panel {
     size_t apart = AREA;                                      // from a step to the next
     size_t next = SIDE;                                       // from a pair of inputs, in float32 from an input, to the next
     size_t beside = std::is_same<T, bf16>::value ? 512 : 16;  // from 16 outputs to the next 16
-    // Set for a panel that is in no cache: what is read after it. The rest of the panel is prefetched while it is multiplied, and then
-    // the beginning of this.
+    // Set for a panel that is in no cache: what is read after it. Prefetched while it is multiplied are the rest of the panel and the
+    // beginning of this; or, if it was prefetched before, so many lines of 64 bytes of this with each step.
     const T* then = nullptr;
+    int lines = 0;
 };
 
 // Each tier defines TIER, its name, and
@@ -69,6 +70,32 @@ static inline bool executable() {
 #endif
 #endif
     return true;
+}
+
+// A panel is read again for every 32 rows. A piece of so many steps of it fits into the first-level cache beside rows and sums.
+#if !defined(PIECE)
+constexpr int PIECE = 1 << 30;
+#endif
+
+// n rows times one panel, in pieces: from(b) are the inputs of 32 rows, into(b) their sums, whose rows are `ld` floats apart.
+template <bool ADD, class W, class From, class Into>
+static inline void multiply_rows(int n, Panel<W> w, int steps, size_t ld, const From& from, const Into& into) {
+    constexpr int LINE = 64 / sizeof(W);
+    const int blocks = up(n);
+    const bool far = w.then && blocks > 2;
+    if (far) w.lines = (AREA / LINE + blocks - 1) / blocks;
+    for (int parts = (steps - 1) / PIECE + 1, first = 0, length; parts; parts--, first += length) {
+        length = (steps - first + parts - 1) / parts;
+        for (int b = 0; b < blocks; b++) {
+            auto x = from(b);
+            Panel<W> piece = w;
+            x.data += first * x.step, piece.data += first * w.apart;
+            if (!far && w.then) piece.then = b ? nullptr : parts > 1 ? piece.data + length * w.apart : w.then;
+            if (ADD || first) multiply<true>(x, piece, length, into(b), ld, std::min(SIDE, n - b * SIDE));
+            else multiply<false>(x, piece, length, into(b), ld, std::min(SIDE, n - b * SIDE));
+            w.then += (size_t)length * w.lines * LINE;
+        }
+    }
 }
 
 #if !defined(VISIBLE)

@@ -89,6 +89,13 @@ class Blocks:
                 if self.nodes[block] is None:  # worth nothing to the prefix cache
                     self._idle.move_to_end(block, last=False)
 
+    def forget(self, block: int) -> None:
+        """The block's prefix is worth nothing any more. It is taken next: its memory is there and in a cache, that of blocks which
+        were never used must be given by the system first, page by page."""
+        self.nodes[block] = None
+        if block in self._idle:
+            self._idle.move_to_end(block, last=False)
+
     def taint(self, blocks: Iterable[int]) -> None:
         """Marks a block that may hold NaN: it leaves the cache, with all that follows it, and is cleared when its last holder
         releases it."""

@@ -169,7 +169,7 @@ class Prefixes:
             root.block = -1
             for node in _below(root):
                 if self._blocks.nodes[node.block] is node:
-                    self._blocks.nodes[node.block] = None
+                    self._blocks.forget(node.block)
 
     def integrity(self) -> None:
         """Asserts that the tree and the pool agree."""

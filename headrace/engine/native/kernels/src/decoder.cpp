@@ -60,8 +60,11 @@ struct Decoder : Mixture {
         size_t ld = (size_t)up(m.vocabulary) * SIDE;
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
         plan.each(up(m.head.n), [=, &p](int panel, int next) {
-            for (int b = 0; b < up(n); b++)
-                multiply<false>(Inputs<taken>{h.block(b, 0)}, b ? m.head.panel(panel) : m.head.panel(panel, next, up(m.head.n)), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
+            float* sums = sums_of(n);
+            multiply_rows<false>(n, m.head.panel(panel, next, up(m.head.n)), steps, SIDE, blocks_of(h, 0), [&](int b) { return sums + b * AREA; });
+            for (int r = 0; r < n; r++)
+                for (int j = 0; j < SIDE; j += 16) stream(p.logits + r * ld + panel * SIDE + j, load(sums + r * SIDE + j));
+            streamed();
         });
     }
 };
@@ -87,9 +90,9 @@ void headrace_pack(const stored* w, int k, const int32_t* rows, int n, stored* p
 void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
     Ready ready;
     for (int panel = 0; panel < up(w->n); panel++)
-        for (int b = 0; b < up(rows); b++)
-            multiply<false>(Inputs<taken>{x + (size_t)b * up(w->k) * AREA}, w->panel(panel), up(w->k), c + ((size_t)b * up(w->n) + panel) * AREA, SIDE,
-                            std::min(SIDE, rows - b * SIDE));
+        multiply_rows<false>(
+            rows, w->panel(panel, panel + 1, up(w->n)), up(w->k), SIDE, [&](int b) { return Inputs<taken>{x + (size_t)b * up(w->k) * AREA}; },
+            [&](int b) { return c + ((size_t)b * up(w->n) + panel) * AREA; });
 }
 
 // One draw for each of `rows` of logits [?, ld]; see sampling.h.

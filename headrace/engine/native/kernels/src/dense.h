@@ -35,16 +35,24 @@ struct Dense : State {
         });
     }
 
+    // Room of this thread for a panel's sums.
+    static float* sums_of(int rows) {
+        thread_local Arena room;
+        room.grow((size_t)up(rows) * AREA * sizeof(float));
+        return (float*)room.data;
+    }
+    // The inputs of 32 rows, from block `first` on.
+    static auto blocks_of(const Blocks<taken>& x, int first) {
+        return [&x, first](int b) { return Inputs<taken>{x.block(first + b, 0)}; };
+    }
+
     template <bool ADD>
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
         int n = p.tokens_count;
         shrink(p, index, which, from);
         plan.each(up(w.n), [=, &p, &w, &from, &into](int panel, int next) {
-            for (int b = 0; b < up(n); b++) {
-                float* c = into.block(b, panel);
-                multiply<ADD>(Inputs<taken>{from.block(b, 0)}, b ? w.panel(panel) : w.panel(panel, next, up(w.n)), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
-                finish(p, index, which, w, panel, b, c);
-            }
+            multiply_rows<ADD>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from, 0), [&](int b) { return into.block(b, panel); });
+            for (int b = 0; b < up(n); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
         });
     }
 
@@ -86,10 +94,11 @@ struct Dense : State {
         int n = p.tokens_count;
         shrink(p, index, 2, h);
         plan.each(up(w.n), [=, &p, &w](int panel, int next) {
-            alignas(64) float c[AREA];
+            float* sums = sums_of(n);
+            multiply_rows<false>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h, 0), [&](int b) { return sums + b * AREA; });
             for (int b = 0; b < up(n); b++) {
-                multiply<false>(Inputs<taken>{h.block(b, 0)}, b ? w.panel(panel) : w.panel(panel, next, up(w.n)), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
-                finish(p, index, 2, w, panel, b, c);
+                const float* c = sums + b * AREA;
+                finish(p, index, 2, w, panel, b, sums + b * AREA);
                 taken* to = act.block(b, panel / 2) + panel % 2 * 16;
                 for (int r = 0; r < std::min(SIDE, n - b * SIDE); r++)
                     write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));

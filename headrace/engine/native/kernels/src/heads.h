@@ -138,7 +138,8 @@ struct Heads : Dense {
             a.begin();
         }
         const Queries<taken>& any = rows.first[0];
-        look_at(rows.first, rows, p, index, item.place, any.from[0] / SIDE, up(any.to[any.rows - 1]), -1);
+        const bool single = p.starts[item.place + 1] - p.starts[item.place] == 1;
+        look_at(rows.first, rows, p, index, item.place, any.from[0] / SIDE, up(any.to[any.rows - 1]), single ? first : -1);
         for (int t = 0; t < rows.count; t++)
             for (int r = 0, heads = heads_of(rows, t); r < rows.first[t].rows; r++) give(rows.first[t], r, first + r / heads, first_head(rows, t) + r % heads);
     }

@@ -18,7 +18,7 @@ struct Blocks {  // [rows / 32][panels][32][32]; grows; zero until written
     T* at(int row, int column) const { return block(row / SIDE, column / SIDE) + row % SIDE * SIDE + column % SIDE; }
 };
 
-struct Item {  // of attention: the single tokens of `count` segments (in `order`), or tokens [first, first + tokens) of one segment
+struct Item {  // of attention: the single tokens of `count` segments (in `order`, at `place`), or, if it is 0, tokens [first, first + tokens) of segment `place`
     int place, count, first, tokens, shared;
 };
 
@@ -70,8 +70,9 @@ struct State {
                 if (!common) break;
                 item.shared = common;
             }
-            if (item.count == 1) item.shared = 0;
-            items.push_back(item), i += item.count;
+            i += item.count;
+            if (item.count == 1) item = {order[item.place], 0, 0, 1, 0};
+            items.push_back(item);
         }
         for (int s = 0; s < p.segments; s++) {
             int length = p.starts[s + 1] - p.starts[s];
