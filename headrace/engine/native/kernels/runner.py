@@ -88,9 +88,7 @@ class KernelRunner:
         self.path = f"kernels {spec.family}"
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
-        self.arithmetic = ""
-        if not spec.routing:
-            self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
+        self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
         self.dtype = dtype
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
         self._tables = _rotary(model, context_length)
