@@ -5,11 +5,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equal_models import DTYPES, MIXTURES, PACKINGS, packs_of, requests_of, sampled, scored, trainer_of
+from equal_models import (
+    DTYPES,
+    MIXTURES,
+    PACKINGS,
+    engine_of,
+    packs_of,
+    published,
+    requests_of,
+    sampled,
+    sampled_by,
+    saved,
+    scored,
+    trainer_of,
+)
 from msgspec.structs import replace
 
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import enable_checkpointing
+from headrace.weights import WeightUpdate
 
 
 def rows_of(name, forward, dtype, temperature=1.0, **options):
@@ -61,3 +75,20 @@ def test_another_choice_shows(dtype):
     pack.routing.copy_(torch.where(pack.routing < 0, pack.routing, wrong))
     with replay(pack):
         assert (scored(forward, pack, 1.0, dtype) != pack.sampled).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_after_a_swap(name, dtype):
+    """The engine has other experts and another router from the next pass on, and so have the log-probs."""
+    forward = trainer_of(name)
+    engine = engine_of(saved(name), dict(forward.model.named_parameters()), dtype)
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in forward.model.parameters():
+                parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+        update = WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
+        engine.swap(engine.prepare(update, published(dict(forward.model.named_parameters()), dtype)))
+        requests = [replace(request, id=f"{version}/{request.id}") for request in requests_of(version, 1.0)]
+        (pack,) = packs_of(sampled_by(engine, requests)[""])
+        assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
