@@ -161,7 +161,11 @@ def test_what_a_mixture_does_besides_is_not_lost(spoiled: str):
 
     class Changed(type(module)):  # type: ignore[misc]
         def forward(self, x: Tensor, *args: Tensor) -> Any:
-            return super().forward(2 * x if spoiled == "router" else x, *args) if spoiled == "router" else 0.5 * super().forward(x, *args)
+            return (
+                super().forward(2 * x if spoiled == "router" else x, *args)
+                if spoiled == "router"
+                else 0.5 * super().forward(x, *args)
+            )
 
     mine = deepcopy(own)
     for model in (own, mine):

@@ -77,7 +77,9 @@ def _runner(
         "dtype": dtype, "device": device, "exact": config.exact, "max_adapters": config.max_adapters,
     }  # fmt: skip
     wanted = config.path == "kernels" or (config.path == "auto" and not (config.max_adapters and families.mixes(model)))
-    if wanted and kernels.serves(model, dtype, device):  # only the fused decoder has adapters of experts, and nobody has said yet
+    if wanted and kernels.serves(
+        model, dtype, device
+    ):  # only the fused decoder has adapters of experts, and nobody has said yet
         return kernels.KernelRunner(model, context, **settings)
     if config.path in ("auto", "fused") and families.serves(model):
         return FusedRunner(model, context, **settings)

@@ -27,7 +27,10 @@ class Trees(Structure):
 
 class Mixture(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("rows", "hidden", "inner", "experts", "chosen", "gelu", "add_gate_up", "add_down")),
+        *(
+            (name, c_int32)
+            for name in ("rows", "hidden", "inner", "experts", "chosen", "gelu", "add_gate_up", "add_down")
+        ),
         *((name, c_void_p) for name in ("which", "weights", "gate_up", "down", "gate", "up", "y")),
         *((name, c_void_p) for name in ("by_gate_up", "by_down", "told")),
     ]

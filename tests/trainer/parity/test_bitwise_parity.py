@@ -113,7 +113,9 @@ def rounded_once_more(module: Any) -> None:
 
 @proven
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama3-rope", "mistral-sliding", "qwen2", "qwen3", "qwen3_moe-mixed", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "name", ["llama3-rope", "mistral-sliding", "qwen2", "qwen3", "qwen3_moe-mixed", "mixtral", "olmoe"]
+)
 def test_what_the_trainers_weights_sampled_is_trained(name: str, dtype: str) -> None:
     trainer = trainer_of(name, dtype=dtype)
     for step in range(2):
@@ -144,7 +146,9 @@ def test_a_rounding_in_one_mixture_is_named(name: str, layer: int, dtype: str) -
     """A dense layer and a mixture of one model; experts, whose results are rounded before they are added."""
     trainer = trainer_of(name, dtype=dtype)
     rows, mlp = sampled(trainer, name), trainer._model.model.layers[layer].mlp
-    rounded_once_more(mlp.experts if hasattr(mlp, "experts") else trainer._model.model.layers[layer].post_attention_layernorm)
+    rounded_once_more(
+        mlp.experts if hasattr(mlp, "experts") else trainer._model.model.layers[layer].post_attention_layernorm
+    )
     with pytest.raises(UnequalLogprobs, match="step 0 was not trained.* of 80 tokens") as caught:
         trainer.step(batch(0, rows))
     assert f"first differ in layer {layer}: " in str(explained(caught.value, trainer, start_of(name, dtype)))

@@ -188,7 +188,7 @@ class KernelRunner:
         adapter = read_adapter(self.spec, spec, tensors=tensors, dtype=self.dtype, device=torch.device("cpu"))
         if any(layer.experts for layer in adapter.layers):
             raise ValueError(
-                f"the adapter {spec.name} adapts experts, which the C++ kernels do not serve; start the engine with engine.path = \"fused\""
+                f'the adapter {spec.name} adapts experts, which the C++ kernels do not serve; start the engine with engine.path = "fused"'
             )
         packer = Packer(self._library, self.dtype)
         low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()

@@ -163,5 +163,11 @@ def _mixture(
     sizes = {"rows": len(which), "hidden": hidden, "inner": inner, "experts": count, "chosen": which.shape[1]}
     gate_up, down = map(address, operands)
     gate, up, y = map(address, kept)
-    given = {"which": address(which), "weights": address(weights), "gate_up": gate_up, "down": down, "told": address(told)}
+    given = {
+        "which": address(which),
+        "weights": address(weights),
+        "gate_up": gate_up,
+        "down": down,
+        "told": address(told),
+    }
     return binding.Mixture(**sizes, **given, gate=gate, up=up, y=y, gelu=stacks.gelu)

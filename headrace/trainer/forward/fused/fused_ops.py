@@ -27,9 +27,7 @@ STRETCH = 32
 # -- rows -------------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype, *, wide: bool = False
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype, *, wide: bool = False) -> Tensor:
     """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0. `wide`: only the
     weight is rounded to `dtype`; the result is float32."""
     return _Norm.apply(x, served(weight, dtype), eps, unit, torch.float32 if wide else dtype, None)

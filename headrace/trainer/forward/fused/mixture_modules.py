@@ -68,7 +68,10 @@ def _router_spec(module: Any) -> RouterSpec | None:
         return None
     for normalised in (False, True):
         actual = _routed(x, module.weight, module.top_k, normalised)
-        if all(a.shape == e.shape and torch.allclose(a, e.to(a.dtype), 1e-4, 1e-5) for a, e in zip(actual, expected, strict=True)):
+        if all(
+            a.shape == e.shape and torch.allclose(a, e.to(a.dtype), 1e-4, 1e-5)
+            for a, e in zip(actual, expected, strict=True)
+        ):
             return RouterSpec(normalised)
     return None
 
