@@ -25,7 +25,7 @@ class Trees(Structure):
     ]
 
 
-class Mixture(Structure):
+class MixtureStruct(Structure):
     _fields_ = [
         *(
             (name, c_int32)
@@ -57,8 +57,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_attention_backward": (None, [c_int, POINTER(Trees), *[c_void_p] * 7]),
     "headrace_router_scores": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p]),
     "headrace_choose": (None, [c_void_p, *[c_int] * 5, c_void_p, c_void_p]),
-    "headrace_experts": (None, [c_int, POINTER(Mixture), c_void_p, c_void_p]),
-    "headrace_experts_backward": (None, [c_int, POINTER(Mixture), *[c_void_p] * 4]),
+    "headrace_experts": (None, [c_int, POINTER(MixtureStruct), c_void_p, c_void_p]),
+    "headrace_experts_backward": (None, [c_int, POINTER(MixtureStruct), *[c_void_p] * 4]),
 }
 
 

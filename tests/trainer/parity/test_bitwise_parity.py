@@ -323,6 +323,20 @@ def served(tiny_llama: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def served_mixture(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A mixture with the tokenizer of the tiny model."""
+    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+    directory = shutil.copytree(tiny_llama, tmp_path / "mixture")
+    torch.manual_seed(0)
+    dense = AutoConfig.from_pretrained(tiny_llama).to_dict()
+    shared = {key: value for key, value in dense.items() if key not in ("model_type", "architectures", "head_dim")}
+    config = MixtralConfig(**shared, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 @proven
 def test_a_model_that_the_engines_kernels_do_not_serve_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tiny_llama, train={"parity": "bitwise", "dtype": DTYPE}, engine={"dtype": DTYPE})
@@ -349,3 +363,19 @@ def test_a_run_with_the_mode_on(served: Path, tmp_path: Path) -> None:
         assert len(reports) == 4 and reports[0].bitwise_tokens == reports[0].loss_tokens > 0
         if not lag:
             assert all(report.bitwise_tokens == report.loss_tokens for report in reports)
+
+
+@proven
+def test_a_run_of_a_mixture_with_recorded_experts(served_mixture: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        served_mixture,
+        train={"parity": "bitwise", "steps": 4, "dtype": "auto"},
+        engine={"dtype": "auto"},
+        rollout={"keep_routing": True},
+        staleness={"max_lag": 0},
+    )
+    result = headrace.train(config)
+    assert result.reason == "finished" and result.step == 4
+    reports = [entry.report for entry in read_steps(result.directory)]
+    assert all(report.bitwise_tokens == report.loss_tokens > 0 for report in reports)

@@ -70,8 +70,8 @@ class _Choice(torch.autograd.Function):
         if recorded is not None:
             which.copy_(recorded)
         scores, weights = scores.contiguous(), torch.empty(rows, chosen)
-        how = normalised, recorded is not None
-        kernels().headrace_choose(address(scores), rows, experts, chosen, *how, address(which), address(weights))
+        given = (address(scores), rows, experts, chosen, normalised, recorded is not None)
+        kernels().headrace_choose(*given, address(which), address(weights))
         ctx.save_for_backward(scores, weights, which)
         ctx.normalised = normalised
         ctx.mark_non_differentiable(which)
@@ -100,7 +100,7 @@ class Stacks(NamedTuple):
     down: Tensor
     """[E, H, I]"""
     packed: tuple[PackedWeight, PackedWeight]
-    """Of 2E and of E matrices."""
+    """One of 2E matrices, and one of E."""
     gelu: bool
 
     def operands(self, dtype: torch.dtype, backward: bool) -> list[Tensor]:
@@ -126,7 +126,7 @@ class _Experts(torch.autograd.Function):
         kept = x.new_empty(3, which.numel(), down.shape[-1]).unbind()
         out, told = torch.empty(x.shape), torch.empty(which.numel(), x.shape[-1])
         held = stacks.operands(x.dtype, backward=False)
-        mixture = _mixture(stacks, which, weights, held, kept, told)
+        mixture = _mixture(stacks, which, weights, operands=held, kept=kept, told=told)
         kernels().headrace_experts(x.dtype == torch.float32, ctypes.byref(mixture), address(x), address(out))
         ctx.save_for_backward(x, weights, which, *kept)
         ctx.stacks = stacks  # see `fused_products.Together`
@@ -139,7 +139,7 @@ class _Experts(torch.autograd.Function):
         stacks, needs = ctx.stacks, ctx.needs_input_grad[4:]
         low, by_x, by_weights = d_out.to(x.dtype).contiguous(), torch.empty_like(x), torch.empty_like(weights)
         told, held = torch.empty(len(kept[0]), x.shape[-1]), stacks.operands(x.dtype, backward=True)
-        mixture = _mixture(stacks, which, weights, held, kept, told)
+        mixture = _mixture(stacks, which, weights, operands=held, kept=kept, told=told)
         matrices = (stacks.gate_up, stacks.down)
         into = [
             one.gradient(weight) if need else (None, False)
@@ -157,8 +157,14 @@ class _Experts(torch.autograd.Function):
 
 
 def _mixture(
-    stacks: Stacks, which: Tensor, weights: Tensor, operands: Sequence[Tensor], kept: Sequence[Tensor], told: Tensor
-) -> binding.Mixture:
+    stacks: Stacks,
+    which: Tensor,
+    weights: Tensor,
+    *,
+    operands: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    told: Tensor,
+) -> binding.MixtureStruct:
     count, hidden, inner = stacks.down.shape
     sizes = {"rows": len(which), "hidden": hidden, "inner": inner, "experts": count, "chosen": which.shape[1]}
     gate_up, down = map(address, operands)
@@ -170,4 +176,4 @@ def _mixture(
         "down": down,
         "told": address(told),
     }
-    return binding.Mixture(**sizes, **given, gate=gate, up=up, y=y, gelu=stacks.gelu)
+    return binding.MixtureStruct(**sizes, **given, gate=gate, up=up, y=y, gelu=stacks.gelu)

@@ -140,7 +140,7 @@ def give(weight: Tensor, gradient: Tensor) -> None:
 
 
 def packed_of(module: Any) -> Iterator[tuple[PackedWeight, Tensor]]:
-    """What a module has packed, and from which of its weights: a linear layer one, experts two."""
+    """Yields what a module has packed, and the weight that it is packed from: one of a linear layer, two of experts."""
     if isinstance(one := getattr(module, "packed", None), PackedWeight):
         yield one, module.weight
     for name, one in getattr(module, "packed_stacks", {}).items():
