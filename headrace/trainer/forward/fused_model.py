@@ -23,7 +23,7 @@ from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.fused.fused_ops import Segments
 from headrace.trainer.forward.fused.fused_weights import PackedWeight
-from headrace.trainer.forward.fused.mixture_modules import fuse_mixtures
+from headrace.trainer.forward.fused.mixture_modules import fuse_mixtures, same_experts
 from headrace.trainer.forward.fused.module_layers import factors, is_gelu, layer_of
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
@@ -58,14 +58,15 @@ def fuse(forward: Forward) -> tuple[str, ...]:
         "mixtures": lambda model, _: fuse_mixtures(model),
         "layers": _fuse_layers,
     }
-    expected = _numbers(forward)
-    done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
-    for kind, modules in reversed(list(done.items())):
-        if _holds(forward, expected):
-            break
-        for module in modules:
-            del module.forward
-        del done[kind]
+    with same_experts(model):
+        expected = _numbers(forward)
+        done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
+        for kind, modules in reversed(list(done.items())):
+            if _holds(forward, expected):
+                break
+            for module in modules:
+                del module.forward
+            del done[kind]
     _fuse_ends(model, "layers" in done)
     return tuple(done)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -49,6 +51,27 @@ def fuse_mixtures(model: Any) -> list[Any]:
     return found
 
 
+@contextmanager
+def same_experts(model: Any) -> Iterator[None]:
+    """While it is open, whole passes of the model over the same tokens go to the experts of the first pass. Where two experts nearly tie,
+    rounding chooses between them, and hidden states of a deep mixture would differ by far more than it. Weights stay those of the pass."""
+    chosen: dict[Any, Tensor] = {}
+
+    def hook(module: Any, _: Any, output: Any) -> Any:
+        if not isinstance(output, tuple) or len(output) != 3:
+            return output  # a router of another kind
+        first = chosen.setdefault(module, output[2].detach())
+        return (
+            (*output[:2], first) if first.shape == output[2].shape else output
+        )  # other tokens: a trial of the module alone
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if is_router(module):
+                hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
 def weights_of(module: Any, scores: Tensor, experts: Tensor) -> Tensor | None:
     """The weights that a router gives these experts [N, K], as the engine computes them; None if it does not run through the kernels."""
     if not isinstance(getattr(module, "fused", None), RouterSpec) or "forward" not in vars(module):
@@ -64,16 +87,18 @@ def _router_spec(module: Any) -> RouterSpec | None:
         return None
     x = _numbers(TRIED, module.weight.shape[1])
     expected = module(x)
-    if not isinstance(expected, tuple) or len(expected) != 3:
+    if not isinstance(expected, tuple) or len(expected) != 3 or expected[2].shape != (TRIED, module.top_k):
         return None
     for normalised in (False, True):
-        actual = _routed(x, module.weight, module.top_k, normalised)
-        if all(
-            a.shape == e.shape and torch.allclose(a, e.to(a.dtype), 1e-4, 1e-5)
-            for a, e in zip(actual, expected, strict=True)
-        ):
+        pairs = zip(_found(*_routed(x, module.weight, module.top_k, normalised)), _found(*expected), strict=True)
+        if all(a.shape == e.shape and torch.allclose(a, e.float(), 1e-4, 1e-5) for a, e in pairs):
             return RouterSpec(normalised)
     return None
+
+
+def _found(scores: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router returns, with the scores of the experts in their place: two that nearly tie may be exchanged."""
+    return scores, weights, scores.gather(1, experts)
 
 
 def _route(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
