@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from headrace.trainer.forward.fused.fused_mixtures import Stacks
 from headrace.trainer.forward.fused.fused_weights import PackedWeight
 from headrace.trainer.forward.fused.module_layers import factors, is_gelu
 
+T = TypeVar("T")
 STACKS = {"gate_up_proj", "down_proj"}
 TRIED = 5
 """Rows of a trial."""
@@ -39,16 +40,24 @@ def fuse_mixtures(model: Any) -> list[Any]:
     """Gives the routers and the experts that are known another `forward`. Returns these modules."""
     found: list[Any] = []
     for module in model.modules():
-        if is_router(module) and (router := _router_spec(module)) is not None:
+        if is_router(module) and (router := _tried(_router_spec, module)) is not None:
             module.fused = router
             module.forward = MethodType(_route, module)
             found.append(module)
-        elif module._parameters.keys() == STACKS and (gelu := _gelu_of(module)) is not None:
+        elif module._parameters.keys() == STACKS and (gelu := _tried(_gelu_of, module)) is not None:
             module.gelu, count = gelu, len(module.down_proj)
             module.packed_stacks = {"gate_up_proj": PackedWeight(2 * count), "down_proj": PackedWeight(count)}
             module.forward = MethodType(_mix, module)
             found.append(module)
     return found
+
+
+def _tried(trial: Callable[[Any], T | None], module: Any) -> T | None:
+    """The trial's result; None for a module that wants other values than those of known families."""
+    try:
+        return trial(module)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 @contextmanager
