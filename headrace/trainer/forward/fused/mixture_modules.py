@@ -53,7 +53,7 @@ def fuse_mixtures(model: Any) -> list[Any]:
 
 
 def _tried(trial: Callable[[Any], T | None], module: Any) -> T | None:
-    """The trial's result; None for a module that wants other values than those of known families."""
+    """Returns the result of the trial; None for a module that wants other values than those of known families."""
     try:
         return trial(module)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
@@ -62,7 +62,7 @@ def _tried(trial: Callable[[Any], T | None], module: Any) -> T | None:
 
 @contextmanager
 def same_experts(model: Any) -> Iterator[None]:
-    """While it is open, whole passes of the model over the same tokens go to the experts of the first pass. Where two experts nearly tie,
+    """Makes whole passes of the model over the same tokens go to the experts of the first pass. Where two experts nearly tie,
     rounding chooses between them, and hidden states of a deep mixture would differ by far more than it. Weights stay those of the pass."""
     chosen: dict[Any, Tensor] = {}
 
@@ -106,7 +106,7 @@ def _router_spec(module: Any) -> RouterSpec | None:
 
 
 def _found(scores: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a router returns, with the scores of the experts in their place: two that nearly tie may be exchanged."""
+    """Returns what a router does, with the scores of the experts in their place: two that nearly tie may be exchanged."""
     return scores, weights, scores.gather(1, experts)
 
 
