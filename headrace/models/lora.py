@@ -138,6 +138,8 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
         return
     if engine_path == "hf":
         yield 'engine.path = hf serves no adapters; use engine.path = auto, or lora.publish = "merged"'
+    if config.experts and engine_path == "kernels":
+        yield 'engine.path = kernels serves no adapters of experts; use engine.path = auto, or lora.publish = "merged"'
     if self_taught:
         yield (
             "a teacher that is the student itself needs full weights, which lora.publish = adapter never publishes; "

@@ -2,6 +2,6 @@
 
 `build.py` calls the compiler, `memory.py` allocates memory on large pages, `cores.py` counts the cores available to threads, and
 `arithmetic.py` names the forward passes that both compute alike. `src/` holds the shared headers: vector types (`vec.h`, `wide.h`), products
-(`product.h`, with one file for each kind of processor), formulas (`formulas.h`), attention over a block (`look.h`) and the team of
-threads that runs them (`team.h`).
+(`product.h`, with one file for each kind of processor), formulas (`formulas.h`, `routing.h`), attention over a block (`look.h`) and the
+team of threads that runs them (`team.h`).
 """

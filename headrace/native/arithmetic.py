@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROVEN = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+PROVEN = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
 """The `model_type`s for which `tests/trainer/parity/` compares engine and trainer."""
 TIERS = {"bfloat16": ("AMX", "AVX512-BF16"), "float32": ("AMX", "AVX512-BF16", "AVX-512", "AVX2")}
 """The kinds of processor on which engine and trainer round at the same places, by the dtype of the computation. On other kinds the
@@ -10,7 +10,7 @@ engine multiplies weights in bfloat16 by activations in float32; float32 was not
 
 
 def arithmetic(family: str, dtype: str, tier: str) -> str:
-    """The name of the arithmetic of the C++ kernels for a dense model; empty if engine and trainer are not known to agree.
+    """The name of the arithmetic of the C++ kernels; empty if engine and trainer are not known to agree.
 
     `tier`: the kind of processor that the kernels were compiled for.
     """

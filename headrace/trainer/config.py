@@ -113,5 +113,3 @@ def parity_problems(train: TrainConfig, engine: Any, rollout: Any, lora: Any) ->
         yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
     if rollout.truncates and not rollout.keep_mask:
         yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
-    if rollout.keep_routing:
-        yield f"{asks} for dense models; set rollout.keep_routing = false"

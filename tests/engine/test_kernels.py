@@ -18,6 +18,8 @@ from test_adapters import adapters_of
 from tiny_models import RunnerDriver, make, prompts
 from transformers import AutoModelForCausalLM
 
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
@@ -200,9 +202,10 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
 # --- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_side_by_side_equal_weights_merged_by_hand():
-    name = "qwen3"
-    ours, texts = driver(name, adapters=3), prompts(40, 25, 61)
+@pytest.mark.parametrize("name, dtype", [("qwen3", BF16), ("mixtral", torch.float32)])
+def test_adapters_side_by_side_equal_weights_merged_by_hand(name, dtype):
+    """Of a mixture in float32, because in bfloat16 experts may nearly tie."""
+    ours, texts = driver(name, adapters=3, dtype=dtype), prompts(40, 25, 61)
     made = [_adapter(name, seed, rank) for seed, rank in ((1, 4), (2, 40))]
     for slot, (rank, tensors) in enumerate(made):
         ours.runner.use_adapter(slot, ours.runner.prepare_adapter(AdapterSpec(f"a{slot}", rank, 2.0 * rank), tensors))
@@ -240,6 +243,27 @@ def _merged(name: str, tensors: dict[str, torch.Tensor], scale: float) -> Any:
 def test_an_adapter_for_another_model_is_refused():
     with pytest.raises(ValueError, match="another base model"):
         driver("qwen3", adapters=1).runner.prepare_adapter(AdapterSpec("a", 4, 8.0), adapters_of("llama"))
+
+
+def test_an_adapter_of_experts_is_refused():
+    tensors = adapters_of("mixtral", only="experts")
+    shapes = {key: weight.shape for key, weight in parameters("mixtral").items()}
+    for key in tensors:  # as large as this model's
+        _, out, into = shapes["model.layers.0.mlp.experts." + ("gate_up_proj" if "base_layer" in key else "down_proj")]
+        tensors[key] = torch.zeros((16, into) if "lora_A" in key else (out, 16))
+    with pytest.raises(ValueError, match='adapts experts.*engine.path = "fused"'):
+        driver("mixtral", adapters=1).runner.prepare_adapter(AdapterSpec("a", 4, 8.0), tensors)
+
+
+@pytest.mark.parametrize(
+    "path, adapters, served", [("auto", 0, "kernels"), ("auto", 1, "fused"), ("kernels", 1, "kernels")]
+)
+def test_a_mixture_with_room_for_adapters_is_served_by_what_has_all_of_them_unless_kernels_are_asked_for(
+    path, adapters, served
+):
+    options = {"device": "cpu", "dtype": "bfloat16", "kv_gib": 0.01, "context_length": 64}
+    engine = NativeEngine(saved("mixtral"), EngineConfig(path=path, max_adapters=adapters, **options))
+    assert engine.capabilities.path.split()[0] == served
 
 
 # --- drawing -----------------------------------------------------------------------------------------------------------

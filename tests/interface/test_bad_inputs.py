@@ -216,6 +216,7 @@ PAIRS = [
     sets("cores that are not there", "which this process may not use", "engine.cores=[4096]"),
     sets("an algorithm unheard of", "algo.name = grop does not exist; did you mean grpo?", "algo.name=grop"),
     sets("counted twice", "use algo.old = trainer, or remove the correction", "algo.correction.mode=mask"),
+    sets("experts adapted in kernels", "use engine.path = auto", "lora={rank=4,experts=true}", "engine.path=kernels"),
     sets("an adapter without a rank", "set lora.rank, 16 say", "lora.alpha=8.0"),
     sets("a window too wide", "use a window of at most", "staleness.window=99"),
     sets("a warning after the end", "must be below watch.stop_after", "watch.warn_after=9999"),

@@ -312,6 +312,7 @@ def test_large_scores_do_not_overflow():
 # --- whole models ------------------------------------------------------------------------------------------------------
 
 ALL = ("norms", "activations", "products", "attention", "layers")
+MIXTURE = ("norms", "products", "attention", "mixtures", "layers")
 KINDS = {
     "llama": ALL,
     "llama-tied-biased": ALL,
@@ -320,9 +321,10 @@ KINDS = {
     "qwen2-sliding": ALL,
     "qwen3": ALL,
     "gemma3_text": ALL,
-    "qwen3_moe-mixed": ALL,
-    "mixtral": ("norms", "products", "attention", "layers"),
-    "olmoe": ("norms", "products", "layers"),  # norms over all heads at once
+    "qwen3_moe": MIXTURE,
+    "qwen3_moe-mixed": (*ALL[:-1], "mixtures", "layers"),
+    "mixtral": MIXTURE,
+    "olmoe": MIXTURE,
     "gpt_neox": ("products",),
     "gpt2": (),
 }
@@ -360,7 +362,7 @@ def test_float32_gradients_are_the_models_own(name):
         assert distance(actual[key], expected[key]) < 1e-5, key
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "qwen3_moe-mixed", "mixtral", "olmoe"])
 def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     own, own_forward, mine, my_forward, _ = pair(name)
     with torch.no_grad():  # what is served is rounded anyway, vectors too
@@ -376,18 +378,21 @@ def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     assert error(ours) < 1.25 * error(theirs) and error(ours) < 0.1  # some roundings fall well, some ill
 
 
+@pytest.mark.parametrize("name", ["qwen3", "olmoe"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_checkpointing_changes_nothing(dtype):
-    _, _, mine, my_forward, _ = pair("qwen3")
+def test_checkpointing_changes_nothing(dtype, name):
+    _, _, mine, my_forward, _ = pair(name)
     expected = gradients(mine, my_forward, dtype)
     enable_checkpointing(mine)
     actual = gradients(mine, my_forward, dtype)
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_number_of_threads_changes_no_bit(dtype):
-    _, _, mine, my_forward, _ = pair("llama-tied-biased")
+def test_the_number_of_threads_changes_no_bit(dtype, name):
+    """Experts run one after the other where they are few, and side by side where they are many."""
+    _, _, mine, my_forward, _ = pair(name)
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -400,8 +405,9 @@ def fused_only(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in found.items() if "embed" not in key}
 
 
-def test_a_copy_of_the_model_is_fused_and_its_own():
-    _, _, mine, my_forward, _ = pair("llama")
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_copy_of_the_model_is_fused_and_its_own(name):
+    _, _, mine, my_forward, _ = pair(name)
     expected = gradients(mine, my_forward, BF16)
     copied = deepcopy(mine)
     with torch.no_grad():
@@ -444,9 +450,10 @@ def test_what_a_layer_does_besides_is_not_lost():
     assert all(distance(actual[key], expected[key]) < 1e-5 for key in expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_memory_that_is_reserved_changes_no_number(dtype):
-    _, _, mine, my_forward, _ = pair("qwen3")
+def test_memory_that_is_reserved_changes_no_number(dtype, name):
+    _, _, mine, my_forward, _ = pair(name)
     expected = gradients(mine, my_forward, dtype)
     reserve(mine, 100, dtype)
     actual = gradients(mine, my_forward, dtype)

@@ -76,7 +76,10 @@ def _runner(
     settings: dict[str, Any] = {
         "dtype": dtype, "device": device, "exact": config.exact, "max_adapters": config.max_adapters,
     }  # fmt: skip
-    if config.path in ("auto", "kernels") and kernels.serves(model, dtype, device, config.max_adapters):
+    wanted = config.path == "kernels" or (config.path == "auto" and not (config.max_adapters and families.mixes(model)))
+    if wanted and kernels.serves(
+        model, dtype, device
+    ):  # only the fused decoder has adapters of experts, and nobody has said yet
         return kernels.KernelRunner(model, context, **settings)
     if config.path in ("auto", "fused") and families.serves(model):
         return FusedRunner(model, context, **settings)

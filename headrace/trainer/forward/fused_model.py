@@ -23,7 +23,8 @@ from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.fused.fused_ops import Segments
 from headrace.trainer.forward.fused.fused_weights import PackedWeight
-from headrace.trainer.forward.fused.module_layers import layer_of
+from headrace.trainer.forward.fused.mixture_modules import fuse_mixtures, same_experts
+from headrace.trainer.forward.fused.module_layers import factors, is_gelu, layer_of
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.kernels.build import built
@@ -54,16 +55,18 @@ def fuse(forward: Forward) -> tuple[str, ...]:
         "activations": _fuse_gated,
         "products": _fuse_linears,
         "attention": _fuse_attention,
+        "mixtures": lambda model, _: fuse_mixtures(model),
         "layers": _fuse_layers,
     }
-    expected = _numbers(forward)
-    done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
-    for kind, modules in reversed(list(done.items())):
-        if _holds(forward, expected):
-            break
-        for module in modules:
-            del module.forward
-        del done[kind]
+    with same_experts(model):
+        expected = _numbers(forward)
+        done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
+        for kind, modules in reversed(list(done.items())):
+            if _holds(forward, expected):
+                break
+            for module in modules:
+                del module.forward
+            del done[kind]
     _fuse_ends(model, "layers" in done)
     return tuple(done)
 
@@ -128,11 +131,7 @@ def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _low() -> bool:
-    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-
-
-def _factors() -> torch.dtype:
-    return torch.bfloat16 if _low() else torch.float32
+    return factors() == torch.bfloat16
 
 
 def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
@@ -164,10 +163,10 @@ def _onto(total: Tensor, x: Tensor, module: Any, norm: Any = None) -> Tensor:
     if (layer := layer_of(module)) is None:
         return total + (module(x) if norm is None else norm(module(x)))
     if norm is None:
-        return fused_products.linear_onto(total, x, layer, _factors())
-    (side,) = fused_products.linears(x, [layer], _factors(), [True])
+        return fused_products.linear_onto(total, x, layer, factors())
+    (side,) = fused_products.linears(x, [layer], factors(), [True])
     weight, eps, unit = norm.weight, norm.fused.eps, norm.fused.unit
-    return fused_ops.add_rms_norm(total, side, weight=weight, eps=eps, unit=unit, dtype=_factors())
+    return fused_ops.add_rms_norm(total, side, weight=weight, eps=eps, unit=unit, dtype=factors())
 
 
 def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) -> tuple[Tensor, ...]:
@@ -175,7 +174,7 @@ def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) ->
     least where they are."""
     layers = [layer for module in modules if (layer := layer_of(module)) is not None]
     if len(layers) == len(modules):
-        return fused_products.linears(x, layers, _factors(), wide)
+        return fused_products.linears(x, layers, factors(), wide)
     return tuple(module(x) for module in modules)
 
 
@@ -221,21 +220,12 @@ def _fuse_gated(model: Any, forward: Forward) -> list[Any]:
     for module in model.modules():
         parts = {"gate_proj", "up_proj", "down_proj"}
         if parts <= (names := {name for name, _ in module.named_children()}) and names <= parts | {"act_fn"}:
-            gelu = _is_gelu(module.act_fn)
+            gelu = is_gelu(module.act_fn)
             if gelu is not None:
                 module.gelu = gelu
                 module.forward = MethodType(_gated, module)
                 found.append(module)
     return found
-
-
-def _is_gelu(function: Callable[[Tensor], Tensor]) -> bool | None:
-    """Whether it is GELU's tanh form, or SiLU; None if neither."""
-    x = torch.linspace(-6, 6, 97)
-    for gelu, known in ((False, nn.functional.silu(x)), (True, nn.functional.gelu(x, approximate="tanh"))):
-        if torch.allclose(function(x), known, rtol=1e-5, atol=1e-6):
-            return gelu
-    return None
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
@@ -289,14 +279,14 @@ def _fuse_attention(model: Any, forward: Forward) -> list[Any]:
 
 
 def _is_plain(module: Any, spec: AttentionSpec) -> bool:
-    """Whether it is made of projections, rotary embeddings and norms of single heads, and of nothing else."""
+    """Whether it is made of projections, rotary embeddings and norms of single heads or of all, and of nothing else."""
     names = {name for name, _ in module.named_children()}
     norms = [getattr(module, name) for name in ("q_norm", "k_norm") if name in names]
     odd = ("attn_logit_softcapping", "sinks", "clip_qkv", "qkv_bias_gate")
     return (
         names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
         and len(norms) in (0, 2)
-        and all(isinstance(getattr(norm, "fused", None), NormSpec) and len(norm.weight) == spec.dim for norm in norms)
+        and all(isinstance(getattr(norm, "fused", None), NormSpec) for norm in norms)
         and all(getattr(module, name, None) is None for name in odd)
         and getattr(module.config, "clip_qkv", None) is None
     )
@@ -332,6 +322,9 @@ def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, norm: Any, dtype: torch.dtype) -> Tensor:
     weight, eps, unit = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.fused.eps, norm.fused.unit)
+    if weight is not None and len(weight) != x.shape[-1]:  # one norm over all heads, as OLMoE has it
+        x = fused_ops.rms_norm(x.flatten(1), weight, eps, unit, dtype, wide=True).view(x.shape)
+        weight = None
     return fused_ops.rotary(x, cos, sin=sin, weight=weight, eps=eps, unit=unit, dtype=dtype)
 
 

@@ -25,6 +25,7 @@ from headrace.errors import ConfigError
 from headrace.packing import Pack, pack_sequence
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.forward import Forward
+from headrace.trainer.forward.fused.mixture_modules import is_router, weights_of
 
 TOLERANCE = 1e-4
 """Largest difference in the probe, in nats or relative to the weights. Rounding causes 1e-6, a wrong formula 0.1."""
@@ -148,6 +149,8 @@ class RoutingReplay:
         assert self._now is not None
         routes = self._now[:, layer]
         experts = torch.where((routes < 0).any(-1, keepdim=True), live, routes)
+        if (served := weights_of(module, logits, experts)) is not None:
+            return logits, served, experts
         return logits, _weights(logits, experts, self._routers[layer].normalised).to(weights.dtype), experts
 
     def _advance(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -234,14 +237,9 @@ def _weights(logits: Tensor, experts: Tensor, normalised: bool) -> Tensor:
 
 
 def _routers_of(model: torch.nn.Module) -> list[_Router]:
-    """Returns one router for each layer with experts, in order. transformers gives router modules `top_k` and `num_experts`."""
+    """Returns one router for each layer with experts, in order."""
     by_name: dict[str, _Router] = {}
     for name, module in model.named_modules():
-        facts = vars(module)
-        if (
-            isinstance(facts.get("top_k"), int)
-            and isinstance(facts.get("num_experts"), int)
-            and "weight" in module._parameters
-        ):
+        if is_router(module):
             by_name.setdefault(_ADAPTED.sub("", name), _Router([])).modules.append(module)
     return list(by_name.values())

@@ -1,4 +1,4 @@
-"""The functions of the library, and the C++ structs of `src/linear.h` and `src/attention.h`, field by field."""
+"""The functions of the library, and the C++ structs of `src/linear.h`, `src/attention.h` and `src/experts.h`, field by field."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ class Trees(Structure):
     ]
 
 
+class MixtureStruct(Structure):
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in ("rows", "hidden", "inner", "experts", "chosen", "gelu", "add_gate_up", "add_down")
+        ),
+        *((name, c_void_p) for name in ("which", "weights", "gate_up", "down", "gate", "up", "y")),
+        *((name, c_void_p) for name in ("by_gate_up", "by_down", "told")),
+    ]
+
+
 _POINTERS = POINTER(Weight)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_begin": (c_int, []),
@@ -44,6 +55,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_rotary_backward": (None, [c_int, *[c_void_p] * 8, c_int, c_int, c_int, c_float, c_float]),
     "headrace_attention": (None, [c_int, POINTER(Trees), *[c_void_p] * 4]),
     "headrace_attention_backward": (None, [c_int, POINTER(Trees), *[c_void_p] * 7]),
+    "headrace_router_scores": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p]),
+    "headrace_choose": (None, [c_void_p, *[c_int] * 5, c_void_p, c_void_p]),
+    "headrace_experts": (None, [c_int, POINTER(MixtureStruct), c_void_p, c_void_p]),
+    "headrace_experts_backward": (None, [c_int, POINTER(MixtureStruct), *[c_void_p] * 4]),
 }
 
 

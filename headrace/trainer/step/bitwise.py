@@ -8,6 +8,7 @@ token whose log-prob differs in one bit shows that engine and trainer do not com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import PROVEN, arithmetic, why_unproven
 from headrace.packing import ROOT, Pack
 from headrace.trainer.forward.forward import Forward
+from headrace.trainer.forward.fused.mixture_modules import is_router
 from headrace.trainer.kernels import binding
 
-KINDS = {"norms", "activations", "products", "attention", "layers"}
-"""The kinds of modules that the kernels must have replaced in a model: all of them."""
+KINDS = {"norms", "products", "attention", "layers"}
+"""The kinds of modules that the kernels must have replaced in every model."""
 
 
 class UnequalLogprobs(IdentityError):
@@ -47,11 +49,18 @@ def shared_arithmetic(
         return "", reason
     if not fused:
         return "", "it does not run through the C++ kernels"
-    if missing := KINDS - set(fused):
+    if missing := (KINDS | _kinds_between(forward.model)) - set(fused):
         return "", f"the C++ kernels do not serve this model's {', '.join(sorted(missing))}"
     tier = binding.tier() or "none"
     name = arithmetic(family, precision, tier)
     return name, "" if name else why_unproven(family, precision, tier)
+
+
+def _kinds_between(model: Any) -> set[str]:
+    """The kinds of what lies between attention and attention: dense layers, mixtures of experts, or both."""
+    routers = sum(is_router(module) for module in model.modules())
+    kinds = {"mixtures"} if routers else set()
+    return kinds | {"activations"} if routers < model.config.num_hidden_layers else kinds
 
 
 def _why_adapted(adapters: Mapping[str, LoraConfig]) -> str:

@@ -48,7 +48,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": 16, "num_attention_heads": 4},
     "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
     "gemma3_text": {"head_dim": 32, "num_key_value_heads": 2},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 48},
+    "qwen3_moe-mixed": {"head_dim": 16, "moe_intermediate_size": 80},
+    "mixtral": {"head_dim": 48},
+    "olmoe": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3},  # a norm over all heads
 }
+MIXTURES = [name for name in FAMILIES if "moe" in name or name == "mixtral"]
 
 _saved = TemporaryDirectory(prefix="headrace-equal-")
 
@@ -62,7 +67,7 @@ def saved(name: str) -> Path:
 def trainer_of(name: str, seed: int = 0) -> Forward:
     """Its weights are float32 numbers that bfloat16 does not hold: what is published is rounded."""
     forward = choose_forward(load_model(saved(name), torch.device("cpu")))
-    assert "layers" in fuse(forward)
+    assert {"layers", "attention", *(["mixtures"] if name in MIXTURES else [])} <= set(fuse(forward))
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in forward.model.parameters():
@@ -126,6 +131,7 @@ def sampled_by(engine: NativeEngine, requests: Sequence[Request]) -> dict[str, l
                 versions=tuple(done.versions()),
                 kv_versions=tuple(done.kv_versions()),
                 sampling_mask=done.mask,
+                routing=done.routing,
             )
             rows.setdefault(transcript.request.adapter, []).append(row)
     assert sum(map(len, rows.values())) == len(requests)

@@ -48,12 +48,18 @@ _saved = TemporaryDirectory(prefix="headrace-bitwise-")
 @cache
 def saved(name: str) -> Path:
     """Heads that the engine's kernels serve."""
-    tiny_models.make(name, head_dim=16, intermediate_size=48).save_pretrained(directory := Path(_saved.name) / name)
+    sizes = {"head_dim": 16, "intermediate_size": 48}
+    if name == "olmoe":  # its norms are as wide as the model
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    tiny_models.make(name, **sizes, **({"moe_intermediate_size": 48} if "moe" in name else {})).save_pretrained(
+        directory := Path(_saved.name) / name
+    )
     return directory
 
 
-def trainer_of(name: str, **settings: Any) -> TorchTrainer:
+def trainer_of(name: str, keep_routing: bool = False, **settings: Any) -> TorchTrainer:
     return TorchTrainer(
+        keep_routing=keep_routing,
         model_dir=saved(name),
         config=TrainConfig(**{"parity": "bitwise", "dtype": DTYPE, "learning_rate": 1e-3, **settings}),
         algo=AlgoConfig(name="reinforce"),
@@ -61,11 +67,14 @@ def trainer_of(name: str, **settings: Any) -> TorchTrainer:
     )
 
 
-def sampled(trainer: TorchTrainer, name: str, version: int = 0, adapter: str = "", **settings: Any) -> list[Row]:
+def sampled(
+    trainer: TorchTrainer, name: str, version: int = 0, *, adapter: str = "", routing: bool = False, **settings: Any
+) -> list[Row]:
     """By an engine that has the trainer's weights."""
     adapters = {spec.name: (spec, dict(trainer.parameters(spec.name))) for spec in trainer.adapters()}
     weights, dtype = dict(trainer.parameters()), getattr(torch, trainer.dtype)
-    engine = engine_of(saved(name), weights, dtype, adapters=adapters, version=version, context_length=96)
+    options = {"adapters": adapters, "version": version, "context_length": 96, "routing": routing}
+    engine = engine_of(saved(name), weights, dtype, **options)
     requests = [
         Request(
             f"r{i}",
@@ -73,6 +82,7 @@ def sampled(trainer: TorchTrainer, name: str, version: int = 0, adapter: str = "
             Sampling(max_tokens=20, seed=i, ignore_eos=True, **settings),
             adapter=adapter,
             return_mask=bool(settings),
+            return_routing=routing,
         )
         for i in range(4)
     ]
@@ -90,11 +100,11 @@ def weights_of(trainer: TorchTrainer) -> list[Tensor]:
 
 
 def rounded_once_more(module: Any) -> None:
-    """The planted fault: the last bit of what a norm returns is rounded off, eight in float32, of which one may vanish in a log-prob."""
+    """The planted fault: the last bit of what a module returns is rounded off, eight in float32, of which one may vanish in a log-prob."""
     own = module.forward
 
-    def forward(_: Any, x: Tensor) -> Tensor:
-        y: Tensor = own(x)
+    def forward(_: Any, *given: Tensor) -> Tensor:
+        y: Tensor = own(*given)
         kind, bits = (torch.int16, 1) if y.dtype == torch.bfloat16 else (torch.int32, 8)
         return (y.view(kind) & (-1 << bits)).view(y.dtype)
 
@@ -103,7 +113,9 @@ def rounded_once_more(module: Any) -> None:
 
 @proven
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama3-rope", "mistral-sliding", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama3-rope", "mistral-sliding", "qwen2", "qwen3", "qwen3_moe-mixed", "mixtral", "olmoe"]
+)
 def test_what_the_trainers_weights_sampled_is_trained(name: str, dtype: str) -> None:
     trainer = trainer_of(name, dtype=dtype)
     for step in range(2):
@@ -125,6 +137,38 @@ def test_a_rounding_in_one_layer_is_named_and_nothing_is_trained(layer: int, dty
     assert all(parameter.grad is None for parameter in trainer._model.parameters())
     assert f"first differ in layer {layer}: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
     del trainer._model.model.layers[layer].post_attention_layernorm.forward
+
+
+@proven
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, layer", [("qwen3_moe-mixed", 0), ("qwen3_moe-mixed", 1), ("olmoe", 1)])
+def test_a_rounding_in_one_mixture_is_named(name: str, layer: int, dtype: str) -> None:
+    """A dense layer and a mixture of one model; experts, whose results are rounded before they are added."""
+    trainer = trainer_of(name, dtype=dtype)
+    rows, mlp = sampled(trainer, name), trainer._model.model.layers[layer].mlp
+    rounded_once_more(
+        mlp.experts if hasattr(mlp, "experts") else trainer._model.model.layers[layer].post_attention_layernorm
+    )
+    with pytest.raises(UnequalLogprobs, match="step 0 was not trained.* of 80 tokens") as caught:
+        trainer.step(batch(0, rows))
+    assert f"first differ in layer {layer}: " in str(explained(caught.value, trainer, start_of(name, dtype)))
+
+
+@proven
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recorded_experts_are_trained_and_one_that_is_not_the_samplers_is_found(dtype: str) -> None:
+    trainer = trainer_of("mixtral", dtype=dtype, keep_routing=True)
+    for step in range(2):
+        rows = sampled(trainer, "mixtral", step, routing=True)
+        report = trainer.step(batch(step, rows))
+        assert report.version == step + 1 and report.bitwise_tokens == report.loss_tokens == 80
+    rows = sampled(trainer, "mixtral", 2, routing=True)
+    routing = rows[0].routing
+    assert routing is not None and (routing.layers, routing.k, routing.width) == (2, 2, 1)
+    other = next(expert for expert in range(4) if expert not in routing.experts[:2])
+    experts = bytes([other, *routing.experts[1:]])  # of the first token, in the first layer
+    with pytest.raises(UnequalLogprobs, match="step 2 was not trained"):
+        trainer.step(batch(2, [replace(rows[0], routing=replace(routing, experts=experts)), *rows[1:]]))
 
 
 @proven
@@ -190,7 +234,6 @@ def test_a_completion_says_over_which_versions_each_token_was_sampled() -> None:
         ({"lora": {"rank": 4, "quantise": "int8"}}, "lora.quantise"),
         ({"lora": {"rank": 4, "experts": True}}, "lora.experts"),
         ({"rollout": {"top_p": 0.9, "keep_mask": False}}, "rollout.keep_mask"),
-        ({"rollout": {"keep_routing": True}}, "dense models"),
     ],
 )
 def test_settings_for_which_it_is_not_proven_are_refused(sets: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -207,7 +250,7 @@ def test_settings_for_which_it_is_not_proven_are_refused(sets: dict[str, Any], w
 @pytest.mark.parametrize(
     "name, settings, words",
     [
-        ("mixtral", {}, "family mixtral"),
+        ("gpt_neox", {}, "family gpt_neox"),
         ("qwen2", {"path": "torch"}, "does not run through the C"),
     ],
 )
@@ -280,6 +323,20 @@ def served(tiny_llama: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def served_mixture(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A mixture with the tokenizer of the tiny model."""
+    from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+    directory = shutil.copytree(tiny_llama, tmp_path / "mixture")
+    torch.manual_seed(0)
+    dense = AutoConfig.from_pretrained(tiny_llama).to_dict()
+    shared = {key: value for key, value in dense.items() if key not in ("model_type", "architectures", "head_dim")}
+    config = MixtralConfig(**shared, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 @proven
 def test_a_model_that_the_engines_kernels_do_not_serve_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tiny_llama, train={"parity": "bitwise", "dtype": DTYPE}, engine={"dtype": DTYPE})
@@ -306,3 +363,19 @@ def test_a_run_with_the_mode_on(served: Path, tmp_path: Path) -> None:
         assert len(reports) == 4 and reports[0].bitwise_tokens == reports[0].loss_tokens > 0
         if not lag:
             assert all(report.bitwise_tokens == report.loss_tokens for report in reports)
+
+
+@proven
+def test_a_run_of_a_mixture_with_recorded_experts(served_mixture: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        served_mixture,
+        train={"parity": "bitwise", "steps": 4, "dtype": "auto"},
+        engine={"dtype": "auto"},
+        rollout={"keep_routing": True},
+        staleness={"max_lag": 0},
+    )
+    result = headrace.train(config)
+    assert result.reason == "finished" and result.step == 4
+    reports = [entry.report for entry in read_steps(result.directory)]
+    assert all(report.bitwise_tokens == report.loss_tokens > 0 for report in reports)

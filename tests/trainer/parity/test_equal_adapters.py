@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equal_models import DTYPES, FAMILIES, PACKINGS, name_of, packs_of, requests_of, sampled, saved, scored, trainer_of
+from equal_models import (
+    DTYPES,
+    FAMILIES,
+    MIXTURES,
+    PACKINGS,
+    name_of,
+    packs_of,
+    requests_of,
+    sampled,
+    saved,
+    scored,
+    trainer_of,
+)
 from msgspec.structs import replace
 
 from headrace.models.lora import LoraConfig
@@ -16,15 +28,25 @@ LORAS = {
     "some": LoraConfig(rank=24, targets=("q_proj", "v_proj", "up_proj", "down_proj"), rslora=True),
     "odd": LoraConfig(rank=3, rank_pattern={"k_proj": 17, "gate_proj": 33}, alpha_pattern={"o_proj": 5.0}),
 }
+BESIDE_EXPERTS = {
+    "all": LoraConfig(rank=4, alpha=9.0),
+    "some": LoraConfig(rank=24, targets=("q_proj", "v_proj"), rslora=True),
+    "odd": LoraConfig(rank=3, rank_pattern={"k_proj": 17}, alpha_pattern={"o_proj": 5.0}),
+}
+"""The same of a mixture, whose experts have no adapters here."""
 
 
-def adapted(name, dtype, loras=LORAS):
+def loras_of(name):
+    return BESIDE_EXPERTS if name in MIXTURES else LORAS
+
+
+def adapted(name, dtype):
     """A trainer's model, and its adapters with random B, as wide as changes of a long run."""
     forward = trainer_of(name)
-    adapters = Adapters(forward.model, loras, dtype, saved(name))
+    adapters = Adapters(forward.model, loras_of(name), dtype, saved(name))
     torch.manual_seed(7)
     with torch.no_grad():
-        for one in loras:
+        for one in LORAS:
             for key, tensor in adapters.state(one).items():
                 if "lora_B" in key:
                     tensor.normal_(std=0.05)
@@ -33,7 +55,7 @@ def adapted(name, dtype, loras=LORAS):
 
 def rows_of(name, adapters, dtype, temperature=1.0, **options):
     """Every request is made for each adapter, and once without any."""
-    specs = {one: (lora.spec(one), adapters.state(one)) for one, lora in LORAS.items()}
+    specs = {one: (lora.spec(one), adapters.state(one)) for one, lora in loras_of(name).items()}
     requests = [
         replace(request, id=f"{request.id}/{one}", adapter=one)
         for request in requests_of(3, temperature)
@@ -60,10 +82,11 @@ def test_several_adapters_in_any_pack_of_any_batch(name, temperature, dtype):
         assert (said[one] - pack.sampled).abs().max() > 0.01, "the adapter says nothing"
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_checkpointing_changes_neither_log_probs_nor_gradients(dtype):
-    forward, adapters = adapted("gemma3_text", dtype)
-    (pack,) = packs_of(rows_of("gemma3_text", adapters, dtype)["odd"])
+def test_checkpointing_changes_neither_log_probs_nor_gradients(dtype, name):
+    forward, adapters = adapted(name, dtype)
+    (pack,) = packs_of(rows_of(name, adapters, dtype)["odd"])
     parameters = adapters.parameters("odd").values()
     found = []
     for _ in range(2):

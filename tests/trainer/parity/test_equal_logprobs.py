@@ -41,19 +41,21 @@ def test_in_any_pack_of_any_batch(name, temperature, dtype):
             assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe-mixed", "mixtral", "olmoe"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks_and_other_sequences_change_nothing(dtype):
-    forward = trainer_of("qwen3", seed=1)
+def test_chunks_and_other_sequences_change_nothing(dtype, name):
+    forward = trainer_of(name, seed=1)
     requests = requests_of(5, 1.0)
     for options in ({"prefill_chunk": 5, "max_running": 1}, {"prefill_chunk": 200, "max_running": 15}):
-        (pack,) = packs_of(rows_of("qwen3", forward, requests, dtype, **options))
+        (pack,) = packs_of(rows_of(name, forward, requests, dtype, **options))
         assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_number_of_threads_and_checkpointing_change_nothing(dtype):
-    forward = trainer_of("qwen2")
-    (pack,) = packs_of(rows_of("qwen2", forward, requests_of(7, 1.0), dtype))
+def test_the_number_of_threads_and_checkpointing_change_nothing(dtype, name):
+    forward = trainer_of(name)
+    (pack,) = packs_of(rows_of(name, forward, requests_of(7, 1.0), dtype))
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -65,11 +67,20 @@ def test_the_number_of_threads_and_checkpointing_change_nothing(dtype):
     assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
-@pytest.mark.parametrize("place", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    "name, place",
+    [
+        ("llama3-rope", "model.norm.weight"),
+        ("llama3-rope", "model.layers.1.mlp.down_proj.weight"),
+        ("olmoe", "model.layers.0.mlp.gate.weight"),
+        ("olmoe", "model.layers.1.mlp.experts.gate_up_proj"),
+        ("mixtral", "model.layers.0.mlp.experts.down_proj"),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_weight_that_differs_shows(place, dtype):
-    forward = trainer_of("llama3-rope")
-    (pack,) = packs_of(rows_of("llama3-rope", forward, requests_of(3, 1.0), dtype))
+def test_one_weight_that_differs_shows(name, place, dtype):
+    forward = trainer_of(name)
+    (pack,) = packs_of(rows_of(name, forward, requests_of(3, 1.0), dtype))
     with torch.no_grad():
         forward.model.get_parameter(place).flatten()[3] += 0.1
     assert not torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)

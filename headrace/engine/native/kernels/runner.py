@@ -39,12 +39,12 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Weights and cache can be stored in, each by a library of its own."""
 
 
-def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, max_adapters: int = 0) -> bool:
+def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu" or dtype not in DTYPES or not is_family(skeleton):
         return False
     spec = read_spec(skeleton)
-    if spec.routing is not None and (max_adapters or spec.routing.experts > MOST_EXPERTS):
-        return False  # the fused decoder has adapters of experts
+    if spec.routing is not None and spec.routing.experts > MOST_EXPERTS:
+        return False
     fits = (
         spec.head_dim % 16 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
     )
@@ -81,16 +81,14 @@ class KernelRunner:
         library: Any = None,
     ) -> None:
         """`library`: the one for this machine unless given."""
-        assert serves(model, dtype, device, max_adapters), "ask `serves` first"
+        assert serves(model, dtype, device), "ask `serves` first"
         self.spec = spec = read_spec(model)
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.path = f"kernels {spec.family}"
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         assert self._library is not None
-        self.arithmetic = ""
-        if not spec.routing:
-            self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
+        self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
         self.dtype = dtype
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
         self._tables = _rotary(model, context_length)
@@ -186,7 +184,12 @@ class KernelRunner:
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> PackedAdapter:
+        """Raises ValueError for an adapter of experts, and as `read_adapter` does."""
         adapter = read_adapter(self.spec, spec, tensors=tensors, dtype=self.dtype, device=torch.device("cpu"))
+        if any(layer.experts for layer in adapter.layers):
+            raise ValueError(
+                f'the adapter {spec.name} adapts experts, which the C++ kernels do not serve; start the engine with engine.path = "fused"'
+            )
         packer = Packer(self._library, self.dtype)
         low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
         for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):

@@ -132,6 +132,11 @@ def serves(skeleton: Skeleton) -> bool:
     return expected_shapes(read_spec(skeleton)) == skeleton.shapes
 
 
+def mixes(skeleton: Skeleton) -> bool:
+    """Whether it is a known mixture of experts."""
+    return serves(skeleton) and _routing(skeleton.config) is not None
+
+
 def read_spec(skeleton: Skeleton) -> Spec:
     config, shapes, geometry = skeleton.config, skeleton.shapes, skeleton.geometry
     gemma = config.model_type == "gemma3_text"

@@ -27,17 +27,18 @@ STRETCH = 32
 # -- rows -------------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
-    """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0."""
-    return _Norm.apply(x, _served(weight, dtype), eps, unit, dtype, None)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype, *, wide: bool = False) -> Tensor:
+    """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0. `wide`: only the
+    weight is rounded to `dtype`; the result is float32."""
+    return _Norm.apply(x, served(weight, dtype), eps, unit, torch.float32 if wide else dtype, None)
 
 
 def add_rms_norm(total: Tensor, x: Tensor, *, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
     """total + x / rms(x) · (weight + unit), all float32; the weight is rounded to `dtype`. Gemma adds the results of its layers so."""
-    return _Norm.apply(x, _served(weight, dtype), eps, unit, torch.float32, total.contiguous())
+    return _Norm.apply(x, served(weight, dtype), eps, unit, torch.float32, total.contiguous())
 
 
-def _served(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def served(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """float32, of numbers that `dtype` has: as the engine has it. The gradient passes as it is."""
     return _Rounded.apply(weight.float(), dtype) if dtype != torch.float32 else weight.float()
 
@@ -141,7 +142,7 @@ def rotary(
 ) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
     an RMSNorm of each head if there is a weight [D]. The result is float32, rounded to `dtype`."""
-    return _Rotary.apply(x, cos, sin, None if weight is None else _served(weight, dtype), eps, unit, dtype)
+    return _Rotary.apply(x, cos, sin, None if weight is None else served(weight, dtype), eps, unit, dtype)
 
 
 class _Rotary(torch.autograd.Function):

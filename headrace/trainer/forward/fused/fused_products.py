@@ -175,8 +175,8 @@ class Together:
                 d_b.append(None)
                 continue
             room, gradient = d.new_empty(*d.shape[:-1], b.shape[1]), torch.empty(b.shape)
-            d_thin.append(_input_gradient(room, [(d, packed_now(b, d.dtype, down=True))]))
-            _weight_gradient(thin[..., place].contiguous(), [d], [gradient], [False])
+            d_thin.append(input_gradient(room, [(d, packed_now(b, d.dtype, down=True))]))
+            weight_gradient(thin[..., place].contiguous(), [d], [gradient], [False])
             d_b.append(gradient.mul_(scale))
         return d_thin, d_b
 
@@ -184,7 +184,7 @@ class Together:
         gradients = [None if a is None else torch.empty(a.shape) for a in self._a]
         pairs = [(d, gradient) for d, gradient in zip(d_thin, gradients, strict=True) if d is not None]
         if pairs:
-            _weight_gradient(low, [d for d, _ in pairs], [into for _, into in pairs], [False] * len(pairs))
+            weight_gradient(low, [d for d, _ in pairs], [into for _, into in pairs], [False] * len(pairs))
         return gradients
 
     def _input_gradient(self, low: Tensor, d_y: Sequence[Tensor], d_thin: Sequence[Tensor | None]) -> Tensor:
@@ -193,14 +193,14 @@ class Together:
         for a, d in zip(self._a, d_thin, strict=True):
             if d is not None:
                 pairs.append((d, packed_now(a, low.dtype, down=True)))
-        return _input_gradient(torch.empty_like(low), pairs)
+        return input_gradient(torch.empty_like(low), pairs)
 
     def _weight_gradients(self, low: Tensor, d_y: Sequence[Tensor], trained: Sequence[bool]) -> None:
         into = [
             one.gradient(weight) if train else (None, False)
             for one, weight, train in zip(self.packed, self.weights, trained, strict=True)
         ]
-        _weight_gradient(low, d_y, [gradient for gradient, _ in into], [add for _, add in into])
+        weight_gradient(low, d_y, [gradient for gradient, _ in into], [add for _, add in into])
         for weight, (gradient, add) in zip(self.weights, into, strict=True):
             if gradient is not None and not add:
                 give(weight, gradient)
@@ -211,7 +211,7 @@ def rows_of(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _input_gradient(d_x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+def input_gradient(d_x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
     """d_x [..., k] becomes the sum over all pairs of dy [..., n] times a weight packed `down`."""
     table = (binding.Weight * len(pairs))(
         *(binding.Weight(down=address(down), y=address(d), n=d.shape[-1]) for d, down in pairs)
@@ -220,7 +220,7 @@ def _input_gradient(d_x: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]]) 
     return d_x
 
 
-def _weight_gradient(low: Tensor, d_y: Sequence[Tensor], into: Sequence[Tensor | None], add: Sequence[bool]) -> None:
+def weight_gradient(low: Tensor, d_y: Sequence[Tensor], into: Sequence[Tensor | None], add: Sequence[bool]) -> None:
     """Each of `into` [n, k] becomes dyᵀ x, or has it added; None for a weight without a gradient."""
     table = (binding.Weight * len(d_y))(
         *(

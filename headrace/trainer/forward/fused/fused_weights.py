@@ -5,8 +5,9 @@ Contiguous CPU tensors in float32 or bfloat16.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,28 +33,33 @@ def kernels() -> Any:
 
 
 class PackedWeight:
-    """A matrix [n, k] as the kernels multiply by it. In bfloat16 it is packed once for each of its values, for both directions; in
-    float32, where that would be 8 bytes a parameter, at every use (5 to 10 % of a product over 1,024 rows).
+    """A matrix [n, k] as the kernels multiply by it, or several of one size that lie in one tensor. In bfloat16 it is packed once for each
+    of its values, for both directions; in float32, where that would be 8 bytes a parameter, at every use (5 to 10 % of a product over
+    1,024 rows).
 
     It also keeps the memory of the gradient: fresh pages cost more than what is computed into them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, matrices: int = 1) -> None:
+        self._matrices = matrices
         self._packed_from: tuple[int, int] | None = None
         self._packed: tuple[Tensor, Tensor | None] | None = None
         self._gradient: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        return PackedWeight()
+        return PackedWeight(self._matrices)
 
     def packed(self, weight: Tensor, backward: bool = True) -> tuple[Tensor, Tensor | None]:
         """bfloat16, (for y = x Wᵀ, for dx = dy W if `backward`). Packed again if the weight was written to since."""
         now = weight.data_ptr(), weight._version
         if self._packed is None or now != self._packed_from:
-            size = _packed_size(weight)
+            matrices = weight.detach().reshape(self._matrices, -1, weight.shape[-1])
+            size = self._matrices * _packed_size(matrices[0])
             if self._packed is None:
                 self._packed = zeros(size, torch.bfloat16), zeros(size, torch.bfloat16) if backward else None
-            _pack(weight, *self._packed)
+            rooms = (itertools.repeat(None) if room is None else room.view(self._matrices, -1) for room in self._packed)
+            for matrix, *into in zip(matrices, *rooms, strict=False):
+                _pack(matrix, *into)
             self._packed_from = now
         return self._packed
 
@@ -133,32 +139,40 @@ def give(weight: Tensor, gradient: Tensor) -> None:
         weight.grad = gradient if weight.dtype == gradient.dtype else gradient.to(weight.dtype)
 
 
+def packed_of(module: Any) -> Iterator[tuple[PackedWeight, Tensor]]:
+    """Yields what a module has packed, and the weight that it is packed from: one of a linear layer, two of experts."""
+    if isinstance(one := getattr(module, "packed", None), PackedWeight):
+        yield one, module.weight
+    for name, one in getattr(module, "packed_stacks", {}).items():
+        yield one, getattr(module, name)
+
+
 def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
     """Does in advance what would delay the first steps. Packs the weights for bfloat16, and makes the system allocate the memory of the
     weights that will change (until then they may be mapped from the file), of their gradients, of the optimizer's state, and of the
     activations of `tokens` tokens (at most MOST_TOKENS) in `dtype` that are kept for the backward pass."""
     keep_freed_memory()
     head = model.get_output_embeddings()
-    layers = [module for module in model.modules() if hasattr(module, "packed") and module is not head]
+    layers = [pair for module in model.modules() if module is not head for pair in packed_of(module)]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
-    kept = dtype.itemsize * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
+    kept = dtype.itemsize * sum(sum(weight.shape[-2:]) for _, weight in layers) * min(tokens, MOST_TOKENS)
     rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
     del rooms  # freed, and kept for later allocations
     for parameter in trained:
         parameter.data = parameter.data.clone()
     if hasattr(head, "packed") and dtype == torch.bfloat16:
         head.packed.packed(head.weight, backward=False)
-    for module in layers:
+    for packed, weight in layers:
         if dtype == torch.bfloat16:
-            module.packed.packed(module.weight)
-        if module.weight.requires_grad and module.weight.dtype == torch.float32:
-            module.packed.gradient(module.weight)
+            packed.packed(weight)
+        if weight.requires_grad and weight.dtype == torch.float32:
+            packed.gradient(weight)
 
 
 def release(model: Any) -> None:
     """Gives the memory back that products keep from step to step: packed weights, and room for gradients and for packing."""
     for module in model.modules():
-        if isinstance(packed := getattr(module, "packed", None), PackedWeight):
+        for packed, _ in packed_of(module):
             packed.release()
     _room.held = None

@@ -1,12 +1,28 @@
-"""A module of a model as the kernels know it: a linear layer, alone or with one of peft's adapters."""
+"""A module of a model as the kernels know it: a linear layer, alone or with one of peft's adapters; an activation."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from headrace.trainer.forward.fused.fused_products import LinearLayer, LowRankPair
+
+
+def factors() -> torch.dtype:
+    """The dtype of the factors of products: what autocast asks for."""
+    low = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return torch.bfloat16 if low else torch.float32
+
+
+def is_gelu(function: Any) -> bool | None:
+    """Whether it is GELU's tanh form, or SiLU; None if neither."""
+    x = torch.linspace(-6, 6, 97)
+    for gelu, known in ((False, nn.functional.silu(x)), (True, nn.functional.gelu(x, approximate="tanh"))):
+        if callable(function) and torch.allclose(function(x), known, rtol=1e-5, atol=1e-6):
+            return gelu
+    return None
 
 
 def layer_of(module: Any) -> LinearLayer | None:

@@ -171,9 +171,9 @@ static void linear(const T* x, int rows, int k, const Weight<T>* weights, int co
     }
 }
 
-// dx [rows, k] = the sum over all weights of dy W.
-template <class T>
-static void linear_input_gradient(T* dx, int rows, int k, const Weight<T>* weights, int count) {
+// dx [rows, k] = the sum over all weights of dy W, in T or float32.
+template <class T, class D>
+static void linear_input_gradient(D* dx, int rows, int k, const Weight<T>* weights, int count) {
     int steps[8];
     for (int i = 0; i < count; i++) steps[i] = up(weights[i].n);
     product<T>(

@@ -17,10 +17,21 @@ static void use_threads(int threads) {
     members = new Team<Ready>(threads);  // never deleted at the process's end: its threads are asleep
 }
 
-// f(i) for all i in [0, n), each by one thread. An item's result must not depend on which threads do the others.
+static thread_local bool within = false;  // an item of a loop
+
+// f(i) for all i in [0, n), each by one thread. An item's result must not depend on which threads do the others. A loop within an item
+// is done by the thread that has it.
 template <class F>
 void each(int n, const F& f) {
-    const Phase all = Phase::of(n, [&](int i, int) { f(i); });
+    if (within) {
+        for (int i = 0; i < n; i++) f(i);
+        return;
+    }
+    const Phase all = Phase::of(n, [&](int i, int) {
+        within = true;
+        f(i);
+        within = false;
+    });
     std::lock_guard<std::mutex> hold(one_loop);
     members->run(&all, 1);
 }

@@ -6,12 +6,13 @@
 #include "linear.h"
 #include "look.h"
 
-// gate, up = x W^T (with adapters over one thin product) in bf16, for the backward pass; y = act(gate) * up, from their values before rounding.
-static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gate, const Weight<bf16>& up_, bf16* y, bool gelu) {
+// gate, up = x W^T (with adapters over one thin product), for the backward pass; y = act(gate) * up, from their values before rounding.
+template <class T>
+static void linear_gated(const T* x, int rows, int k, const Weight<T>& gate, const Weight<T>& up_, T* y, bool gelu) {
     const int n = gate.n;
-    const Weight<bf16>* both[2] = {&gate, &up_};
-    product<bf16, 2>(
-        up(rows), up(n), pieces_of<bf16>({up(k), up(gate.ranks)}), [&](const Piece& piece, int b, size_t& ld) { return rows_of(gate, x, rows, k, b, piece, ld); },
+    const Weight<T>* both[2] = {&gate, &up_};
+    product<T, 2>(
+        up(rows), up(n), pieces_of<T>({up(k), up(gate.ranks)}), [&](const Piece& piece, int b, size_t& ld) { return rows_of(gate, x, rows, k, b, piece, ld); },
         [&](const Piece& piece, int panel) { return panel_of(*both[panel % 2], k, piece, panel / 2); },
         from_nothing,
         [&](float* c, int b, int panel) {

@@ -1,7 +1,7 @@
 // The trainer's kernels: the operations of a forward and a backward pass; each call is one operation on contiguous arrays.
 // `wide`: float32 (1) or bf16 (0); if there are two, the first is x's.
 #include "attention.h"
-#include "served.h"
+#include "experts.h"
 
 namespace {
 template <class S, class T>
@@ -115,5 +115,24 @@ void headrace_attention_backward(int wide, const Trees* trees, const float* q, c
                                  float* dk, void* dv) {
     if (wide) Attention<float>{*trees, q, k, (const float*)v}.backward((const float*)d_out, dq, dk, (float*)dv);
     else Attention<bf16>{*trees, q, k, (const bf16*)v}.backward((const bf16*)d_out, dq, dk, (bf16*)dv);
+}
+
+void headrace_router_scores(int wide, const void* x, int rows, int n, const float* router, int experts, float* scores) {
+#define DO(T) router_scores((const T*)x, rows, n, router, experts, scores)
+    EITHER(DO);
+#undef DO
+}
+void headrace_choose(const float* scores, int rows, int experts, int chosen, int normalise, int recorded, int64_t* which, float* weights) {
+    choose(scores, rows, experts, chosen, normalise, recorded, which, weights);
+}
+void headrace_experts(int wide, const Mixture* mixture, const void* x, float* out) {
+#define DO(T) Experts<T>(*mixture).forward((const T*)x, out)
+    EITHER(DO);
+#undef DO
+}
+void headrace_experts_backward(int wide, const Mixture* mixture, const void* x, const void* d_out, void* by_x, float* by_weights) {
+#define DO(T) Experts<T>(*mixture).backward((const T*)x, (const T*)d_out, (T*)by_x, by_weights)
+    EITHER(DO);
+#undef DO
 }
 }

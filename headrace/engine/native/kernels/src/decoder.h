@@ -4,8 +4,6 @@
 #include "look.h"
 #include "packing.h"
 
-constexpr int MOST_EXPERTS = 1024;
-
 struct Linear {
     const stored* packed;  // panels of outputs; see product.h
     const float* bias;   // [n] or null

@@ -1,6 +1,7 @@
 // A mixture of experts: the router's choice, and the products of each expert with the rows that chose it.
 #pragma once
 #include "heads.h"
+#include "routing.h"
 
 struct Mixture : Heads {
     using Heads::Heads;
@@ -34,34 +35,17 @@ struct Mixture : Heads {
             multiply<false>(Inputs<taken>{inner.block(b, 0)}, w, up(l.down.k), told.block(b, panel), SIDE, rows);
         });
         plan.each(n, [=](int row) {
-            for (int c = 0; c < m.hidden; c += 16) {
-                f16x all = {};
-                for (int i = 0; i < k; i++) all += load(told.at(place[row * k + i], c)) * weights[row * k + i];
-                store(x.at(row, c), load(x.at(row, c)) + all);
-            }
+            for (int c = 0; c < m.hidden; c += 16)
+                store(x.at(row, c), load(x.at(row, c)) + weighed([&](int i) { return load(told.at(place[row * k + i], c)); }, &weights[row * k], k));
         });
     }
 
-    // Softmax over all experts in float32; the best are chosen, the first among equals.
     void choose(const Pass& p, const Layer& l, int row) {
         const int k = l.chosen;
-        float score[MOST_EXPERTS], high = LOWEST, total = 0, kept = 0;
-        for (int e = 0; e < l.experts; e++) {
-            f16x dot = {};
-            for (int c = 0; c < up(m.hidden) * SIDE; c += 16) dot += read(h.at(row, c)) * load(l.router + (size_t)e * up(m.hidden) * SIDE + c);
-            score[e] = sum(dot);
-            if (score[e] > high) high = score[e];
-        }
-        for (int e = 0; e < l.experts; e++) total += score[e] = std::exp(score[e] - high);
-        for (int i = 0; i < k; i++) {
-            int best = 0;
-            for (int e = 1; e < l.experts; e++)
-                if (score[e] > score[best]) best = e;
-            chosen[row * k + i] = best, weights[row * k + i] = score[best] / total, kept += score[best] / total;
-            score[best] = -1;
-            if (p.routing) p.routing[((size_t)row * m.mixtures + l.mixture) * k + i] = best;
-        }
-        for (int i = 0; l.normalise_chosen && i < k; i++) weights[row * k + i] /= kept;
+        float score[MOST_EXPERTS];
+        score_experts([&](int c) { return read(h.at(row, c)); }, l.router, up(m.hidden) * SIDE, l.experts, score);
+        choose_experts(score, l.experts, k, l.normalise_chosen, false, &chosen[row * k], &weights[row * k]);
+        for (int i = 0; p.routing && i < k; i++) p.routing[((size_t)row * m.mixtures + l.mixture) * k + i] = chosen[row * k + i];
     }
 
     // Gives every assignment a row, expert by expert; each expert begins a new block.
