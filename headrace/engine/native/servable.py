@@ -76,10 +76,9 @@ def _runner(
     settings: dict[str, Any] = {
         "dtype": dtype, "device": device, "exact": config.exact, "max_adapters": config.max_adapters,
     }  # fmt: skip
-    wanted = config.path == "kernels" or (config.path == "auto" and not (config.max_adapters and families.mixes(model)))
-    if wanted and kernels.serves(
-        model, dtype, device
-    ):  # only the fused decoder has adapters of experts, and nobody has said yet
+    may_adapt_experts = config.max_adapters and families.mixes(model)  # only the fused decoder serves that
+    wanted = config.path == "kernels" or (config.path == "auto" and not may_adapt_experts)
+    if wanted and kernels.serves(model, dtype, device):
         return kernels.KernelRunner(model, context, **settings)
     if config.path in ("auto", "fused") and families.serves(model):
         return FusedRunner(model, context, **settings)
