@@ -8,10 +8,10 @@ constexpr int TALL = 12, ACROSS = 2;  // 24 sums, 2 weights and an input
 constexpr bool PAIRS = true;
 #include "tile.h"
 
-template <int R>
-INLINED void add_step(Sums<R>& sums, const bf16* x, size_t row, const bf16* w, size_t next, size_t beside) {
+template <int R, class Soon>
+INLINED void add_step(Sums<R>& sums, const bf16* x, size_t row, const bf16* w, size_t next, size_t beside, const Soon& soon) {
     for (int i = 0; i < SIDE; i += 2, w += next) {
-        await_weights(w, beside);
+        soon.input(w, beside);
         __m512bh weight[ACROSS];
         UNROLLED for (int v = 0; v < ACROSS; v++) weight[v] = (__m512bh)_mm512_loadu_si512(w + v * beside);
         UNROLLED for (int r = 0; r < R; r++) {

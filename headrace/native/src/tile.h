@@ -16,36 +16,52 @@ struct Sums {
     fvec at[R][ACROSS];
 };
 
-// Prefetches the data AHEAD in the panel, or after it, during the multiplications: the processor's own prefetching ends at
-// pages, and one step's multiplications fill the window in which it could run ahead by itself.
-template <class W>
-INLINED void await_weights(const W* w, size_t beside) {
-    UNROLLED for (int v = 0; v < ACROSS * LANES; v += 16) __builtin_prefetch((const char*)(w + v / 16 * beside) + AHEAD, 0, 3);
-}
+// What is prefetched during the multiplications: the processor's own prefetching ends at pages, and one step's multiplications fill
+// the window in which it could run ahead by itself. Either the panel itself, a distance ahead,
+struct Further {
+    template <class W>
+    inline __attribute__((always_inline)) void input(const W* w, size_t beside) const {
+        UNROLLED for (int v = 0; v < ACROSS * LANES; v += 16) __builtin_prefetch((const char*)(w + v / 16 * beside) + AHEAD, 0, 3);
+    }
+    inline __attribute__((always_inline)) void step() const {}
+};
+// or, where the panel is in the cache, `each` bytes of something else with every step.
+struct Next {
+    const char* from;
+    size_t each;
+
+    inline __attribute__((always_inline)) void input(const float*, size_t) const {}
+    void step() {
+        fetch(from, each);
+        from += each;
+    }
+};
 
 // sums += 32 inputs of R rows times one step of a panel.
-template <int R>
-INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const float* w, size_t next, size_t beside) {
+template <int R, class Soon>
+INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const float* w, size_t next, size_t beside, const Soon& soon) {
     for (int i = 0; i < SIDE; i++, w += next) {
-        await_weights(w, beside);
+        soon.input(w, beside);
         fvec weight[ACROSS];
         UNROLLED for (int v = 0; v < ACROSS; v++) weight[v] = *(const fvec*)(w + v * LANES / 16 * beside + v * LANES % 16);
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r * row + i];
     }
 }
+// The even or the odd inputs of LANES pairs.
+INLINED fvec widened(const bf16* pairs, bool odd) {
+    const uvec both = *(const uvec*)pairs;
+    return odd ? (fvec)(both & 0xffff0000u) : (fvec)(both << 16);
+}
 // The even input of each pair is added before the odd one: the order is that of float32 weights. Pairs are read again for the odd
 // ones, because 16 registers are too few to keep them.
-template <int R>
-INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, size_t next, size_t beside) {
+template <int R, class Soon>
+INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, size_t next, size_t beside, const Soon& soon) {
     for (int i = 0; i < SIDE; i += 2, w += next) {
-        await_weights(w, beside);
+        soon.input(w, beside);
         UNROLLED for (int odd = 0; odd < 2; odd++) {
             fvec weight[ACROSS];
-            UNROLLED for (int v = 0; v < ACROSS; v++) {
-                uvec pairs = *(const uvec*)(w + v * LANES / 16 * beside + v * LANES % 16 * 2);
-                weight[v] = odd ? (fvec)(pairs & 0xffff0000u) : (fvec)(pairs << 16);
-            }
+            UNROLLED for (int v = 0; v < ACROSS; v++) weight[v] = widened(w + v * LANES / 16 * beside + v * LANES % 16 * 2, odd);
             UNROLLED for (int r = 0; r < R; r++)
                 UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r * row + i + odd];
             asm("" : "+r"(w));
@@ -54,49 +70,87 @@ INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, 
 }
 
 // A product of R rows.
-template <int R, class X, class W>
-static void rows_of(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add) {
+template <int R, class X, class W, class Soon>
+static void rows_of(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add, Soon& soon) {
     for (int column = 0; column < SIDE; column += ACROSS * LANES) {
         const W* from = w.data + column / 16 * w.beside + column % 16 * (std::is_same<W, bf16>::value ? 2 : 1);
         Sums<R> sums;
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] = add ? *(fvec*)(c + r * ld + column + v * LANES) : fvec{};
-        for (int s = 0; s < steps; s++) add_step<R>(sums, x.data + s * x.step, x.row, from + s * w.apart, w.next, w.beside);
+        for (int s = 0; s < steps; s++) {
+            soon.step();
+            add_step<R>(sums, x.data + s * x.step, x.row, from + s * w.apart, w.next, w.beside, soon);
+        }
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int v = 0; v < ACROSS; v++) *(fvec*)(c + r * ld + column + v * LANES) = sums.at[r][v];
     }
 }
 
-template <int R, class X, class W>
-INLINED void at_most(int high, Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add) {
+template <int R, class X, class W, class Soon>
+INLINED void at_most(int high, Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, bool add, Soon& soon) {
     if constexpr (R > 1)
-        if (high < R) return at_most<R - 1>(high, x, w, steps, c, ld, add);
-    rows_of<R>(x, w, steps, c, ld, add);
+        if (high < R) return at_most<R - 1>(high, x, w, steps, c, ld, add, soon);
+    rows_of<R>(x, w, steps, c, ld, add, soon);
 }
 
 // Rows in tiles of nearly equal height.
-template <class X, class W>
-static inline void by_tiles(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows, bool add) {
-    for (int tiles = (rows + TALL - 1) / TALL; tiles; tiles--) {
+static inline int tiles_of(int rows) { return (rows + TALL - 1) / TALL; }
+template <class X, class W, class Soon>
+static inline void by_tiles(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows, bool add, Soon soon) {
+    for (int tiles = tiles_of(rows); tiles; tiles--) {
         const int high = (rows + tiles - 1) / tiles;
-        at_most<TALL>(high, x, w, steps, c, ld, add);
+        at_most<TALL>(high, x, w, steps, c, ld, add, soon);
         x.data += high * x.row, c += high * ld, rows -= high;
     }
 }
 
-// Rows of bf16 are widened first if no instruction multiplies them, as many steps at a time as leave room in the first-level cache
-// for the rest.
+static inline void widen_rows(const Inputs<bf16>& x, int rows, int steps, float* wide) {
+    for (int s = 0; s < steps; s++, wide += AREA)
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < SIDE; j += 16) store(wide + r * SIDE + j, widen(x.data + s * x.step + r * x.row + j));
+}
+static inline void widen_panel(const Panel<bf16>& w, int steps, float* wide) {
+    for (int s = 0; s < steps; s++)
+        for (int pair = 0; pair < SIDE / 2; pair++, wide += 2 * SIDE)
+            UNROLLED for (int j = 0; j < SIDE; j += LANES) {
+                const bf16* from = w.data + s * w.apart + pair * w.next + j / 16 * w.beside + j % 16 * 2;
+                *(fvec*)(wide + j) = widened(from, false), *(fvec*)(wide + SIDE + j) = widened(from, true);
+            }
+}
+
+// Whether the tiles of a product share weights of bf16 that were widened once. Registers of sixteen store them no faster than each tile
+// widens them.
+constexpr bool SHARED = LANES < 16;
+
+// All tiles of `steps` steps, with a buffer for their weights. `next`: the steps after them, if they are in no cache.
+template <class X>
+static inline void by_shared(Inputs<X> x, Panel<bf16> w, int steps, float* c, size_t ld, int rows, bool add, const bf16* next) {
+    alignas(64) float wide[DEEP * AREA];
+    widen_panel(w, steps, wide);
+    const size_t lines = next ? DEEP * AREA * sizeof(bf16) / 64 : 0, parts = tiles_of(rows) * (SIDE / (ACROSS * LANES)) * steps;
+    by_tiles(x, Panel<float>{wide}, steps, c, ld, rows, add, Next{(const char*)next, (lines + parts - 1) / parts * 64});
+}
+
+// If no instruction multiplies bf16, rows are widened first, and so are weights of several tiles: as many steps at a time as leave
+// room in the first-level cache for the rest.
 template <bool ADD, class X, class W>
 static inline void multiply(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows) {
-    if constexpr (std::is_same<X, float>::value || (PAIRS && std::is_same<W, bf16>::value)) return by_tiles(x, w, steps, c, ld, rows, ADD);
+    constexpr bool pairs = PAIRS && std::is_same<X, bf16>::value && std::is_same<W, bf16>::value;
+    constexpr bool narrow = std::is_same<X, bf16>::value && !pairs, shared = std::is_same<W, bf16>::value && !pairs && SHARED;
+    if constexpr (!narrow && !shared) return by_tiles(x, w, steps, c, ld, rows, ADD, Further{});
     else {
-        alignas(64) float wide[DEEP * AREA];
-        for (int s = 0; s < steps; s += DEEP, w.data += DEEP * w.apart) {
+        if constexpr (!narrow)
+            if (rows <= TALL) return by_tiles(x, w, steps, c, ld, rows, ADD, Further{});
+        alignas(64) float wide[narrow ? DEEP * AREA : 1];
+        for (int s = 0; s < steps; s += DEEP, x.data += DEEP * x.step, w.data += DEEP * w.apart) {
             const int deep = std::min(DEEP, steps - s);
-            for (int i = 0; i < deep; i++)
-                for (int r = 0; r < rows; r++)
-                    for (int j = 0; j < SIDE; j += 16) store(wide + i * AREA + r * SIDE + j, widen(x.data + (s + i) * x.step + r * x.row + j));
-            by_tiles(Inputs<float>{wide}, w, deep, c, ld, rows, ADD || s);
+            const auto times = [&](Inputs<float> rows_of_x) {
+                if constexpr (shared)
+                    if (rows > TALL) return by_shared(rows_of_x, w, deep, c, ld, rows, ADD || s, w.then && s + DEEP < steps ? w.data + DEEP * w.apart : w.then);
+                by_tiles(rows_of_x, w, deep, c, ld, rows, ADD || s, Further{});
+            };
+            if constexpr (narrow) widen_rows(x, rows, deep, wide), times(Inputs<float>{wide});
+            else times(x);
         }
     }
 }

@@ -120,6 +120,30 @@ INLINED float largest(f16x v) {
 }
 #endif
 
+// Stores two adjacent sixteens to lines of memory that nobody reads soon: they are not read before they are overwritten, which took 13 %
+// of a product in float32. `streamed` ends a thread's stores, before it tells others.
+INLINED void stream(float* p, f16x first, f16x second) {
+#if defined(__AVX2__)
+    if ((uintptr_t)p % 64 == 0) {
+        alignas(64) float both[32];
+        store(both, first), store(both + 16, second);
+#if defined(__AVX512F__)
+        for (int i = 0; i < 32; i += 16) _mm512_stream_ps(p + i, _mm512_load_ps(both + i));
+#else
+        for (int i = 0; i < 32; i += 8) _mm256_stream_ps(p + i, _mm256_load_ps(both + i));
+#endif
+        return;
+    }
+#endif
+    store(p, first), store(p + 16, second);
+}
+INLINED void stream(bf16* p, f16x first, f16x second) { write(p, first), write(p + 16, second); }
+INLINED void streamed() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 // While one exists, denormal float32 numbers are zeros in this thread. exp of masked scores gives thousands of them,
 // and the processor takes 150 cycles for each: attention over half-filled blocks was ten times slower.
 struct NoDenormals {

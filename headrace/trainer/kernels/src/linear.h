@@ -15,6 +15,17 @@ struct Weight {
     int32_t n, add, wide, ranks;  // add: to the content of the gradient; ranks 0: no adapter
 };
 
+// Lets make(to, ld) write a block [32, 32] to rows of memory that are read later: in float32 elsewhere first, so that they can be streamed.
+template <class T, class Make>
+static inline void far(T* to, size_t ld, const Make& make) {
+    if constexpr (sizeof(T) == 2) return make(to, ld);
+    else {
+        alignas(64) T block[AREA];
+        make(block, SIDE);
+        for (int r = 0; r < SIDE; r++) stream(to + r * ld, load(block + r * SIDE), load(block + r * SIDE + 16));
+    }
+}
+
 // Both packings of a matrix [n, k] of float32; null for one that is not wanted.
 template <class T>
 static void pack_weight(const float* w, int n, int k, T* across, T* down) {
@@ -22,9 +33,10 @@ static void pack_weight(const float* w, int n, int k, T* across, T* down) {
         alignas(64) T block[AREA];
         for (int step = 0; step < up(k); step++) {
             cut(w + (size_t)panel * SIDE * k + step * SIDE, k, std::min(SIDE, n - panel * SIDE), std::min(SIDE, k - step * SIDE), block, SIDE);
-            if (across) pack_across(block, SIDE, across + ((size_t)panel * up(k) + step) * AREA);
-            if (down) pack_down(block, SIDE, down + ((size_t)step * up(n) + panel) * AREA);
+            if (across) far<T>(across + ((size_t)panel * up(k) + step) * AREA, SIDE, [&](T* to, size_t) { pack_across(block, SIDE, to); });
+            if (down) far<T>(down + ((size_t)step * up(n) + panel) * AREA, SIDE, [&](T* to, size_t) { pack_down(block, SIDE, to); });
         }
+        streamed();
     });
 }
 
@@ -43,15 +55,26 @@ struct Piece {
     int which, first, steps;
 };
 
-// The sum over all factors, factor i of `steps[i]`, in pieces of 64 KiB of a panel, which is read again for every few rows and
-// has to stay in the cache: whole sums over 1,536 inputs and more ran at half the speed in float32; pieces of 32 and 128 KiB are
-// about as fast. AMX reads a panel for 32 rows at once, and keeps sums in its tiles as long as possible.
+// Bytes of the second-level cache, within what processors have.
+static inline long second_level() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    static const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or -1 if the system does not know
+#else
+    constexpr long cache = 0;
+#endif
+    return std::clamp(cache, 512l << 10, 2048l << 10);
+}
+
+// The sum over all factors, factor i of `steps[i]`, in pieces of a panel, which is read again for every few rows and has to stay in the
+// cache: an eighth of the second-level one. (Of 2 MiB, pieces of 64 KiB were 3 to 10 % slower, for the sums between them; of 1 MiB,
+// whole sums over 1,536 inputs ran at half the speed.) AMX reads a panel for 32 rows at once, and keeps sums in its tiles as long as
+// possible.
 template <class T>
 static std::vector<Piece> pieces_of(const int* steps, int count) {
 #if defined(VISIBLE)
     constexpr int most = 256;
 #else
-    constexpr int most = (64 << 10) / (AREA * sizeof(T));
+    const int most = second_level() / 8 / (AREA * sizeof(T));
 #endif
     std::vector<Piece> found;
     for (int i = 0; i < count; i++)
@@ -91,15 +114,18 @@ static inline const T* panel_of(const Weight<T>& w, int k, const Piece& piece, i
     return piece.which ? w.low + ((size_t)panel * up(w.ranks) + piece.first) * AREA : w.across + ((size_t)panel * up(k) + piece.first) * AREA;
 }
 
-// Stores a block of results [32, 32] to rows of T.
+// Stores a block of results [32, 32] to rows of T. Whole rows are stored without a test between them: the stores wait in the
+// processor's queue for their lines of memory while the next block is computed.
 template <class T>
-static inline void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
-    for (int r = 0; r < rows; r++)
-        for (int j = 0; j < columns; j += 16) {
-            if (j + 16 <= columns) write(to + r * ld + j, bias ? load(c + r * SIDE + j) + load(bias + j) : load(c + r * SIDE + j));
-            else
-                for (int i = j; i < columns; i++) write1(to + r * ld + i, c[r * SIDE + i] + (bias ? bias[i] : 0.f));
-        }
+static void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
+    if (columns < SIDE) {
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < columns; i++) write1(to + r * ld + i, c[r * SIDE + i] + (bias ? bias[i] : 0.f));
+    } else if (bias) {
+        const f16x first = load(bias), second = load(bias + 16);
+        for (int r = 0; r < rows; r++, c += SIDE) stream(to + r * ld, load(c) + first, load(c + 16) + second);
+    } else
+        for (int r = 0; r < rows; r++, c += SIDE) stream(to + r * ld, load(c), load(c + 16));
 }
 
 constexpr int ROWS_AT_ONCE = 8;
@@ -108,15 +134,10 @@ constexpr int ROWS_AT_ONCE = 8;
 // second-level cache.
 template <class T>
 static inline int panels_at_once(const std::vector<Piece>& pieces) {
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-    static const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or -1 if the system does not know
-#else
-    constexpr long cache = 0;
-#endif
     int longest = 1;
     for (const Piece& piece : pieces) longest = std::max(longest, piece.steps);
     const long sums = pieces.size() > 1 ? ROWS_AT_ONCE * AREA * sizeof(float) : 0;
-    return std::max<long>(1, std::clamp(cache, 256l << 10, 2048l << 10) / 2 / (longest * AREA * (long)sizeof(T) + sums));
+    return std::max<long>(1, second_level() / 2 / (longest * AREA * (long)sizeof(T) + sums));
 }
 
 // Blocks of 32 by 32 of the sum over all pieces of rows times panels. rows(piece, b, ld): 32 rows, from one to the next `ld`.
@@ -144,6 +165,7 @@ static void product(int row_blocks, int panels, const std::vector<Piece>& pieces
                     if (p + 1 == pieces.size()) out(c, b, j);
                 }
             }
+        streamed();
     });
 }
 
@@ -199,13 +221,13 @@ static inline const T* part(const T* x, int rows, int columns, int row, int colu
 }
 
 // Stores a block of results [32, 32] to rows of a gradient, or adds it to them.
-static inline void add_up(const float* c, float* to, size_t ld, int rows, int columns, bool add) {
-    for (int r = 0; r < rows; r++, c += SIDE, to += ld)
-        for (int j = 0; j < columns; j += 16) {
-            if (j + 16 <= columns) store(to + j, add ? load(c + j) + load(to + j) : load(c + j));
-            else
-                for (int i = j; i < columns; i++) to[i] = c[i] + (add ? to[i] : 0.f);
-        }
+static void add_up(const float* c, float* to, size_t ld, int rows, int columns, bool add) {
+    if (!add) return put(c, nullptr, to, ld, rows, columns);
+    for (int r = 0; r < rows; r++, c += SIDE, to += ld) {
+        if (columns == SIDE) store(to, load(c) + load(to)), store(to + 16, load(c + 16) + load(to + 16));
+        else
+            for (int i = 0; i < columns; i++) to[i] += c[i];
+    }
 }
 
 // Elements that linear_weight_gradient needs for weights of at most n outputs.
@@ -225,8 +247,9 @@ static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>*
         size_t from;
         for (int panel = 0; panel < up(k); panel++) {
             const T* whole = part(x, rows, k, step, panel, block, from);
-            pack_down(whole, from, packed + ((size_t)panel * steps + step) * AREA);
+            far<T>(packed + ((size_t)panel * steps + step) * AREA, SIDE, [&](T* to, size_t) { pack_down(whole, from, to); });
         }
+        streamed();
     });
     const auto pieces = pieces_of<T>({steps});
     for (const Weight<T>* w = weights; w < weights + count; w++) {
@@ -238,8 +261,9 @@ static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>*
             size_t from;
             for (int b = 0; b < up(w->n); b++) {
                 const T* whole = part(w->y, rows, w->n, step, b, block, from);
-                turn(whole, from, turned + (size_t)b * SIDE * ld + step * SIDE, ld);
+                far<T>(turned + (size_t)b * SIDE * ld + step * SIDE, ld, [&](T* to, size_t to_ld) { turn(whole, from, to, to_ld); });
             }
+            streamed();
         });
         product<T>(
             up(w->n), up(k), pieces,
