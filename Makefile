@@ -35,13 +35,14 @@ demo: setup
 	$(BIN)/headrace train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other. Three tests at a
-# time, because many of them wait for processes.
+# time, because many of them wait for processes. Where Python is told to keep no bytecode (many containers do), each of their
+# processes would compile what it imports.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
 MINUTES ?= 60

@@ -49,8 +49,7 @@ class Case:
 
     @property
     def rows(self) -> list[Any]:
-        experts = plain_trainer.experts_of(plain_trainer.model_of(self.family)) if self.routing else None
-        return plain_trainer.rows(random.Random(7), masks=self.masks, experts=experts, top=TOP)
+        return rows_of(self.family, self.routing, self.masks)
 
     @property
     def algo(self) -> AlgoConfig:
@@ -61,6 +60,12 @@ class Case:
             top = {"k": TOP} if self.distill == "forward" else {}
             settings["distill"] = {"kind": self.distill, "coef": TEACHER, **top}
         return AlgoConfig(**settings)
+
+
+@cache
+def rows_of(family: str, routing: bool, masks: bool) -> list[Any]:
+    experts = plain_trainer.experts_of(plain_trainer.model_of(family)) if routing else None
+    return plain_trainer.rows(random.Random(7), masks=masks, experts=experts, top=TOP)
 
 
 CASES = [

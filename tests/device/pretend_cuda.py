@@ -7,13 +7,13 @@ as Python makes them: what a C++ function does inside is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 DEVICE = torch.device("cuda", 0)
 T = torch.Tensor
@@ -57,7 +57,7 @@ class PretendedCuda(TorchFunctionMode):
             return True
         if func == T.data.__set__:
             return _set_data(*args)
-        here = any(isinstance(one, OnDevice) for one in tree_leaves((args, kwargs)))
+        here = any(isinstance(one, OnDevice) for one in _leaves((args, kwargs)))
         if kwargs.get("device") is not None:
             here = _is_device(kwargs["device"])
             if here:
@@ -70,7 +70,28 @@ class PretendedCuda(TorchFunctionMode):
         found = func(*args, **kwargs)
         if isinstance(found, torch.Size):
             return found
-        return tree_map_only(torch.Tensor, _marked if here else _unmarked, found)
+        return _mapped(_marked if here else _unmarked, found)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What lies in lists, tuples and dicts. Torch's own `tree_leaves` took more than half of the time of these tests."""
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _leaves(one)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from _leaves(one)
+    else:
+        yield tree
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The same with its tensors changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, (list, tuple, dict)):
+        return tree_map_only(torch.Tensor, change, tree)
+    return tree
 
 
 def _copied(tensor: Any, memo: Any) -> Any:
@@ -108,7 +129,7 @@ def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
     if func is T.copy_:
         return
     checked = (args[0], *args[2:]) if func in INDEXED else args
-    tensors = [one for one in tree_leaves((checked, kwargs)) if isinstance(one, torch.Tensor)]
+    tensors = [one for one in _leaves((checked, kwargs)) if isinstance(one, torch.Tensor)]
     strangers = [one for one in tensors if not isinstance(one, OnDevice) and T.dim(one) > 0]
     if strangers and len(strangers) < len(tensors):
         raise RuntimeError(

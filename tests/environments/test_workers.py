@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tool_chats
 from tool_chats import CALL, WrittenEngine, play_all, pool_of
+from transformers.utils import get_json_schema
 
 from headrace.batches import Failure
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.function import open_function
 from headrace.environments.workers import process as processes
+from headrace.environments.workers import tools
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.rollouts.episodes import Played, roll_out
 from headrace.types import Prompt
 
 ENV = '''
-import asyncio, os, re, sys, time
+import asyncio, ctypes, os, sys, time
 from pathlib import Path
 
 def add(a: int, b: int) -> int:
@@ -81,7 +85,7 @@ async def play(agent, prompt, how="", mark="", **columns):
             time.sleep(3600)
         if how == "holds":
             await agent.chat(prompt)
-            re.match(r"(a+)+$", "a" * 60 + "b")
+            ctypes.PyDLL(None).sleep(3600)  # keeps the interpreter's lock, and no core
         if how == "hog":
             await agent.chat(prompt)
             much = [bytearray(1 << 24) for _ in range(1 << 12)]
@@ -335,3 +339,61 @@ def test_a_tool_of_minutes_blocks_nobody(env: Path, encoder: ChatEncoder) -> Non
             await kind.close()
 
     asyncio.run(main())
+
+
+# --- schemas of tools ---------------------------------------------------------------------------------------------------
+
+
+def typed(word: str, count: int = 2, *, kind: Literal["a", "b"], many: list[dict[str, float]] | None = None) -> str:
+    """Says a word.
+
+    Args:
+        word: the word
+        count: how often (choices: [1, 2])
+        kind: in which way
+        many: what else
+
+    Returns:
+        what was said
+    """
+    return word * count
+
+
+def untyped(word):
+    """Says a word.
+
+    Args:
+        word: the word
+    """
+
+
+def silent(word: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("tool", [typed, untyped, silent])
+def test_the_schema_of_a_tool_is_that_of_transformers(tool: Any) -> None:
+    try:
+        expected = get_json_schema(tool)
+    except Exception as error:
+        with pytest.raises(ValueError) as raised:
+            tools.schema_of(tool)
+        assert str(error) in str(raised.value)
+    else:
+        assert tools.schema_of(tool) == expected
+
+
+def test_the_schema_of_a_tool_costs_neither_torch_nor_transformers() -> None:
+    code = """
+import sys
+from headrace.environments.workers.tools import schema_of
+def add(a: int) -> int:
+    '''Adds.
+
+    Args:
+        a: a number
+    '''
+print(schema_of(add)["function"]["name"], sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "add []\n"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import preloaded_python
 import pytest
 
 from headrace import cli
@@ -439,9 +440,11 @@ def test_a_rehearsal_and_a_real_start_say_the_same(bad: Bad, folder: Path):
     before, said = left_in(folder), set()
     for flags in ([], ["--dry-run"]):
         command = [sys.executable, "-m", "headrace", *arguments, *flags]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        refused(done.returncode, done.stdout, done.stderr, bad)
-        said.add(done.stderr)
+        pipe = subprocess.PIPE
+        with preloaded_python.Program(command, cwd=folder, stdout=pipe, stderr=pipe, text=True) as done:
+            out, err = done.communicate()
+        refused(done.returncode, out, err, bad)
+        said.add(err)
     assert len(said) == 1 and left_in(folder) == before
 
 

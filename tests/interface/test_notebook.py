@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import preloaded_python
 import pytest
+from jupyter_client import launcher
 from nbclient import NotebookClient
 from tiny_run import tiny_config, when_step
 
@@ -61,7 +63,9 @@ def texts(cell: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _own_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is forked with its libraries loaded, and has a directory of its own."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / ".runtime"))
+    monkeypatch.setattr(launcher, "Popen", preloaded_python.Program)
 
 
 def test_the_page_in_a_kernel_word_for_word(tmp_path, tiny_llama):

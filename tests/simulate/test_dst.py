@@ -19,7 +19,7 @@ from headrace.faultsim.lives import trial
 from headrace.orchestration.store import recovery
 
 CHUNKS, SEEDS = 24, 75
-SLOW = range(6, 24)
+SLOW = range(4, 24)
 """Chunks of `make test-slow`: fresh seeds, as `make fuzz` tries them."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # a kill leaves such
@@ -142,8 +142,8 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert set(Counter(case.mode for case in cases)) == set(MODES)
     assert {case.overdue for case in cases} == {"wait", "trim", "drop", "cancel"}
     assert sum(case.synchronous for case in cases) > 100 and sum(case.loses_nothing for case in cases) > 500
-    histories = [trial(case) for case in cases[:80]]
-    assert sum(history.killed for history in histories) > 60 and sum(len(history.stopped) for history in histories) > 5
+    histories = [trial(case) for case in cases[:40]]
+    assert sum(history.killed for history in histories) > 30 and sum(len(history.stopped) for history in histories) > 2
     assert len({fault.kind for history in histories for fault in history.befell}) >= 8
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
+import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
@@ -120,16 +125,46 @@ def is_async(function: Callable[..., Any]) -> bool:
 def schema_of(tool: Callable[..., Any]) -> Schema:
     """Returns the schema that type hints and docstring give, in OpenAI's form. Raises ValueError if they do not.
 
-    The first call imports transformers, which takes seconds: it is not made in the event loop."""
-    from transformers.utils import get_json_schema
-
+    The first call imports modules: it is not made in the event loop."""
     if not callable(tool):
         raise ValueError(f"a tool is a function, not {tool!r:.60}")
+    read = _reader()
     try:
-        schema: Schema = get_json_schema(tool)
+        schema = read(tool)
     except Exception as error:  # its own kinds of exceptions, and those of the inspection
         raise ValueError(
             f"the tool {name_of(tool)} has no schema: {error} Give it type hints, and a docstring that says what it does, with a line "
             "for each argument beneath `Args:`"
         ) from None
     return schema
+
+
+_ALONE = "headrace_json_schemas"
+"""The name under which modules of transformers are loaded without the package."""
+
+
+@functools.cache
+def _reader() -> Callable[[Callable[..., Any]], Schema]:
+    """Returns `get_json_schema` of transformers.
+
+    Its package imports much else, and the function imports torch to know the type of a tensor: 2.3 s of CPU time and 300 MB in each
+    process of an environment. So its module is loaded under a name of its own, without the package. Where that fails, the package is."""
+    try:
+        module = _loaded_alone()
+    except Exception:  # a version of transformers whose module needs more of the package
+        from transformers.utils import get_json_schema
+
+        return get_json_schema
+    # no type hint is a tensor where nobody has imported torch
+    module.is_torch_available = lambda: "torch" in sys.modules  # type: ignore[attr-defined]
+    return module.get_json_schema
+
+
+def _loaded_alone() -> types.ModuleType:
+    found = importlib.util.find_spec("transformers")
+    assert found is not None and found.submodule_search_locations
+    for name, below in ((_ALONE, ""), (f"{_ALONE}.utils", "utils")):
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(one) / below) for one in found.submodule_search_locations]
+        sys.modules[name] = package
+    return importlib.import_module(f"{_ALONE}.utils.chat_template_utils")

@@ -56,10 +56,11 @@ class QueuedSink:
         say: Callable[[str], None],
         *,
         room: int = ROOM,
-        patience: float = PATIENCE,
+        patience: float | None = None,
     ) -> None:
         """`name`: its setting below `observe`. `say`: records a warning; called by the thread that calls `record` and `close` only."""
-        self._name, self._dashboard, self._say, self._patience = name, dashboard, say, patience
+        self._name, self._dashboard, self._say = name, dashboard, say
+        self._patience = PATIENCE if patience is None else patience
         self._waiting: queue.Queue[RunStarted | DashboardNumbers | None] = queue.Queue(room)
         self.dropped = self.failed = 0
         """Facts that found the queue full; calls that raised."""

@@ -197,8 +197,9 @@ def test_an_index_counts_only_as_far_as_the_metrics_are_those_that_it_saw(tmp_pa
             (tmp_path / INDEX).write_bytes(data)
             found = FollowedRun(tmp_path).numbers
             assert found.size < len(metrics) and (found.size > 0) == (share > 0.2)
+            whole = read_whole(tmp_path)
             for name, (steps, _) in found.columns.items():
-                assert np.array_equal(steps, read_whole(tmp_path).columns.series(name)[0][: len(steps)])
+                assert np.array_equal(steps, whole.columns.series(name)[0][: len(steps)])
     (tmp_path / INDEX).write_bytes(index)
     lines = metrics.splitlines(keepends=True)
     (tmp_path / METRICS).write_bytes(b"".join(lines[: len(lines) // 2]))  # a loss of power took the end

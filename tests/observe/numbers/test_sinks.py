@@ -20,6 +20,7 @@ from headrace.observe.facts import Fact, RunStarted, StepTrained, Warned
 from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import read_metrics, summarise
+from headrace.observe.sinks import queued
 from headrace.observe.sinks.queued import Dashboard, QueuedSink
 from headrace.observe.sinks.scalars import scalars
 from headrace.observe.sinks.wandb import chosen_mode
@@ -104,6 +105,9 @@ def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monk
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setattr(
+        queued, "PATIENCE", 900.0
+    )  # wandb starts a process of its own, which took 60 s on a busy machine
     killed_and_resumed(
         ObserveConfig(terminal="off", wandb=True), tmp_path, pause=1.1
     )  # its files have the second in their name

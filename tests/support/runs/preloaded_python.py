@@ -7,6 +7,7 @@ from itself. A command whose own start is tested is started as a person starts i
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -16,8 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,7 +112,7 @@ def main() -> None:
     if _fork_the_server():
         gc.enable()
         os.execve = _exec  # type: ignore[assignment]
-        _run(request.words)
+        _end_after(request.words)
 
 
 def _fork_the_server() -> bool:
@@ -155,6 +159,26 @@ def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> N
     sys.argv = [worker.__file__, *words[3:]]
     worker.main()
     raise SystemExit(0)
+
+
+def _end_after(words: Sequence[str]) -> None:
+    """Runs it and ends as Python would, but leaves its modules as they are: taking a copy of so many apart costs 0.4 s of CPU time."""
+    try:
+        _run(words)
+        code: Any = 0
+    except SystemExit as ended:
+        code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _run(words: Sequence[str]) -> None:
