@@ -62,16 +62,6 @@ static inline void fetch(const void* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i, 0, 3);
 }
 
-// Stores to whole lines of memory that is not read soon: past the caches, which would first read what is overwritten. `streamed`
-// comes before other threads may read them.
-#if defined(__AVX512F__)
-INLINED void stream(float* p, f16x v) { _mm512_stream_ps(p, (__m512)v); }
-INLINED void streamed() { _mm_sfence(); }
-#else
-INLINED void stream(float* p, f16x v) { store(p, v); }
-INLINED void streamed() {}
-#endif
-
 INLINED f16x splat(float x) { return f16x{} + x; }
 INLINED f16x widen(const bf16* p) { return (f16x)(bits_of(p) << 16); }
 static inline float widen1(bf16 x) {
