@@ -77,14 +77,25 @@ def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> P
 def _template() -> socket.socket:
     """The process that is forked; it ends when this end of the connection is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), ROOM],
-            pass_fds=[theirs.fileno()],
-            env={**environment(()), **of_this_process()},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    begun = threading.Event()
+
+    def begin() -> None:
+        try:
+            with theirs:
+                subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno()), ROOM],
+                    pass_fds=[theirs.fileno()],
+                    env={**environment(()), **of_this_process()},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        finally:
+            begun.set()
+        threading.Event().wait()
+
+    # Linux ends it with the thread that started it (`orphans.py`), and the first test that asks may do so in a thread of its own.
+    threading.Thread(target=begin, name="parent of preloaded programs", daemon=True).start()
+    begun.wait()
     return ours
 
 
