@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from beside import until
 from server_processes import checked_run
-from tiny_run import engines_of, of, tiny_config, when_step
+from tiny_run import engines_of, held_reward, of, release, tiny_config, trained_steps, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, WeightsLive
@@ -19,6 +19,9 @@ from headrace.observe.facts import FleetSample, MemberMoved, WeightsLive
 WIDE = 57344
 """The width of the model's only layer: its 22 MB do not fit into the buffers of a connection. Not 65,536: on AMX, PyTorch 2.13's
 product of 24 rows of that width with 64 columns in bfloat16 divides by zero in oneDNN and ends the engine with SIGFPE."""
+
+HELD = range(2, 1000)
+"""Steps at which the run is held."""
 
 SLICE = 0.002
 """Seconds for which an engine runs until it is looked at again. Its 22 MB take several of these on any machine."""
@@ -62,19 +65,29 @@ def waiting_bytes(pid: int) -> int:
     return found
 
 
-def kill_while_it_fetches(pid: int) -> None:
-    """Lets an engine run in slices until it is stopped in the middle of a version, and kills it there."""
+def is_met(pid: int) -> bool:
+    """Whether an engine, which is then left stopped, is in the middle of a version. If it is not, it has run for a slice."""
+    os.kill(pid, signal.SIGSTOP)
+    if waiting_bytes(pid):
+        return True
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(SLICE)
+    return False
 
-    def is_met() -> bool:
-        os.kill(pid, signal.SIGSTOP)
-        if waiting_bytes(pid):
-            return True
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(SLICE)
-        return False
 
-    until(is_met)
-    os.kill(pid, signal.SIGKILL)
+def kill_while_it_fetches(pid: int, run: Path) -> int:
+    """Kills an engine in the middle of a version. The run is held at each step until its version is live, so that hardly a step is
+    trained meanwhile, however slow the machine is. Returns the step at which it is still held."""
+    met: list[bool] = []
+    for step in HELD:
+        until(lambda step=step: trained_steps(run) >= step)  # type: ignore[misc]
+        while not met and len(of(run, WeightsLive)) <= step:  # the first is that of step 0
+            met += [True] if is_met(pid) else []
+        if met:
+            os.kill(pid, signal.SIGKILL)
+            return step
+        release(run.parent.parent, step)
+    raise AssertionError("it was never met in the middle of a version")
 
 
 @pytest.mark.parametrize("kind", ["tcp", "broadcast"])
@@ -92,9 +105,18 @@ def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: 
     )
     killed: list[int] = []
 
+    config["reward"] = held_reward(tmp_path, *HELD)
+
     def kill() -> None:
         killed.append(engines_of(os.getpid())[0])
-        kill_while_it_fetches(killed[0])
+        step = HELD.start
+        try:
+            step = kill_while_it_fetches(killed[0], run)
+            release(tmp_path, step)
+            until(lambda: any(fact.state == "serving" for fact in of(run, MemberMoved)))
+        finally:
+            for one in HELD[HELD.index(step) :]:
+                release(tmp_path, one)
 
     def enough(step: headrace.Step) -> None:
         """One version has gone live in both since the engine is back, and the fleet has been sampled."""
