@@ -14,13 +14,25 @@ class LentProcess(ProcessEngine):
     """It begins asleep, also after a death, and has no weights when it wakes: whoever wakes it loads all of them, because those that it was asked to
     load last may be gone by then."""
 
+    _death = ""
+    """How its last process ended; empty once another is awake."""
+
     async def wake(self, replaced: bool) -> SleepReport:
         report = await self._keeper.ask("wake", None, SleepReport)
         if self._keeper.is_up:  # else it has died since, and its successor is asleep
             self._awake.set()
+            self._death = ""
             if self._owes_requests:
                 self._reissue()
         return report
+
+    async def absence(self) -> str:
+        """At once, too, if its process has died since it woke: the successor answers, but sleeps, and would never begin what it is asked for."""
+        return self._death or await super().absence()
+
+    def died(self, how: str, deaths: int) -> None:
+        self._death = how
+        super().died(how, deaths)
 
     def went_down(self, forgive: Callable[[], None] | None) -> None:
         self._awake.clear()

@@ -10,6 +10,7 @@ from typing import Any
 
 from test_engine_process import LONG, PROMPT, long_llama, opened, sampled, until, worker_of  # noqa: F401
 
+from headrace.orchestration.clients.process_lent import LentProcess
 from headrace.orchestration.workers.build import open_launcher
 from headrace.simulate.makers import request
 from headrace.types import Completion
@@ -55,3 +56,22 @@ def test_requests_are_answered_as_if_it_had_not_slept_even_if_it_dies_in_its_sle
     for keep, kill in ((False, False), (True, True)):
         found = asyncio.run(answers(long_llama, tmp_path, nap=True, kill=kill, keep=keep))
         assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in whole]
+
+
+def test_a_lent_process_that_died_is_absent_until_another_one_wakes(long_llama: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Its successor is up and answers, but nobody has lent it anything: a fleet that took it for one that serves waited for ever."""
+
+    async def main() -> None:
+        async with opened(long_llama, open_launcher(tmp_path), asleep=True, kind=LentProcess) as (engine, _):
+            gone = asyncio.ensure_future(engine.absence())
+            os.kill(worker_of(engine).pid, signal.SIGKILL)
+            how = await gone
+            await engine.stats()  # the successor's answer
+            assert "SIGKILL" in how and how == await asyncio.wait_for(engine.absence(), 60)
+            await engine.wake(replaced=True)
+            there = asyncio.ensure_future(engine.absence())
+            await engine.stats()
+            assert not there.done()
+            there.cancel()
+
+    asyncio.run(main())

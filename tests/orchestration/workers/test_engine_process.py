@@ -51,7 +51,13 @@ def worker_of(engine: ProcessEngine) -> LocalWorker:
 
 @asynccontextmanager
 async def opened(
-    model_dir: Path, launcher: Launcher, transport: Transport | None = None, *, asleep: bool = False, **config: Any
+    model_dir: Path,
+    launcher: Launcher,
+    transport: Transport | None = None,
+    *,
+    asleep: bool = False,
+    kind: type[ProcessEngine] = ProcessEngine,
+    **config: Any,
 ) -> AsyncIterator[tuple[ProcessEngine, Publish]]:
     """An engine that serves version 0, and what publishes others for it. `asleep`: whether its processes begin asleep."""
     parameters = parameters_from_dir(model_dir, torch.float32)
@@ -64,7 +70,7 @@ async def opened(
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
     record, clock = Silent().record, asyncio.get_running_loop().time
     telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 2e6))
-    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, telemetry)
+    engine = kind(launcher, Job("engine", "engine", (), transport.inherited), 2, telemetry)
     try:
         await engine.launch()
         await engine.open(EngineStart(str(model_dir), settings, manifests, transport, asleep))
