@@ -27,7 +27,7 @@ class LentProcess(ProcessEngine):
         return report
 
     async def absence(self) -> str:
-        """At once, too, if its process has died since it woke: the successor answers, but sleeps, and would never begin what it is asked for."""
+        """Returns at once, too, if its process has died since it woke: the successor answers, but sleeps, and would begin nothing."""
         return self._death or await super().absence()
 
     def died(self, how: str, deaths: int) -> None:
