@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -20,15 +19,10 @@ from headrace.trainer.forward.fused.fused_weights import PackedWeight
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 
-pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 
 # --- the router --------------------------------------------------------------------------------------------------------

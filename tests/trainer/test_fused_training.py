@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,14 @@ from headrace.trainer.model.low_memory import make_optimizer
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step.optimizer import apply
 
-pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(binding.library() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("seeded"),
+]
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROUNDING = {F32: 2e-6, BF16: 4e-3}
 """Of a result, relative to its norm: half a unit in the last place of bfloat16 is 2e-3 for each element on average."""
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:

@@ -31,7 +31,7 @@ struct Panel {
     size_t next = SIDE;                                       // from a pair of inputs, in float32 from an input, to the next
     size_t beside = std::is_same<T, bf16>::value ? 512 : 16;  // from 16 outputs to the next 16
     // Set for a panel that is in no cache: what is read after it. Prefetched while it is multiplied are the rest of the panel and the
-    // beginning of this; or, if it was prefetched before, so many lines of 64 bytes of this with each step.
+    // beginning of this; or, if `lines` is set because it was prefetched before, so many lines of 64 bytes of this with each step.
     const T* then = nullptr;
     int lines = 0;
 };
@@ -72,7 +72,9 @@ static inline bool executable() {
     return true;
 }
 
-// A panel is read again for every 32 rows. A piece of so many steps of it fits into the first-level cache beside rows and sums.
+// A panel is read again for every 32 rows. A piece of PIECE steps of it fits into the first-level cache beside rows and sums. The first
+// block of rows prefetches the rest of the panel; more than FEW blocks leave time to prefetch all of the next one.
+constexpr int FEW = 2;
 #if !defined(PIECE)
 constexpr int PIECE = 1 << 30;
 #endif
@@ -82,7 +84,7 @@ template <bool ADD, class W, class From, class Into>
 static inline void multiply_rows(int n, Panel<W> w, int steps, size_t ld, const From& from, const Into& into) {
     constexpr int LINE = 64 / sizeof(W);
     const int blocks = up(n);
-    const bool far = w.then && blocks > 2;
+    const bool far = w.then && blocks > FEW;
     if (far) w.lines = (AREA / LINE + blocks - 1) / blocks;
     for (int parts = (steps - 1) / PIECE + 1, first = 0, length; parts; parts--, first += length) {
         length = (steps - first + parts - 1) / parts;

@@ -61,7 +61,7 @@ struct Decoder : Mixture {
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
         plan.each(up(m.head.n), [=, &p](int panel, int next) {
             float* sums = sums_of(n);
-            multiply_rows<false>(n, m.head.panel(panel, next, up(m.head.n)), steps, SIDE, blocks_of(h, 0), [&](int b) { return sums + b * AREA; });
+            multiply_rows<false>(n, m.head.panel(panel, next, up(m.head.n)), steps, SIDE, blocks_of(h), [&](int b) { return sums + b * AREA; });
             for (int r = 0; r < n; r++) stream(p.logits + r * ld + panel * SIDE, load(sums + r * SIDE), load(sums + r * SIDE + 16));
             streamed();
         });

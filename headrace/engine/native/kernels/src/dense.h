@@ -41,9 +41,9 @@ struct Dense : State {
         room.grow((size_t)up(rows) * AREA * sizeof(float));
         return (float*)room.data;
     }
-    // The inputs of 32 rows, from block `first` on.
-    static auto blocks_of(const Blocks<taken>& x, int first) {
-        return [&x, first](int b) { return Inputs<taken>{x.block(first + b, 0)}; };
+    // The inputs of 32 rows.
+    static auto blocks_of(const Blocks<taken>& x) {
+        return [&x](int b) { return Inputs<taken>{x.block(b, 0)}; };
     }
 
     template <bool ADD>
@@ -51,7 +51,7 @@ struct Dense : State {
         int n = p.tokens_count;
         shrink(p, index, which, from);
         plan.each(up(w.n), [=, &p, &w, &from, &into](int panel, int next) {
-            multiply_rows<ADD>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from, 0), [&](int b) { return into.block(b, panel); });
+            multiply_rows<ADD>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from), [&](int b) { return into.block(b, panel); });
             for (int b = 0; b < up(n); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
         });
     }
@@ -95,7 +95,7 @@ struct Dense : State {
         shrink(p, index, 2, h);
         plan.each(up(w.n), [=, &p, &w](int panel, int next) {
             float* sums = sums_of(n);
-            multiply_rows<false>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h, 0), [&](int b) { return sums + b * AREA; });
+            multiply_rows<false>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h), [&](int b) { return sums + b * AREA; });
             for (int b = 0; b < up(n); b++) {
                 const float* c = sums + b * AREA;
                 finish(p, index, 2, w, panel, b, sums + b * AREA);
