@@ -125,6 +125,9 @@ class OnLentDevices(FakeEngine):
         self._if_alive()
         return await super().wake(replaced)
 
+    async def ended(self) -> str:
+        return await self.absence()
+
     def _if_alive(self) -> None:
         if self.dead:
             raise WorkerDied("engine lent", "was killed too often (fake)")

@@ -28,6 +28,10 @@ class LentMember(MemberEngine, Protocol):
 
     async def wake(self, replaced: bool) -> SleepReport: ...
 
+    async def ended(self) -> str:
+        """Returns as soon as it has no process, which would have devices. One whose process has just begun again is absent, but not ended: it
+        may be waking."""
+
 
 class LentEngine:
     """The member as an engine that sleeps (`SleepingEngine` in `orchestration/loops/turns.py`). Both calls may be repeated, and cut off."""
@@ -67,7 +71,7 @@ class LentEngine:
     async def _freed(self, keep: bool) -> SleepReport:
         """Returns an empty report where its process is dead: a new one begins asleep."""
         asleep = asyncio.ensure_future(self._engine.sleep(keep))
-        dead = asyncio.ensure_future(self._engine.absence())
+        dead = asyncio.ensure_future(self._engine.ended())
         ends: list[asyncio.Future[Any]] = [asleep, dead]
         try:
             done, _ = await asyncio.wait(ends, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ class LentProcess(ProcessEngine):
     load last may be gone by then."""
 
     _death = ""
-    """How its last process ended; empty once another is awake."""
+    """How its last process ended; empty once another has said that it is awake."""
 
     async def wake(self, replaced: bool) -> SleepReport:
         report = await self._keeper.ask("wake", None, SleepReport)
@@ -28,7 +28,10 @@ class LentProcess(ProcessEngine):
 
     async def absence(self) -> str:
         """Returns at once, too, if its process has died since it woke: the successor answers, but sleeps, and would begin nothing."""
-        return self._death or await super().absence()
+        return self._death or await self.ended()
+
+    async def ended(self) -> str:
+        return await super().absence()
 
     def died(self, how: str, deaths: int) -> None:
         self._death = how

@@ -104,12 +104,14 @@ def become(request: ForkRequest, files: list[int]) -> None:
 
     It answers the controller itself: if the server is killed right now, the controller still knows whether it has this worker."""
     reply, place, *given = files
+    # Ctrl-C in the terminal reaches the controller only. Before the answer: whoever asks for this worker's group, to signal it later,
+    # would get that of the server.
+    os.setsid()
     try:
         os.write(reply, msgspec.msgpack.encode(ForkReply(os.getpid())))
     except BrokenPipeError:  # the controller has given the worker up meanwhile
         os._exit(0)
     os.close(reply)
-    os.setsid()  # Ctrl-C in the terminal reaches the controller only
     os.fchdir(place)
     os.close(place)
     put(dict(zip(given, request.numbers, strict=True)))  # every file arrives under a number of its own

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import preloaded_python
 import pytest
 from test_engine_process import PROMPT, opened, worker_of
 
@@ -81,6 +82,14 @@ def test_a_forked_engine_is_our_child_and_answers_as_one_that_was_started_anew(
     forked = asyncio.run(answer(ForkLauncher(tmp_path), look))
     anew = asyncio.run(answer(LocalLauncher(tmp_path), lambda pid: None))
     assert (forked.tokens, forked.logprobs) == (anew.tokens, anew.logprobs) and len(forked.tokens) > 1
+
+
+def test_what_is_forked_has_a_group_of_its_own_as_soon_as_it_is_known() -> None:
+    """Whoever asked at once, to signal the group later, got that of the server, and killed it (Jupyter's client did)."""
+    for _ in range(8):
+        program = preloaded_python.start(["-c", "pass"])
+        group = os.getpgid(program.pid)
+        assert program.wait(300) == 0 and group == program.pid
 
 
 def test_the_death_of_a_forked_engine_is_noticed_and_it_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
