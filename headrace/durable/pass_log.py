@@ -73,7 +73,7 @@ class PassLog:
         if self._file is None:
             return
         try:
-            self._file.append(_HEAD.pack(len(content) | mark, number, _sum(number, content)) + content)
+            self._file.append(_HEAD.pack(len(content) | mark, number, _sum(mark, number, content)) + content)
         except HeadraceError as error:
             self._give_up(str(error))
 
@@ -143,14 +143,15 @@ def _frames(path: Path) -> Iterator[_Frame]:
             if length > size - at - _HEAD.size:
                 return
             content = file.read(length)
-            if _sum(number, content) != found:
+            if _sum(marked & _NOTE, number, content) != found:
                 return
             at += _HEAD.size + length
             yield _Frame(number, content, at, bool(marked & _NOTE))
 
 
-def _sum(number: int, output: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(output, seed=number)
+def _sum(mark: int, number: int, content: bytes) -> int:
+    """Returns the checksum of a frame, the length aside: content of another length does not match it."""
+    return xxhash.xxh3_64_intdigest(content, seed=number) ^ mark
 
 
 def _files(run_dir: Path, step: int) -> list[Path]:

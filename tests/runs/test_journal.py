@@ -439,6 +439,22 @@ def test_passes_cut_or_damaged_at_any_byte_end_there(
     assert tuple(read_passes(directory, 0)) == OUTPUTS, "what is behind the damage is cut, and writing goes on there"
 
 
+@pytest.mark.parametrize("kind", ["pass", "note"])
+def test_every_bit_of_a_head_is_checked(tmp_path: Path, kind: str) -> None:
+    passes = log(tmp_path, OUTPUTS[:1] if kind == "pass" else ())
+    if kind == "note":
+        passes.note("t3/1", b"one")
+    passes.close()
+    path = tmp_path / "passes/step-000000.bin"
+    whole = path.read_bytes()
+    assert len(tuple(read_passes(tmp_path, 0))) == 1
+    for bit in range(8 * 20):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert tuple(read_passes(tmp_path, 0)) == (), f"bit {bit}"
+
+
 def test_what_lies_behind_a_hole_is_not_used(tmp_path: Path) -> None:
     """A disk was full for a while, and so was no checkpoint written: tokens behind the hole do not follow those before it."""
     warned: list[str] = []
