@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import preloaded_python
 import pytest
 
 gc.disable()  # until all tests are collected: see `pytest_collection_finish`
@@ -17,6 +18,8 @@ IN_MEMORY = Path("/dev/shm")
 
 if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a container may have 64 MB there
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
+preloaded_python.share_with_runs()
 
 
 def pytest_collection_finish() -> None:

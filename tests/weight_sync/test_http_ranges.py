@@ -6,7 +6,7 @@ import http.client
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -99,11 +99,17 @@ class Cut:
 
     def _serve(self, here: socket.socket) -> None:
         with here, socket.create_connection((self._to.hostname or "", self._to.port or 0)) as there:
-            there.sendall(here.recv(1 << 16))
+            threading.Thread(target=_pass_on, args=(here, there), daemon=True).start()  # a body comes after its head
             left = self._after
             while left and (more := there.recv(min(left, 1 << 16))):
                 here.sendall(more)
                 left -= len(more)
+
+
+def _pass_on(here: socket.socket, there: socket.socket) -> None:
+    with suppress(OSError):  # one of them is closed
+        while some := here.recv(1 << 16):
+            there.sendall(some)
 
 
 def test_what_is_cut_off_goes_on_from_there(ends: Ends) -> None:

@@ -27,8 +27,11 @@ from headrace.orchestration.workers.build import KINDS, preload
 from headrace.orchestration.workers.launch.clone import fork_for_parent
 from headrace.orchestration.workers.launch.preloaded import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest
 
-MODELS = ("llama", "qwen2", "qwen3", "mistral")
-"""Families whose modules of transformers are loaded too. Others cost a worker about 0.05 s each."""
+LATER = (
+    "numpy.ma",  # asked for by `numpy.unique`
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "qwen3", "mistral")),
+)
+"""Modules that libraries import when they first need them. Other families cost a worker about 0.05 s each."""
 
 
 def main() -> None:
@@ -38,8 +41,8 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for kind in KINDS:
         preload(kind)
-    for family in MODELS:
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for module in LATER:
+        importlib.import_module(module)
     gc.freeze()  # a collection in a worker would copy every page that it writes to
     if (found := serve(requests, _unfit(requests.fileno()))) is not None:
         become(*found)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -33,10 +33,16 @@ from headrace.orchestration.workers.launch import preloaded
 from headrace.orchestration.workers.launch.child import environment
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forked_process import ForkedProcess
-from headrace.orchestration.workers.launch.preloaded import OWN, ROOM, ForkReply, ForkRequest
+from headrace.orchestration.workers.launch.preloaded import OWN, ROOM, SERVER, ForkReply, ForkRequest
 
 MODULES = ("headrace.cli", "headrace.serve.start", "headrace.serve.fakes.fake_vllm", "headrace.serve.fakes.fake_sglang")
 """Those that the programs need, besides the libraries of workers."""
+
+ENVIRONMENT = environment(())
+"""The template's. Tests change that of their process later."""
+
+SERVED = 3
+"""The number of the connection in a copy of the template that forks workers."""
 
 
 class Program(subprocess.Popen[Any]):
@@ -49,28 +55,48 @@ class Program(subprocess.Popen[Any]):
             return
         (_, _, _, _, cwd, env), streams = given[:6], given[9:15]
         _, _, _, out, _, err = streams
-        answer, reply = os.pipe()
-        place = os.open(cwd or ".", os.O_RDONLY)
-        standard = [1 if out < 0 else out, 2 if err < 0 else err]
-        asked = ForkRequest(
-            list(args[1:]), dict(os.environ if env is None else env), sorted(os.sched_getaffinity(0)), [1, 2]
-        )
+        files = {1: 1 if out < 0 else out, 2: 2 if err < 0 else err}
         try:
-            socket.send_fds(_template(), [msgspec.msgpack.encode(asked)], [reply, place, *standard])
+            self.pid = _forked(args[1:], os.environ if env is None else env, files, cwd or ".")
         finally:
-            os.close(reply)
-            os.close(place)
             self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
-        said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
-        os.close(answer)
-        assert said.pid, said.refused
-        self.pid, self._child_created = said.pid, True
+        self._child_created = True
+
+
+def _forked(words: Sequence[str], variables: Mapping[str, str], files: Mapping[int, int], directory: str = ".") -> int:
+    """Returns the process id of a copy of the template. `files`: what is open in it, by the number that it has there."""
+    answer, reply = os.pipe()
+    place = os.open(directory, os.O_RDONLY)
+    asked = ForkRequest(list(words), dict(variables), sorted(os.sched_getaffinity(0)), list(files))
+    try:
+        socket.send_fds(_template(), [msgspec.msgpack.encode(asked)], [reply, place, *files.values()])
+    finally:
+        os.close(reply)
+        os.close(place)
+    said = msgspec.msgpack.decode(os.read(answer, 1 << 16), type=ForkReply)
+    os.close(answer)
+    assert said.pid, said.refused
+    return said.pid
 
 
 def start(words: Sequence[str], variables: Mapping[str, str] | None = None) -> Program:
     """Starts a program that prints nowhere, with these variables besides those of this process. `words`: the words behind `python`."""
     nowhere = subprocess.DEVNULL
     return Program([sys.executable, *words], stdout=nowhere, stderr=nowhere, env={**os.environ, **(variables or {})})
+
+
+def share_with_runs() -> None:
+    """Lets the runs in this process have their workers forked by copies of the template too."""
+    if can_fork_for_parent():
+        _take_servers_from(_forked_server)
+
+
+def _forked_server() -> tuple[socket.socket, ForkedProcess]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, tempfile.TemporaryFile() as printed:
+        files = {1: printed.fileno(), 2: printed.fileno(), SERVED: theirs.fileno()}
+        pid = _forked([SERVER], of_this_process(), files)
+    return ours, ForkedProcess(pid)
 
 
 @cache
@@ -85,7 +111,7 @@ def _template() -> socket.socket:
                 subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno()), ROOM],
                     pass_fds=[theirs.fileno()],
-                    env={**environment(()), **of_this_process()},
+                    env={**ENVIRONMENT, **of_this_process()},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -110,7 +136,7 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for kind in fork_server.KINDS:
         fork_server.preload(kind)
-    for module in (*MODULES, *(f"transformers.models.{family}.modeling_{family}" for family in fork_server.MODELS)):
+    for module in (*MODULES, *fork_server.LATER):
         importlib.import_module(module)
     gc.freeze()
     found = fork_server.serve(requests, fork_server._unfit(requests.fileno()))
@@ -118,6 +144,9 @@ def main() -> None:
         return
     request, files = found
     fork_server.become(request, files)
+    if request.words == [SERVER]:
+        _fork_workers(socket.socket(fileno=SERVED))
+        return
     os.environ.pop(PARENT, None)
     os.environ.update(request.variables)
     if _fork_the_server():
@@ -128,36 +157,58 @@ def main() -> None:
 
 def _fork_the_server() -> bool:
     """Forks the process from which the first workers of this program are forked. Returns False in a worker that is over."""
-    from headrace.orchestration.workers import fork_server, worker
-
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     program = os.getpid()
     if not (pid := os.fork()):
         ours.close()
         os.setsid()
         os.environ[PARENT] = str(program)
-        signal_me_when_orphaned(signal.SIGKILL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if (found := fork_server.serve(theirs, fork_server._unfit(theirs.fileno()))) is not None:
-            fork_server.become(*found)
-            worker.main()
+        _fork_workers(theirs)
         return False
     theirs.close()
-    begin, owner = preloaded.ForkServer.__init__, os.getpid()
-    names = {name: value for name, value in environment(()).items() if name not in OWN}
+    begin = preloaded.ForkServer.__init__
+
+    def first() -> _Server:
+        preloaded.ForkServer.__init__ = begin  # type: ignore[method-assign]
+        return ours, ForkedProcess(pid)
+
+    _take_servers_from(first)
+    return True
+
+
+def _fork_workers(requests: socket.socket) -> None:
+    """The life of a process that forks workers, and of these."""
+    from headrace.orchestration.workers import fork_server, worker
+
+    signal_me_when_orphaned(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (found := fork_server.serve(requests, fork_server._unfit(requests.fileno()))) is not None:
+        fork_server.become(*found)
+        worker.main()
+
+
+_Server = tuple[socket.socket, ForkedProcess]
+"""Our end of the connection to a process that forks workers, and the process."""
+
+
+def _take_servers_from(give: Callable[[], _Server]) -> None:
+    """Lets this process take those that fork its workers from here, where their libraries have read the same environment."""
+    begin = preloaded.ForkServer.__init__
+
+    def read_by_libraries(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name not in (*OWN, "TORCHINDUCTOR_CACHE_DIR")}
+
+    names = read_by_libraries(environment(()))  # without that which torch sets, when a test first needs its compiler
 
     def adopt(server: Any, wanted: Mapping[str, str]) -> None:
-        """The first server of this program: it is there already, if its libraries have read the same environment."""
-        preloaded.ForkServer.__init__ = begin  # type: ignore[method-assign]
-        if dict(wanted) != names:
+        if read_by_libraries(wanted) != names:
             begin(server, wanted)
             return
-        server._owner, server._requests, server._process = owner, ours, ForkedProcess(pid)
+        server._owner, (server._requests, server._process) = os.getpid(), give()
         server._printed, server.has_forked = tempfile.TemporaryFile(), False  # noqa: SIM115
-        server.close = weakref.finalize(server, preloaded._end, server._process, ours, owner)
+        server.close = weakref.finalize(server, preloaded._end, server._process, server._requests, server._owner)
 
     preloaded.ForkServer.__init__ = adopt  # type: ignore[method-assign]
-    return True
 
 
 def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
