@@ -22,6 +22,11 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a containe
 preloaded_python.share_with_runs()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait come first: meanwhile others have the cores. At the end nobody would use them."""
+    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`orchestration/workers/worker.py`)."""
     gc.freeze()

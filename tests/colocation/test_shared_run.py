@@ -160,7 +160,7 @@ def test_a_trainer_that_lends_its_cores_gets_the_weights_that_it_would_have(
 
 
 @NEEDS_TWO
-@pytest.mark.parametrize("whom", ["controller", "dies", "hangs"])
+@pytest.mark.parametrize("whom", ["controller", "dies", pytest.param("hangs", marks=pytest.mark.waits)])
 def test_killed_while_devices_are_lent_it_loses_nothing(
     tiny_llama: Path, tmp_path: Path, lends_nothing: Path, whom: str
 ):

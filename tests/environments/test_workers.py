@@ -248,8 +248,8 @@ def test_one_that_fails_ends_no_other(env: Path, encoder: ChatEncoder, tmp_path:
     ("how", "words"),
     [
         ("dies", "ended with exit code 9"),
-        ("blocks", "kept its event loop from running"),
-        ("holds", "never gives up Python's interpreter"),
+        pytest.param("blocks", "kept its event loop from running", marks=pytest.mark.waits),
+        pytest.param("holds", "never gives up Python's interpreter", marks=pytest.mark.waits),
     ],
 )
 def test_one_that_ends_its_process_is_found_out(

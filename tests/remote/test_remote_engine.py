@@ -299,6 +299,7 @@ def test_one_that_dies_too_often_is_given_up(tiny_tokenizer: Path) -> None:
     run(tiny_tokenizer, case, max_deaths=1)
 
 
+@pytest.mark.waits
 def test_one_that_stands_still_is_missed_and_goes_on(tiny_tokenizer: Path) -> None:
     async def case(engine: RemoteEngine, machine: Machine) -> None:
         asking = asyncio.ensure_future(engine.generate(request("a")))

@@ -64,7 +64,7 @@ def process(tmp_path: Path, how: str = "") -> ServerProcess:
     return ServerProcess("vllm", "", tmp_path, lambda *_: Command(words(tmp_path / "pids", how), dict(os.environ)))
 
 
-@pytest.mark.parametrize("how", ["", "deaf"])
+@pytest.mark.parametrize("how", ["", pytest.param("deaf", marks=pytest.mark.waits)])
 def test_a_server_ends_with_the_controller_even_one_that_is_killed(how: str, tmp_path: Path, monkeypatch) -> None:
     """A deaf one does not end when it is asked to."""
     controller = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True); time.sleep(1000)"

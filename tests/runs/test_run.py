@@ -180,6 +180,7 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
     assert_complete(directory, 10)
 
 
+@pytest.mark.waits
 def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     headrace.train(config)  # imports what workers are forked with: to wait for that takes longer than what follows
@@ -322,6 +323,7 @@ def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config:
     assert len(checks) == 3 and {check.tolerance for check in checks} == {0.15}
 
 
+@pytest.mark.waits
 def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -104,6 +104,8 @@ class Cut:
             while left and (more := there.recv(min(left, 1 << 16))):
                 here.sendall(more)
                 left -= len(more)
+            with suppress(OSError):  # it has hung up first
+                here.shutdown(socket.SHUT_RDWR)  # closing alone would wait for the other thread
 
 
 def _pass_on(here: socket.socket, there: socket.socket) -> None:

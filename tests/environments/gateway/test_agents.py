@@ -154,6 +154,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.waits
 def test_one_that_keeps_its_connection_open_is_ended_after_its_seconds(tmp_path: Path) -> None:
     held, good = played(tmp_path, "holds", "good", seconds=15.0)
     assert isinstance(good, Played)

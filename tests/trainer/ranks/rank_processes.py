@@ -19,7 +19,13 @@ class RankProcesses:
         # not forked from this process: its threads (of torch, of other tests) would not live in a fork
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["headrace.trainer.step.trainer", "headrace.trainer.placement.sharded", "transformers"]
+            [
+                "headrace.trainer.step.trainer",
+                "headrace.trainer.placement.sharded",
+                "torch.distributed.checkpoint",
+                *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
+                "comparisons",
+            ]
         )
         self._pipes: list[Connection] = []
         self._processes = []
@@ -50,10 +56,13 @@ class RankProcesses:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    import gc
+
     import torch
 
     from headrace.trainer.placement.meeting import meet
 
+    gc.freeze()  # a collection would copy every page of what was loaded before the fork
     torch.set_num_threads(1)
     meet(rank, count, store, torch.device("cpu"))
     while True:
