@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -18,9 +21,10 @@ from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.cuda_graphs import rows_bucket, width_bucket
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
-from headrace.engine.native.runners.padding import cut, fill_up
+from headrace.engine.native.runners.padding import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")
@@ -478,3 +482,23 @@ def test_a_real_model_in_float32_equals_hugging_faces(name):
 def test_a_real_model_in_bfloat16_is_nearer_to_the_truth_than_hugging_faces(name):
     ours, theirs = real_errors(name, real_logprobs(real_driver(name, FusedRunner, torch.bfloat16), name))
     assert ours < 0.8 * theirs, "SmolLM2 0.041 against 0.068 nats, Gemma 0.043 against 0.072"
+
+
+def test_an_exact_engine_is_refused_where_products_depend_on_a_rows_place():
+    def uneven(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = x @ weight.T
+        found[-1, -1] = torch.nextafter(found[-1, -1], torch.tensor(torch.inf))
+        return found
+
+    with pytest.raises(
+        ConfigError, match=r"depend on a row's place in a batch; set it to false, or use the C\+\+ kernels"
+    ):
+        require_exact(torch.float32, torch.device("cpu"), uneven)
+
+
+def test_equal_rows_have_equal_bits_in_avx2_too():
+    code = "import torch; from headrace.engine.native.runners.padding import require_exact; require_exact(torch.float32, torch.device('cpu'))"
+    limits = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    for threads in ("1", "2"):
+        env = {**os.environ, **limits, "OMP_NUM_THREADS": threads}
+        subprocess.run([sys.executable, "-c", code], env=env, check=True)

@@ -11,12 +11,32 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
 from torch.nn.functional import pad as pad_tensor
 
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
+from headrace.errors import ConfigError
 
-EXACT_ROWS = 32
-"""Rows of every matrix product in exact mode."""
+EXACT_ROWS = 48
+"""Rows of every matrix product in exact mode. Libraries multiply tiles of rows, and add in another order in a smaller tile at the end: MKL in
+AVX2 has tiles of 12 rows, so that of 32 rows the last 8 had other bits than the same rows elsewhere. 48 are whole tiles of 12 and of 16."""
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def require_exact(dtype: torch.dtype, device: torch.device, multiply: Multiply = linear) -> None:
+    """Tries products of `EXACT_ROWS` equal rows. Raises ConfigError if this machine gives a row other bits in another place."""
+    for inputs, outputs in ((32, 51), (96, 64), (576, 960), (1536, 112)):
+        x, weight = (
+            torch.linspace(-1, 1, size, device=device).sin().to(dtype).view(-1, inputs)
+            for size in (inputs, inputs * outputs)
+        )
+        found = multiply(x.expand(EXACT_ROWS, -1).contiguous(), weight)
+        if not bool((found == found[:1]).all()):
+            raise ConfigError(
+                "engine.exact = true, but products of this machine's libraries depend on a row's place in a batch; set it to false, or use "
+                "the C++ kernels, which are always exact (engine.path)"
+            )
 
 
 def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:

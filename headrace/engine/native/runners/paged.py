@@ -9,7 +9,7 @@ import torch
 
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
-from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join
+from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join, require_exact
 
 
 class PagedRunner(ABC):
@@ -20,9 +20,10 @@ class PagedRunner(ABC):
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
-        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes in steps of fixed size. The
-        price, on SmolLM2-135M in bfloat16 on one core: 1.9 times the time to decode 64 rows, 9 times that to prefill 512
-        tokens."""
+        was cut into chunks. Every operation then sees `EXACT_ROWS` tokens at a time, and attention goes in steps of fixed size. Raises
+        ConfigError where products do not keep that."""
+        if exact:
+            require_exact(dtype, device)
         self.dtype, self.device, self.exact = dtype, device, exact
         self.block_nbytes = geometry.block_nbytes(dtype)
         self._cache = PagedCache(geometry, dtype, device)
