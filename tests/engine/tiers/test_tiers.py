@@ -112,7 +112,14 @@ def test_products_of_neon_are_right_on_an_emulated_processor(tmp_path):
 
 
 @x86
-@pytest.mark.parametrize("instructions", ["haswell", "skylake-avx512", LIKE_SKYLAKE, "sapphirerapids", "znver4"])
+@pytest.mark.parametrize(
+    "instructions",
+    [
+        "haswell",
+        "sapphirerapids",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("skylake-avx512", "cascadelake", "znver4")),
+    ],
+)
 def test_the_kernels_of_both_compile_for_each_processor(instructions, tmp_path):
     if not known(instructions):
         pytest.skip(f"the compiler does not know {instructions}")
