@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import tempfile
-from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance, OneAtATime
 from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
-from headrace.faultsim.faults import Disk, Fault, Killed, Kind
+from headrace.faultsim.faults import Disk, Fault, Killed, Kind, until_done
 from headrace.faultsim.oracles import WatchedBuffer
 from headrace.faultsim.scorer import SeededScorer, ServedScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
@@ -60,9 +59,6 @@ from headrace.simulate.virtual_time import VirtualTimeLoop
 
 PATIENCE = 600.0
 """Virtual seconds after which a wait stops the run. Without a fault no wait takes that long."""
-
-ENDLESS = 40_000
-"""Turns of the loop in one life at most. Without a bug a life takes a tenth of that."""
 
 SILENCE = 30.0
 """Virtual seconds after which a fleet goes on without a member that does not answer."""
@@ -363,38 +359,3 @@ def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk, fleet: bool) 
     if isinstance(error, WorkerDied):
         return bool(kinds & {"engine_dies", "engine_lost", "trainer_dies", "lose"})
     return disk.was_full
-
-
-class _Loop(VirtualTimeLoop):
-    def __init__(self, disk: Disk) -> None:
-        super().__init__()
-        self._disk, self._turns = disk, 0
-
-    def _run_once(self) -> None:
-        if self._disk.dead:  # otherwise a task group would still clean up
-            raise Killed
-        self._turns += 1
-        assert self._turns < ENDLESS, "C6: the loop turns and turns, and nothing comes of it"
-        super()._run_once()  # type: ignore[misc]
-
-
-def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
-    """Runs like `virtual_time.run`, but a kill leaves everything as it is: nothing is cancelled or closed."""
-    loop = _Loop(disk)
-    lost: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _, context: lost.append(context))
-    task = loop.create_task(main)
-    try:
-        loop.run_until_complete(task)
-    finally:
-        forget(loop)
-    assert not lost, f"C6: nobody heard of {lost[0]}"
-
-
-def forget(loop: VirtualTimeLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-        for _ in range(3):  # a task that awaits in its clean-up does not end at the first close
-            with suppress(BaseException):
-                task.get_coro().close()
-    loop.close()

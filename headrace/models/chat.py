@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,6 +13,7 @@ from headrace.chat.formats import CallFormat
 from headrace.chat.probing import format_of
 from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
+from headrace.models.resolve import resolve_model
 
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
@@ -143,3 +145,9 @@ def _is_generic(directory: Path) -> bool:
     except (OSError, ValueError):
         return False
     return (directory / "tokenizer.json").exists() and config.get("tokenizer_class") in _GENERIC
+
+
+async def open_model(path: str) -> tuple[Path, ChatEncoder]:
+    """Returns the model's directory (fetched if it is not in the cache) and its tokenizer."""
+    model_dir = await asyncio.to_thread(resolve_model, path)
+    return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)

@@ -371,30 +371,3 @@ class RunEnded(Fact, frozen=True):
     trainer_idle: float
     prompt_tokens: int = 0
     sampled_tokens: int = 0
-
-
-AnyFact = (
-    RunStarted
-    | TicketDrawn
-    | PromptChosen
-    | GroupEnded
-    | FirstFailure
-    | StepTrained
-    | WeightsLive
-    | IdentityChecked
-    | ScorerAsked
-    | EngineSample
-    | FleetSample
-    | MemberMoved
-    | Evaluated
-    | CheckpointSaved
-    | WorkerLost
-    | WorkerJoined
-    | Slept
-    | Woke
-    | Waited
-    | Warned
-    | Planned
-    | FirstText
-    | RunEnded
-)

@@ -20,8 +20,7 @@ from headrace.durable.journal import JournalStep
 from headrace.environments.atropos.trainer_facts import TrainerFacts
 from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
-from headrace.models.chat import ChatEncoder
-from headrace.models.resolve import resolve_model
+from headrace.models.chat import ChatEncoder, open_model
 from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.user_process import HERE, Sites
 from headrace.observe.health.waits import Waits
@@ -61,12 +60,6 @@ from headrace.types import Prompt
 def open_telemetry(config: RunConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
     waits = Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
     return Telemetry(observer.record, clock, waits)
-
-
-async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
-    """The model's directory (fetched if it is not in the cache) and its tokenizer."""
-    model_dir = await asyncio.to_thread(resolve_model, config.model.path)
-    return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)
 
 
 @dataclass(kw_only=True)
@@ -182,7 +175,7 @@ async def build(
 ) -> BuiltRun:
     # Endless: a model or a data set may have to be downloaded.
     async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
-        model_dir, encoder = await open_model(config)
+        model_dir, encoder = await open_model(config.model.path)
         sites = user_sites(config, telemetry)
         prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry, sites=sites)
     async with AsyncExitStack() as undo:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from headrace.faultsim.case import Case
 from headrace.faultsim.checks import RunHistory
-from headrace.faultsim.faults import Disk, Fault
-from headrace.faultsim.lives import Life, until_done
+from headrace.faultsim.faults import Disk, Fault, until_done
+from headrace.faultsim.lives import Life
 
 FINISHED, FAILED = 0, 9
 

@@ -25,8 +25,7 @@ from headrace.faultsim.cluster.fleet_life import FleetLife
 from headrace.faultsim.cluster.hardware.machines import Machines
 from headrace.faultsim.cluster.hardware.mishaps import Mishap, mishaps_of
 from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.faults import Killed
-from headrace.faultsim.lives import forget
+from headrace.faultsim.faults import Killed, forget
 from headrace.observe.facts import Accounting
 from headrace.simulate.virtual_time import VirtualTimeLoop
 

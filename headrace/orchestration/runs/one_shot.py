@@ -13,6 +13,7 @@ from typing import Literal
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.models.chat import open_model
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
@@ -21,7 +22,6 @@ from headrace.orchestration.build import (
     build_environment,
     build_scorer,
     build_task,
-    open_model,
     open_telemetry,
 )
 from headrace.orchestration.choosing import settle_here
@@ -96,7 +96,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
         telemetry = open_telemetry(config, _Stderr(), time.monotonic)
         waits = telemetry.waits
         async with waits.named("start", "the files of models, task and reward", endless=True):
-            model_dir, encoder = await open_model(config)
+            model_dir, encoder = await open_model(config.model.path)
             reading = for_reading(config)
             planned_teachers = await plan_teachers(reading, model_dir, encoder)
         task = build_task(config.task, encoder, config.seed, inputs.rows)

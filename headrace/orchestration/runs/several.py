@@ -21,11 +21,12 @@ from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError
+from headrace.models.chat import open_model
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_model, open_telemetry, prepare
+from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
@@ -164,7 +165,7 @@ class _SeveralRuns:
         async with AsyncExitStack() as undo:
             prepared, sites = {}, user_sites(self._config, telemetry)
             async with telemetry.waits.named("start", "the files of models, tasks and rewards", endless=True):
-                model_dir, encoder = await open_model(self._config)
+                model_dir, encoder = await open_model(self._config.model.path)
                 for name, lane in self._lanes.items():
                     prepared[name] = await prepare(
                         lane.config,

@@ -23,7 +23,8 @@ from headrace.batches import Batch, Failure, Group
 from headrace.config import RunConfig
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
-from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
+from headrace.models.chat import open_model
+from headrace.orchestration.build import build_scorer, build_task, open_telemetry
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line, newly_computed, rotated
@@ -70,7 +71,7 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
-        model_dir, encoder = await open_model(config)
+        model_dir, encoder = await open_model(config.model.path)
         config = await asyncio.to_thread(
             settle_here, config, model_dir
         )  # what a run would use is what has to be measured

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 from msgspec.structs import replace
 from tiny_models import make
@@ -37,6 +38,12 @@ DTYPES = [
     dtype for dtype in (torch.bfloat16, torch.float32) if arithmetic("llama", name_of(dtype), binding.tier() or "")
 ]
 """Those in which it is claimed for this machine."""
+DTYPES_AND_TEMPERATURES = [
+    pytest.param(dtype, temperature, marks=() if (dtype == torch.bfloat16) == (temperature < 1) else pytest.mark.slow)
+    for dtype in DTYPES
+    for temperature in (1.0, 0.7)
+]
+"""Each with one temperature, the others in `make test-slow`."""
 CONTEXT = 160
 
 # Sizes that fit no block of 32, so that every edge is padded somewhere.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from equal_models import (
     DTYPES,
+    DTYPES_AND_TEMPERATURES,
     FAMILIES,
     MIXTURES,
     PACKINGS,
@@ -65,9 +66,7 @@ def rows_of(name, adapters, dtype, temperature=1.0, **options):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    ("dtype", "temperature"), [(dtype, 0.7 if dtype == torch.bfloat16 else 1.0) for dtype in DTYPES]
-)
+@pytest.mark.parametrize(("dtype", "temperature"), DTYPES_AND_TEMPERATURES)
 def test_several_adapters_in_any_pack_of_any_batch(name, temperature, dtype):
     forward, adapters = adapted(name, dtype)
     rows = rows_of(name, adapters, dtype, temperature, max_running=11)

@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from equal_models import DTYPES, FAMILIES, PACKINGS, packs_of, requests_of, sampled, scored, trainer_of
+from equal_models import (
+    DTYPES,
+    DTYPES_AND_TEMPERATURES,
+    FAMILIES,
+    PACKINGS,
+    packs_of,
+    requests_of,
+    sampled,
+    scored,
+    trainer_of,
+)
 from msgspec.structs import replace
 
 from headrace.batches import Row
@@ -40,9 +50,7 @@ def counts_of(rows):
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize(
-    ("dtype", "temperature"), [(dtype, 0.7 if dtype == torch.bfloat16 else 1.0) for dtype in DTYPES]
-)
+@pytest.mark.parametrize(("dtype", "temperature"), DTYPES_AND_TEMPERATURES)
 def test_of_what_filters_kept(filters, temperature, dtype):
     forward = trainer_of("llama3-rope")
     rows = rows_of("llama3-rope", forward, dtype, temperature, FILTERS[filters])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import traceback
@@ -24,7 +25,6 @@ class RankProcesses:
                 "headrace.trainer.placement.sharded",
                 "torch.distributed.checkpoint",
                 *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
-                "comparisons",
             ]
         )
         self._pipes: list[Connection] = []
@@ -56,8 +56,6 @@ class RankProcesses:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
-    import gc
-
     import torch
 
     from headrace.trainer.placement.meeting import meet
