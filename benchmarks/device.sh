@@ -6,12 +6,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 device="${1:-cuda}"
 python="${PYTHON:-python3}"
+export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}"
 
-if ! PYTHONPATH=. "$python" -c "import torch, transformers, msgspec, pydantic, xxhash, safetensors, rich" 2>/dev/null; then
+if ! "$python" -c "import torch, transformers, msgspec, pydantic, xxhash, safetensors, rich" 2>/dev/null; then
     "$python" -m venv --system-site-packages .venv-device
     python=.venv-device/bin/python
     "$python" -m pip install --quiet -e ".[dev]"
 fi
 
-PYTHONPATH=. "$python" benchmarks/device.py --device "$device"
-PYTHONPATH=. "$python" benchmarks/device_ipc.py --device "$device"
+"$python" benchmarks/device.py --device "$device"
+"$python" benchmarks/device_ipc.py --device "$device"

@@ -21,6 +21,7 @@ from headrace.auto.slices import slice_of
 from headrace.durable.atomic_files import replace_file
 from headrace.models.resolve import cache_dir
 from headrace.observe.machine_mark import cpu_model
+from headrace.version import __version__
 
 SECONDS = 300
 """Timeout of a measurement. It takes about ten seconds on an idle machine."""
@@ -76,7 +77,8 @@ def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
         _instructions(),
         *(f"{name}={os.environ.get(name, '')}" for name in LIMITS),
         platform.machine(),
-        *(metadata.version(name) for name in ("headrace", "torch", "transformers")),
+        __version__,  # of the source, which need not be installed
+        *(metadata.version(name) for name in ("torch", "transformers")),
         json.dumps(CANDIDATES),
         json.dumps(config, sort_keys=True, default=str),
         json.dumps(tuple(threads)),

@@ -1,4 +1,5 @@
-"""The C++ code that engine and trainer share.
+"""The C++ code that engine and trainer share, and, on CUDA, torch's attention over ragged sequences (`varlen.py`) and logits in float32
+(`logits.py`).
 
 `build.py` calls the compiler, `memory.py` allocates memory on large pages, `cores.py` counts the cores available to threads, and
 `arithmetic.py` names the forward passes that both compute alike. `src/` holds the shared headers: vector types (`vec.h`, `wide.h`), products

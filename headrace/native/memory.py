@@ -63,6 +63,12 @@ def held(device: torch.device) -> int:
     return (int(resident) - int(shared)) * mmap.PAGESIZE
 
 
+def uploaded(array: np.ndarray, device: torch.device, dtype: type = np.int64) -> torch.Tensor:
+    """The array on the device, in `dtype`. Returns before a GPU has done what was asked of it earlier: the values are copied out of pageable
+    memory first, so that the array may change."""
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
+
+
 def touch(tensor: torch.Tensor) -> torch.Tensor:
     """Makes the system allocate a tensor's pages now rather than at the first write. The tensor holds zeros."""
     ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # one thread: several only wait for each other in the kernel

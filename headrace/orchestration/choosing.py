@@ -52,7 +52,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
         "train": config.orchestration.trains_here and machine.device("train.device", config.train.device) == "cpu",
     }
     asked = [own for part, own in (("engine", config.engine), ("train", config.train)) if on_cpu[part]]
-    if not config.train.minutes and not any("auto" in (own.dtype, own.path) for own in asked):
+    if not asked or (not config.train.minutes and not any("auto" in (own.dtype, own.path) for own in asked)):
         return Settled(config)
     counts = thread_counts(machine.cores)
     figures = measurer.measure(json.loads((model_dir / "config.json").read_text(encoding="utf-8")), counts)

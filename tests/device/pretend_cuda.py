@@ -67,6 +67,9 @@ class PretendedCuda(TorchFunctionMode):
         self.calls += here
         if func is torch.histc and not args[0].is_floating_point():  # on CUDA it takes whole numbers
             args = (args[0].double(), *args[1:])
+        if func is torch.mm and "out_dtype" in kwargs:  # CUDA alone has it
+            args = [one.to(kwargs["out_dtype"]) for one in args]
+            del kwargs["out_dtype"]
         found = func(*args, **kwargs)
         if isinstance(found, torch.Size):
             return found

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_trees import Padded
 from tiny_models import MIXTURES, MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -333,6 +334,25 @@ def test_a_kernel_that_reads_pages_is_told_what_it_must_know(name):
         told = ours.step(list(zip(sequences, counts, strict=True))).logits.log_softmax(-1)
     expected = torch.stack([wanted(reference(name), text)[-1] for text in texts])
     assert worst(told, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2-sliding"])
+def test_all_segments_go_through_one_call_where_a_kernel_takes_ragged_ones(name):
+    ours, texts = driver(name), prompts(50, 3, 20)
+    calls = []
+
+    def kernel(q, k, v, layout, *, scale, reach):
+        calls.append(layout.query_starts.tolist())
+        return Padded()(q, k, v, layout, scale=scale, reach=reach)
+
+    ours.runner._cache.ragged = kernel
+    sequences = [ours.sequence(text) for text in texts]
+    for counts in ((30, 2, 1), (20, 1, 19)):
+        told = ours.step(list(zip(sequences, counts, strict=True))).logits.log_softmax(-1)
+    expected = torch.stack([wanted(reference(name), text)[-1] for text in texts])
+    assert worst(told, expected) < TOLERANCE
+    layers = len(ours.runner.spec.layers)
+    assert calls == [[0, 30, 32, 33]] * layers + [[0, 20, 21, 40]] * layers
 
 
 # --- CUDA graphs, with the capture off ---------------------------------------------------------------------------------

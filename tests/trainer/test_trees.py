@@ -17,10 +17,11 @@ from torch import Tensor
 
 from headrace.algo.loss.aggregate import token_mean
 from headrace.batches import Row
+from headrace.native.varlen import Layout, is_right, varlen_kernel
 from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
-from headrace.trainer.forward.varlen import Varlen, is_right, varlen_kernel, varlen_of
+from headrace.trainer.forward.varlen_tree import varlen_of
 from headrace.types import SamplingMask, TeacherTrace, TopLogprobs
 
 V = 61
@@ -270,7 +271,7 @@ class Padded:
     def __init__(self, lower_right: bool = True) -> None:
         self.lower_right = lower_right
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Varlen, *, scale: float | None, reach: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, scale: float | None, reach: int) -> Tensor:
         outputs = []
         for i in range(len(layout.query_starts) - 1):
             queries, keys = (slice(*starts[i : i + 2].tolist()) for starts in (layout.query_starts, layout.key_starts))

@@ -3,7 +3,7 @@
 transformers builds no mask for an attention function whose name it does not know, and hands that function the keyword
 arguments of the model's forward: the tree travels as `tree=`.
 
-On CUDA in half precision one varlen call serves the whole pack (`varlen.py`). Elsewhere a tree is cut into calls of
+On CUDA in half precision one varlen call serves the whole pack (`varlen_tree.py`). Elsewhere a tree is cut into calls of
 scaled_dot_product_attention: one for each segment with what lies above it, or a single masked one for a whole subtree.
 
 A tree whose tokens lie on several ranks (`context.py`) is attended to by each of them, for its part of the heads or of the queries.
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace.native.varlen import varlen_kernel
 from headrace.packing import ROOT, Segment
 from headrace.trainer.forward.context import Context
-from headrace.trainer.forward.varlen import Varlen, varlen_kernel, varlen_of
+from headrace.trainer.forward.varlen_tree import Varlen, varlen_of
 
 NAME = "headrace_tree"
 

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache in plain PyTorch, for every runner without kernels of its own.
 
 Segments of one token (decoding) go through one call for all: their blocks are gathered by the block table, and positions after
-a sequence's end are masked. Longer segments (chunks of prompts) are one causal call each. On CUDA with FlashAttention 3, one
-kernel reads the pages in place.
+a sequence's end are masked. Longer segments (chunks of prompts) are one causal call each. On CUDA in half precision one call serves all
+segments, over keys that are gathered behind each other; with FlashAttention 3 it reads the pages in place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
+from headrace.native.memory import uploaded
+from headrace.native.varlen import Layout, varlen_kernel
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""
@@ -44,6 +46,7 @@ class PagedCache:
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
         self.geometry, self.dtype, self.device = geometry, dtype, device
         self.kernel = paged_kernel(dtype, device)
+        self.ragged = varlen_kernel(device, dtype, geometry.head_dim)
         self.scratch = 0
 
     def allocate(self, blocks: int) -> None:
@@ -81,6 +84,12 @@ class PagedCache:
         keys, values = (part.index_select(0, blocks.flatten()).view(shape) for part in self._blocks[layer])
         return keys, values
 
+    def tokens(self, layer: int, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """where [K]: block * BLOCK + place -> keys and values [K, Hkv, D]."""
+        shape = (len(where), self.geometry.kv_heads, self.geometry.head_dim)
+        keys, values = (part.index_select(0, where).view(shape) for part in self._tokens[layer])
+        return keys, values
+
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [blocks + 1, BLOCK, Hkv, D] where they lie."""
         return self._pages[layer]
@@ -92,7 +101,7 @@ class PagedCache:
         self._data[:, :, self._index(blocks)] = 0
 
     def _index(self, blocks: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(blocks, dtype=np.int64)).to(self.device)
+        return uploaded(blocks, self.device)
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,8 @@ class Pass:
     """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
     paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
     """Inputs of the paged kernel: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
+    ragged: tuple[Layout, torch.Tensor] | None = None
+    """Inputs of the kernel over gathered keys: the segments, and [K] int64 where their keys lie in the cache."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
@@ -136,6 +147,8 @@ class Pass:
         self.cache.write(layer, self.where, k, v)
         if self.paged is not None and self.cache.kernel is not None:
             return self._read_pages(self.cache.kernel, layer, q, scale, window)
+        if self.ragged is not None:
+            return self._gathered(layer, q, scale, window)
         if self.single is None:
             return self._decode(layer, q, scale, window)
         out = torch.empty_like(q)
@@ -214,6 +227,14 @@ class Pass:
             self._masks[key] = None if plain else self._mask(_visible(keys, queries, window))
         return self._masks[key]
 
+    # -- all segments in one call -------------------------------------------------------------------------------------------
+
+    def _gathered(self, layer: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+        assert self.ragged is not None and self.cache.ragged is not None
+        layout, where = self.ragged
+        keys, values = self.cache.tokens(layer, where)
+        return self.cache.ragged(q.to(self.cache.dtype), keys, values, layout, scale=scale, reach=window or 0)
+
     # -- pages where they lie -----------------------------------------------------------------------------------------------
 
     def _read_pages(
@@ -242,7 +263,7 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     """Returns the inputs of attention for a batch, on the cache's device."""
 
     def move(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(cache.device, non_blocking=True)
+        return uploaded(array, cache.device, dtype)
 
     positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
     batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
@@ -269,7 +290,14 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     ]
     tables = batch.tables if len(alone) == len(sizes) else batch.tables[alone]
     single = None if not chunks else move(batch.starts[alone])
-    paged = None
+    paged = ragged = None
+    if cache.kernel is None and cache.ragged is not None:
+        starts, total = np.concatenate([[0], np.cumsum(ends)]), int(ends.sum())
+        owner = np.repeat(np.arange(len(ends)), ends)
+        place = np.arange(total) - starts[owner]
+        source = batch.tables[owner, place // BLOCK].astype(np.int64) * BLOCK + place % BLOCK
+        layout = Layout(move(batch.starts, np.int32), move(starts, np.int32), int(sizes.max()), int(ends.max()))
+        ragged = (layout, move(source))
     if cache.kernel is not None:
         columns = [move(array, np.int32) for array in (batch.starts, ends, batch.tables)]
         paged = (columns[0], columns[1], columns[2], int(sizes.max()), int(ends.max()))
@@ -281,6 +309,7 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
         tables=move(tables),
         chunks=chunks,
         paged=paged,
+        ragged=ragged,
     )
 
 

@@ -2,7 +2,7 @@
 
 A batch in which every segment is one token is filled up to the next size (`padding.fill_up`: added tokens write to a block
 that no sequence reads), copied into buffers that never move, and replayed. Everything but the capture itself runs on a CPU,
-too, and is tested there; the capture has not yet run on a GPU.
+too, and is tested there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners.attention import PagedCache, Pass
 from headrace.engine.native.runners.padding import fill_up
+from headrace.native.memory import uploaded
 
 MAX_ROWS = 1024
 """Larger batches keep a GPU busy without graphs."""
@@ -84,7 +85,7 @@ def _buffers(rows: int, width: int, device: torch.device) -> Buffers:
 
 
 Step = Callable[[torch.Tensor, Pass], torch.Tensor]
-"""tokens [B] and their attention -> logits [B, V], in which nothing waits for the GPU and no shape depends on a value."""
+"""tokens [B] and their attention -> hidden states [B, H], in which nothing waits for the GPU and no shape depends on a value."""
 
 
 class DecodeGraphs:
@@ -101,13 +102,14 @@ class DecodeGraphs:
         return rows == len(batch.context) <= MAX_ROWS and not batch.routing and bool((batch.adapters < 0).all())
 
     def forward(self, batch: ForwardInput) -> torch.Tensor:
-        """Logits [R, V] of a batch that `takes` accepts."""
+        """Hidden states [R, H] of a batch that `takes` accepts. The head is not captured: every size would keep logits of its own."""
         size = rows_bucket(len(batch.tokens)), width_bucket(batch.tables.shape[1])
         if size not in self._buffers:
             self._buffers[size] = _buffers(*size, self._cache.device)
         self._buffers[size].fill(fill_up(batch, *size, self._cache.scratch))
-        logits = self._replay(size) if self.capture else self._run(size)
-        return logits[torch.from_numpy(batch.rows).to(self._cache.device)]  # a copy: the next replay writes over them
+        rows = uploaded(batch.rows, self._cache.device)
+        hidden = self._replay(size) if self.capture else self._run(size)
+        return hidden[rows]  # a copy: the next replay writes over them
 
     def _run(self, size: tuple[int, int]) -> torch.Tensor:
         return self._step(self._buffers[size].tokens, self._buffers[size].attention(self._cache))
@@ -118,8 +120,8 @@ class DecodeGraphs:
             torch.cuda.synchronize(self._cache.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._run(size)
-            self._graphs[size] = graph, logits
-        graph, logits = self._graphs[size]
+                hidden = self._run(size)
+            self._graphs[size] = graph, hidden
+        graph, hidden = self._graphs[size]
         graph.replay()
-        return logits
+        return hidden

@@ -163,7 +163,7 @@ class FusedRunner(PagedRunner):
 
     def _forward(self, batch: ForwardInput) -> ForwardOutput:
         if self._graphs is not None and self._graphs.takes(batch):
-            return ForwardOutput(self._graphs.forward(batch))
+            return ForwardOutput(self._logits(self._graphs.forward(batch)))
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):
@@ -177,10 +177,10 @@ class FusedRunner(PagedRunner):
         return ForwardOutput(logits, routing if went is None else routing[went])
 
     def _decode(self, tokens: torch.Tensor, attention: Pass) -> torch.Tensor:
-        """[N, V] of tokens that are a segment each."""
+        """[N, H] of tokens that are a segment each."""
         for x in self._layers(Inputs(tokens, tokens, attention, None, None)):
             last = x
-        return self._logits(last)
+        return last
 
     @torch.inference_mode()
     def blame(self, batch: ForwardInput) -> np.ndarray:
@@ -223,7 +223,7 @@ class FusedRunner(PagedRunner):
         """x [R, H] -> [R, V]"""
         assert self._decoder is not None
         x = self._norm(x, self._decoder.norm)
-        return in_pieces(self._decoder.head, x, EXACT_ROWS) if self.exact else self._decoder.head(x)
+        return in_pieces(self._decoder.head.wide, x, EXACT_ROWS) if self.exact else self._decoder.head.wide(x)
 
     def _attention(
         self, index: int, layer: Layer, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], inputs: Inputs

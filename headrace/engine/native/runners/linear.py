@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.engine.native.runners.families import Linear
+from headrace.native.logits import wide_logits
 
 _PACK_ROWS = 64
 """Rows that oneDNN lays the weight out for. It serves any other number too."""
@@ -24,6 +25,13 @@ class Matrix:
         if self.packed is None:
             return linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """x [R, in] -> [R, out] for logits: in float32 on CUDA."""
+        if not x.is_cuda:
+            return self(x)
+        out = wide_logits(x, self.weight)
+        return out if self.bias is None else out + self.bias
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import torch
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
 from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join, require_exact
+from headrace.native.memory import uploaded
 
 
 class PagedRunner(ABC):
@@ -64,4 +65,4 @@ class PagedRunner(ABC):
         return plan_pass(batch, self._cache, self.exact)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)
+        return uploaded(array, self.device)

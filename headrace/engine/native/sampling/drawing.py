@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
-import torch
 
 from headrace.engine.native.forward_pass import ForwardOutput
 from headrace.engine.native.sampling.sampler import Drawn, Mask, Settings, sample, uniforms
+from headrace.native.memory import uploaded
 
 
 def draw(
@@ -48,7 +48,7 @@ def _sample(
 ) -> Drawn:
     logits = forward.logits
     if places is not None:
-        logits = logits[torch.from_numpy(places).to(logits.device)]
+        logits = logits[uploaded(places, logits.device)]
     drawn = sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)))
     if forward.score is None or drawn.mask is None:
         return drawn

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.native.memory import uploaded
+
 GROUP = 16
 """Tokens of one group. Small: the maxima leave out little probability. Large: there are few of them to sort."""
 
@@ -107,7 +109,7 @@ def cuts(maxima: torch.Tensor, total: torch.Tensor, filters: Filters, at_least: 
     """
     maxima = _descending(maxima)
     k, groups = np.where(filters.on(), filters.top_k, at_least), maxima.shape[1]
-    column = torch.from_numpy(np.clip(k, 1, groups) - 1).to(maxima.device)
+    column = uploaded(np.clip(k, 1, groups) - 1, maxima.device)
     found = torch.stack([maxima[:, 0], maxima.gather(1, column[:, None])[:, 0]]).cpu().numpy()
     peak, kth = found.astype(np.float64)
     cut = np.where((k > 0) & (k <= groups), kth, LOWEST)
@@ -128,7 +130,7 @@ def above(x: torch.Tensor, cut: np.ndarray) -> Ragged:
         places = np.flatnonzero(x.numpy() >= cut[:, None])
         logits = x.numpy().reshape(-1)[places]
     else:
-        found = (x >= torch.from_numpy(cut).to(x)[:, None]).view(-1).nonzero()[:, 0]
+        found = (x >= uploaded(cut, x.device, np.float32)[:, None]).view(-1).nonzero()[:, 0]
         places, logits = found.cpu().numpy(), x.reshape(-1)[found].cpu().numpy()
     rows, width = x.shape
     offsets = np.searchsorted(places, np.arange(rows + 1) * width)
@@ -147,8 +149,10 @@ def _reach(maxima: torch.Tensor, total: torch.Tensor, filters: Filters, rows: np
     reach = np.full(len(maxima), -np.inf)
     rows = np.flatnonzero(rows & (filters.top_p < 1))
     if len(rows):
-        index = torch.from_numpy(rows).to(maxima.device)
-        temperature, top_p = (torch.from_numpy(c[rows, None]).to(total) for c in (filters.temperature, filters.top_p))
+        index = uploaded(rows, maxima.device)
+        temperature, top_p = (
+            uploaded(c[rows, None], total.device, np.float64) for c in (filters.temperature, filters.top_p)
+        )
         sorted_ = maxima[index]
         mass = ((sorted_ - sorted_[:, :1]) / temperature.float()).exp_().cumsum(-1, dtype=torch.float64)
         # Rounded up: these are float32 terms, and a cut that is too low costs a few candidates only.

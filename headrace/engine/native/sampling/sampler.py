@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from headrace.engine.native.sampling.filters import GROUP, Filters, Ragged, above, concatenated, cuts, keep
+from headrace.native.memory import uploaded
 
 BLOCK = 256
 """Vocabulary entries whose weights are summed before one block is searched. An exponential race would need a random number
@@ -109,8 +110,8 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     tokens, chosen, norm = np.zeros(len(on), np.int64), np.zeros(len(on)), np.zeros(len(on))
     rows = np.flatnonzero(~on)
     whole = _draw_whole(logits, scan, rows, settings.temperature[rows], u[rows])
-    peak, total = scan.on_host()
-    tokens[rows], chosen[rows], norm[rows] = *whole.cpu().numpy(), total[rows]
+    peak, total, tokens[rows], chosen[rows] = _on_host(scan.summary(), whole)
+    norm[rows] = total[rows]
     kept = keep(scan.near, peak, total, filters) if on.any() else scan.near
     for rows, table in kept.rows(on).tables():
         place, norm[rows] = _draw_kept(table, peak[rows], filters.temperature[rows], u[rows])
@@ -124,14 +125,23 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask, top_ids=ids, top_logprobs=best)
 
 
+def _on_host(*parts: torch.Tensor) -> Iterator[np.ndarray]:
+    """The rows of tensors [n, R] of one dtype, copied at once: each copy waits for a GPU."""
+    whole = torch.cat([part.flatten() for part in parts]).cpu().numpy()
+    start = 0
+    for rows, width in (part.shape for part in parts):
+        yield from whole[start : start + rows * width].reshape(rows, width)
+        start += rows * width
+
+
 def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> RowScores:
     """Log-probs at temperature 1 of one given token per row of `logits` [R, V], and of the `top` most probable ones."""
     rows = len(logits)
     plain = Filters(np.ones(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
     scan = _scan(logits, plain, top, np.zeros(rows, bool))
-    given = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
+    given = uploaded(tokens, logits.device)
     chosen = logits.gather(1, given[:, None])[:, 0].double().cpu().numpy()
-    peak, total = scan.on_host()
+    peak, total = scan.summary().cpu().numpy()
     with np.errstate(invalid="ignore"):
         base = peak + np.log(total)
         return RowScores(chosen - base, *_top(scan.near, base, plain.temperature, top))
@@ -167,9 +177,9 @@ class _Scan:
     near: Ragged
     """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
 
-    def on_host(self) -> np.ndarray:
+    def summary(self) -> torch.Tensor:
         """[2, R]: peak, and the total of all weights."""
-        return torch.stack([self.peak, self.sums[:, -1]]).cpu().numpy()
+        return torch.stack([self.peak, self.sums[:, -1]])
 
 
 def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) -> _Scan:
@@ -179,7 +189,7 @@ def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) 
     maxima = torch.empty(rows, width // GROUP, device=device)
     sums = torch.zeros(rows, width // BLOCK, device=device)
     weights = torch.empty(_chunk_rows(logits, width), width, device=device)
-    scale = None if (filters.temperature == 1).all() else torch.from_numpy(1 / filters.temperature).to(peak)
+    scale = None if (filters.temperature == 1).all() else uploaded(1 / filters.temperature, device, np.float32)
     summed = filters.needs_total()
     for part, x in _chunks(logits, width):
         # A group's tokens lie far apart: neighbours in the vocabulary resemble each other.
@@ -222,7 +232,7 @@ def _near(logits: torch.Tensor, maxima: torch.Tensor, total: torch.Tensor, filte
     if not len(wanted):
         return Ragged(counts, np.zeros(0, np.int64), np.zeros(0, np.float32))
     if len(wanted) < rows:
-        index = torch.from_numpy(wanted).to(logits.device)
+        index = uploaded(wanted, logits.device)
         logits, maxima, total = logits[index], maxima[index], total[index]
     cut = cuts(maxima, total, filters.at(wanted), top)
     width = maxima.shape[1] * GROUP
@@ -247,15 +257,15 @@ def _draw_whole(
     Nothing in here waits for a GPU.
     """
     device, vocabulary, greedy = logits.device, logits.shape[1], temperature == 0
-    index = torch.from_numpy(rows).to(device)
-    block, inside = _search(scan.sums[index], torch.from_numpy(u).to(device))
+    index = uploaded(rows, device)
+    block, inside = _search(scan.sums[index], uploaded(u, device, np.float64))
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)
     x = logits[index[:, None], columns.clamp(max=vocabulary - 1)].double()
     x.masked_fill_(columns >= vocabulary, -torch.inf)
-    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)[:, None]).to(device)
+    scale = uploaded(np.where(greedy, 1.0, temperature)[:, None], device, np.float64)
     entry, _ = _search(((x - scan.peak[index, None]) / scale).exp_().cumsum(-1), inside)
     tokens = (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
-    tokens = torch.where(torch.from_numpy(greedy).to(device), scan.largest[index], tokens)
+    tokens = torch.where(uploaded(greedy, device, np.bool_), scan.largest[index], tokens)
     return torch.stack([tokens.double(), logits[index, tokens].double()])
 
 
