@@ -3,6 +3,7 @@
 Random weights of SmolLM2-135M's shape (tiny ones with `--device cpu`), so that nothing has to be fetched. Reports
 
 - the largest difference of log-probs, device in bf16 against CPU in fp32, and the agreement of greedy tokens;
+- whether graphs are captured while another thread moves and verifies new weights, as it does in a run;
 - tokens sampled a second at 1, 64, 256 and 1,024 sequences, prompts included, against transformers' continuous batching of the same
   load; and while decoding alone, with CUDA graphs and without, against the roofline: what reading the weights once a step and the
   KV cache once a sequence takes at the device's bandwidth, or the arithmetic at its peak, whichever is more;
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Literal
 
 import torch
@@ -170,6 +172,34 @@ def check(bench: Bench) -> None:
     assert worst < (0.5 if dtype == "bfloat16" else 1e-4), "the device does not compute what the CPU does"
 
 
+def capture_beside_weights(bench: Bench) -> None:
+    """Captures a graph for each of many sizes while weights arrive all the time. A capture that another thread could break would end the
+    engine's process."""
+    core = engine(bench, 32, bench.device, "bfloat16")
+    served = {name: tensor.detach().bfloat16() for name, tensor in bench.weights.named_parameters()}
+    update, over, errors = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), Event(), []
+
+    def arrive() -> None:
+        try:
+            while not over.is_set():
+                core.prepare(update, served)
+                for tensor in served.values():
+                    tensor.to(bench.device).cpu()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=arrive)
+    thread.start()
+    try:
+        for count in range(1, 33):
+            sample(core, count, 4)
+    finally:
+        over.set()
+        thread.join()
+    assert not errors, errors
+    print("graphs of 32 batch sizes captured while weights arrived\n", flush=True)
+
+
 def continuous_batching(bench: Bench, count: int) -> float:
     """Tokens per second of transformers' own continuous batching, prompts included, log-probs on; the second of two
     runs."""
@@ -272,6 +302,7 @@ def main() -> None:
         bench = Bench(Path(folder), LlamaForCausalLM(model(small)), device, small)
         bench.weights.save_pretrained(folder)
         check(bench)
+        capture_beside_weights(bench)
         for row in rows(bench, peaks):
             print(row, flush=True)
         print("\n" + train(bench, peaks[0]))

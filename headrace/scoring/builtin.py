@@ -10,7 +10,7 @@ from typing import Any
 from headrace.batches import Failure
 from headrace.errors import ConfigError
 from headrace.scoring.job import fail_raised
-from headrace.settings.extras import install
+from headrace.settings.extras import absent
 
 
 @cache
@@ -23,10 +23,9 @@ def _verifier(family: str) -> Callable[..., float]:
 def load_reasoning_gym() -> Callable[..., Any]:
     try:
         import reasoning_gym  # noqa: F401  at start, so that the first group does not wait for it
-    except ImportError:
-        raise ConfigError(
-            f"the reward reasoning_gym needs the package reasoning-gym, which is not installed: {install('tasks')}"
-        ) from None
+    except ImportError as error:
+        asked = "the reward reasoning_gym"
+        raise ConfigError(absent(asked, "reasoning-gym", "reasoning_gym", error, "tasks")) from None
     return reasoning_gym_reward
 
 

@@ -60,6 +60,16 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def absent(asked: str, package: str, module: str, error: ImportError, extra: str) -> str:
+    """Returns the sentence for something that asks for a package which cannot be imported: it is missing, or something that it needs is.
+
+    >>> absent("lora.rank", "peft", "peft", ModuleNotFoundError("No module named 'x'", name="x"), "lora")
+    "lora.rank needs the package peft, which cannot be imported (No module named 'x'): pip install 'peft>=0.18,<1'"
+    """
+    why = "is not installed" if error.name == module else f"cannot be imported ({error})"
+    return f"{asked} needs the package {package}, which {why}: {install(extra)}"
+
+
 def install(extra: str) -> str:
     """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections."""
     found = EXTRAS[extra]

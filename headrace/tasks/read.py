@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.settings.extras import install
+from headrace.settings.extras import absent
 from headrace.tasks.prompts import nearest
 
 Row = dict[str, Any]
@@ -64,8 +64,8 @@ def _parquet(path: Path) -> list[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"task.kind = parquet needs pyarrow, which is not installed: {install('parquet')}") from None
+    except ImportError as error:
+        raise ConfigError(absent("task.kind = parquet", "pyarrow", "pyarrow", error, "parquet")) from None
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -76,10 +76,8 @@ def _parquet(path: Path) -> list[Row]:
 def _saved_dataset(path: Path) -> list[Row]:
     try:
         import datasets
-    except ImportError:
-        raise ConfigError(
-            f"task.kind = datasets needs the package datasets, which is not installed: {install('datasets')}"
-        ) from None
+    except ImportError as error:
+        raise ConfigError(absent("task.kind = datasets", "datasets", "datasets", error, "datasets")) from None
     try:
         saved = [] if _is_empty(path) else datasets.load_from_disk(str(path))
     except Exception as error:  # errors of several libraries, depending on what the directory holds instead

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.settings.extras import install
+from headrace.settings.extras import absent
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.prompts import (
     Encoder,
@@ -154,10 +154,9 @@ def _check_family(family: str, options: Mapping[str, Any]) -> None:
 def _families() -> dict[str, Any]:
     try:
         from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ConfigError(
-            f"task.kind = reasoning_gym needs the package reasoning-gym, which is not installed: {install('tasks')}"
-        ) from None
+    except ImportError as error:
+        asked = "task.kind = reasoning_gym"
+        raise ConfigError(absent(asked, "reasoning-gym", "reasoning_gym", error, "tasks")) from None
     return DATASETS
 
 

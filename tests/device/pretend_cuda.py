@@ -167,6 +167,12 @@ class PretendedEvent:
         assert self.recorded
 
 
+class PretendedStream:
+    """The only one: all that was asked of it has been done."""
+
+    def synchronize(self) -> None: ...
+
+
 def pretended_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     """A fixture's body: torch finds the device, an A100 by its capability, and needs not wait for it; autocast is the CPU's."""
     autocast = torch.autocast
@@ -176,5 +182,6 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: PretendedStream())
     with PretendedCuda() as mode:
         yield mode

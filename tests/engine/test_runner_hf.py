@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton
+from tiny_models import MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton, skip_where_inexact
 
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.errors import ConfigError
@@ -15,6 +15,8 @@ BOTH = [*OTHERS, "llama3-rope", "qwen2-sliding", "gemma3_text", "mixtral"]
 
 
 def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
+    if exact:
+        skip_where_inexact(dtype)
     return RunnerDriver(
         HuggingFaceRunner(skeleton(name, dtype), 256, dtype=dtype, device=CPU, exact=exact), parameters(name, dtype)
     )

@@ -11,11 +11,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
+from headrace.engine.native.runners.padding import require_exact
 from headrace.engine.native.runners.skeleton import Skeleton, read
+from headrace.errors import ConfigError
+
+
+def skip_where_inexact(dtype: torch.dtype) -> None:
+    """Skips a test of exactness in PyTorch where an exact engine is refused: torch 2.11 on 16 cores with AMX is such a machine."""
+    try:
+        require_exact(dtype, torch.device("cpu"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
 
 SMALL = {
     "hidden_size": 32,

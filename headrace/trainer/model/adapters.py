@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.lora import LoraConfig
-from headrace.settings.extras import install
+from headrace.settings.extras import absent
 from headrace.trainer.model.quantise import quantise
 
 ADAPTER_MODEL = "adapter_model.safetensors"
@@ -167,10 +167,8 @@ class Adapters:
 def _peft() -> Any:
     try:
         import peft
-    except ImportError:
-        raise ConfigError(
-            f"lora.rank needs peft, which is not installed: {install('lora')}, or set lora.rank = 0"
-        ) from None
+    except ImportError as error:
+        raise ConfigError(absent("lora.rank", "peft", "peft", error, "lora") + ", or set lora.rank = 0") from None
     return peft
 
 

@@ -63,8 +63,8 @@ class BucketGroup:
             while work := self._work.get():
                 number, bucket = work
                 group.broadcast([bucket], options).wait()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize()
+                if self._device.type == "cuda":  # not the device: an engine may be capturing a graph
+                    torch.cuda.current_stream().synchronize()
                 tell(number)
         except Exception as error:
             tell(error)

@@ -119,7 +119,8 @@ class DecodeGraphs:
             self._run(size)  # what is made on first use (workspaces, compiled kernels) must not be made in the capture
             torch.cuda.synchronize(self._cache.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Only this thread's calls may break a capture: meanwhile another one moves and verifies new weights.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 hidden = self._run(size)
             self._graphs[size] = graph, hidden
         graph, hidden = self._graphs[size]

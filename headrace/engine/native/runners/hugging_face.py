@@ -35,7 +35,6 @@ class HuggingFaceRunner(PagedRunner):
         exact: bool = False,
         max_adapters: int = 0,
     ) -> None:
-        super().__init__(model.geometry, dtype, device, exact)
         self.path = f"hugging face {model.model_type}"
         self._model = model.model
         if max_adapters:
@@ -48,6 +47,7 @@ class HuggingFaceRunner(PagedRunner):
                 f"engine.exact = true, but in {self.path} how an expert adds depends on how many tokens chose it; serve "
                 "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
             )
+        super().__init__(model.geometry, dtype, device, exact)
         self._places = _places(model.model)
         self._nothing = [module._parameters[attribute] for _, module, attribute in self._places]
         """The parameters without values, on the meta device."""

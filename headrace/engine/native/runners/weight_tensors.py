@@ -32,8 +32,8 @@ def check(expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the views themselves on a CPU, and copies elsewhere, made in the preparing thread while generation continues."""
     moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == "cuda":  # the stream and not the device, which nobody may wait for while a graph is captured
+        torch.cuda.current_stream(device).synchronize()
     return moved
 
 
