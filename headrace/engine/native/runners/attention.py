@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -123,10 +124,10 @@ class Pass:
     """[N] int64"""
     where: torch.Tensor
     """[N] int64: where each token's key and value go."""
-    single: torch.Tensor | None
+    single: torch.Tensor | None = None
     """[n] tokens that make a segment alone; None when all do."""
-    tables: torch.Tensor
-    """[n, W] int64: the blocks of those."""
+    tables: torch.Tensor | None = None
+    """[n, W] int64: the blocks of those; None where a kernel serves all segments."""
     chunks: list[AttentionChunk] = field(default_factory=list)
     exact: bool = False
     """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
@@ -178,6 +179,7 @@ class Pass:
 
     def _plan(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks [n, w] that the window touches, and a mask [n, w * BLOCK] to be added to the scores."""
+        assert self.tables is not None
         if window not in self._plans:
             last = self.positions if self.single is None else self.positions[self.single]
             width = self.tables.shape[1]
@@ -268,17 +270,19 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
     batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
     where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    made = partial(Pass, cache=cache, positions=move(positions), where=move(where))
     if exact:
-        return Pass(
-            cache=cache,
-            positions=move(positions),
-            where=move(where),
-            single=None,
-            tables=move(batch.tables[segments]),
-            exact=True,
-        )
-    alone = np.flatnonzero(sizes == 1)
+        return made(tables=move(batch.tables[segments]), exact=True)
     ends = batch.context + sizes
+    longest = int(sizes.max()), int(ends.max())
+    if cache.kernel is not None:
+        starts, lengths, pages = (move(array, np.int32) for array in (batch.starts, ends, batch.tables))
+        return made(paged=(starts, lengths, pages, *longest))
+    if cache.ragged is not None:
+        key_starts, source = _keys(batch, ends)
+        layout = Layout(move(batch.starts, np.int32), move(key_starts, np.int32), *longest)
+        return made(ragged=(layout, move(source)))
+    alone = np.flatnonzero(sizes == 1)
     chunks = [
         AttentionChunk(
             int(batch.starts[s]),
@@ -289,28 +293,15 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
         for s in np.flatnonzero(sizes > 1)
     ]
     tables = batch.tables if len(alone) == len(sizes) else batch.tables[alone]
-    single = None if not chunks else move(batch.starts[alone])
-    paged = ragged = None
-    if cache.kernel is None and cache.ragged is not None:
-        starts, total = np.concatenate([[0], np.cumsum(ends)]), int(ends.sum())
-        owner = np.repeat(np.arange(len(ends)), ends)
-        place = np.arange(total) - starts[owner]
-        source = batch.tables[owner, place // BLOCK].astype(np.int64) * BLOCK + place % BLOCK
-        layout = Layout(move(batch.starts, np.int32), move(starts, np.int32), int(sizes.max()), int(ends.max()))
-        ragged = (layout, move(source))
-    if cache.kernel is not None:
-        columns = [move(array, np.int32) for array in (batch.starts, ends, batch.tables)]
-        paged = (columns[0], columns[1], columns[2], int(sizes.max()), int(ends.max()))
-    return Pass(
-        cache=cache,
-        positions=move(positions),
-        where=move(where),
-        single=single,
-        tables=move(tables),
-        chunks=chunks,
-        paged=paged,
-        ragged=ragged,
-    )
+    return made(single=move(batch.starts[alone]) if chunks else None, tables=move(tables), chunks=chunks)
+
+
+def _keys(batch: ForwardInput, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """([S + 1] where the keys of each segment begin, [K] where each key lies in the cache). `ends`: keys of each segment."""
+    starts = np.concatenate([[0], np.cumsum(ends)])
+    owner = np.repeat(np.arange(len(ends)), ends)
+    place = np.arange(starts[-1]) - starts[owner]
+    return starts, batch.tables[owner, place // BLOCK].astype(np.int64) * BLOCK + place % BLOCK
 
 
 def paged_kernel(dtype: torch.dtype, device: torch.device) -> PagedKernel | None:

@@ -64,9 +64,7 @@ class Buffers:
     def attention(self, cache: PagedCache) -> Pass:
         longest = self.tables.shape[1] * BLOCK
         paged = (self.starts, self.lengths, self.narrow, 1, longest) if cache.kernel is not None else None
-        return Pass(
-            cache=cache, positions=self.positions, where=self.where, single=None, tables=self.tables, paged=paged
-        )
+        return Pass(cache=cache, positions=self.positions, where=self.where, tables=self.tables, paged=paged)
 
 
 def _buffers(rows: int, width: int, device: torch.device) -> Buffers:
