@@ -86,7 +86,8 @@ def config_for(directory: Path, model: Path, server: Server, **tables: Any) -> d
 
 
 def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
-    """Checks what is true of every run with a lag bound of 1 that has ended so."""
+    """Checks what is true of every run with a lag bound of 1 that has ended so. One that was interrupted may have its last two versions
+    under way: the last step may have trained on what the version before them sampled."""
     (ended,) = of(directory, RunEnded)
     rows = of(directory, StepRow)
     assert ended.reason == reason and ended.accounting.balance() == 0, ended.accounting
@@ -96,7 +97,7 @@ def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
         live = [one.update.version for one in of(directory, WeightsLive) if one.update.kind == kind]
         assert live == list(range(len(live)))
     delivered = len(live or of(directory, WeightsLive)) - 1
-    assert delivered == steps or (reason != "finished" and delivered == steps - 1)
+    assert delivered == steps or (reason != "finished" and steps - 2 <= delivered < steps)
     assert not list(directory.rglob("*.safetensors")) or not list(directory.glob("**/tiny-weights"))
 
 
