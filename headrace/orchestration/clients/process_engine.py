@@ -230,10 +230,10 @@ class ProcessEngine:
 
     def _reissue(self) -> None:
         self._owes_requests = False
+        if self._held:  # first, or a pass in between would admit what has not begun
+            self._keeper.push(self._held, None)
         for request in self._book.reissued():
             self._send(request)
-        if self._held:
-            self._keeper.push(self._held, None)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
