@@ -262,13 +262,14 @@ def test_a_worker_that_is_given_up_at_once_leaves_nothing(tmp_path: Path, how: s
 
 @contextmanager
 def stopped(processes: list[preloaded.ForkServer]) -> Iterator[None]:
-    for one in processes:
-        one._process.send_signal(signal.SIGSTOP)  # does nothing if it has ended
+    running = [one._process for one in processes if one._process.poll() is None]
+    for process in running:
+        os.kill(process.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for one in processes:
-            one._process.send_signal(signal.SIGCONT)
+        for process in running:
+            os.kill(process.pid, signal.SIGCONT)
 
 
 # --- a process that somebody else forked -----------------------------------------------------------------------------------
