@@ -84,12 +84,15 @@ class Session:
         for one in self._recorder.state.evals:
             built.parts.minutes.measured(evaluation=one.seconds)
         await built.utilisation.start()
-        self._training = True
+        self._training, patience = True, LAST_WORD
         try:
             await built.pipeline.run()
+        except StalledError:  # something has waited long enough: most often for the engine
+            patience = 0.0
+            raise
         finally:
             self._training, self._trained, self.step = False, True, built.pipeline.step
-            await built.utilisation.stop(LAST_WORD if self._interrupts < 2 else 0.0)
+            await built.utilisation.stop(patience if self._interrupts < 2 else 0.0)
         if built.pipeline.interrupted:
             self.reason = self._left_for
         else:
