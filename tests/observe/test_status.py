@@ -15,6 +15,7 @@ from typing import Any
 
 import preloaded_python
 import pytest
+from beside import until
 from rich.console import Console
 from tiny_run import tiny_config, when_step
 
@@ -197,8 +198,9 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
         process = preloaded_python.Program(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
         when_step(directory, 3, lambda: None).join()
+        until(lambda: f"controller {process.pid}, engine" in asked(capsys, str(directory))[1])  # said every two seconds
         code, out = asked(capsys, str(directory))
-        assert code == 0 and "● training" in out and f"controller {process.pid}, engine" in out and ", for the" in out
+        assert code == 0 and "● training" in out and ", for the" in out
         code, out = asked(capsys, str(directory), "--stacks")
         assert code == 0 and f"--- controller, pid {process.pid}" in out and "task " in out
         assert re.search(r"--- engine, pid \d+: \w", out) and re.search(r"--- trainer, pid \d+: \w", out)

@@ -59,7 +59,7 @@ def save(
     generators, _ = placement.each(torch.get_rng_state())
     if not placement.leads:
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
     _write(directory / contents.file, weights)
     _write(directory / OPTIMIZER, {**moments, **_rng(generators.flatten())})
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
