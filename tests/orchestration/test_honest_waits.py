@@ -47,6 +47,27 @@ def test_a_wait_is_stopped_when_what_it_waits_for_has_stopped() -> None:
     assert stopped_at(lambda now: min(now, 150.0), allows=40.0) == pytest.approx(2 * (STOP + 40.0) + STOP + 40.0)
 
 
+def test_a_short_wait_does_not_ask_what_advances() -> None:
+    """The answer walks all tokens that are under way, and an admission waits once for each group."""
+
+    async def case() -> None:
+        waits, asked = waits_of(FactList()), 0
+
+        def advances() -> int:
+            nonlocal asked
+            asked += 1
+            return asked
+
+        async with waits.named("admission", "a free slot", advances=advances):
+            await asyncio.sleep(WARN - 1.0)
+        assert not asked
+        async with waits.named("admission", "a free slot", advances=advances):
+            await asyncio.sleep(2 * STOP + 1.0)
+        assert asked == 3, "at the first deadline, and at two second ones"
+
+    virtual_time.run(case())
+
+
 def test_files_that_are_read_put_off_the_end_of_a_start_alone() -> None:
     async def case(owner: str) -> float:
         loop, waits = asyncio.get_running_loop(), waits_of(FactList())

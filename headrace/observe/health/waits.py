@@ -85,8 +85,9 @@ class Waits:
         """Names a wait: `async with waits.named("trainer", "8 scored groups"): ...`. Raises `StalledError` at the second deadline.
 
         `endless`: a wait without a known bound, such as a download. It is reported every `warn_after` seconds and never stopped.
-        `advances`: returns what changes as long as the awaited work goes on, such as a number of tokens. It is asked at the second deadline: if it has
-        changed since it was asked last, the wait has another `stop_after` seconds. `allows`: seconds that one piece of that work may take, beside.
+        `advances`: returns what changes as long as the awaited work goes on, such as a number of tokens. It is asked at both deadlines, so that a wait
+        that ends before costs nothing: if it has changed since it was asked last, the wait has another `stop_after` seconds. `allows`: seconds that
+        one piece of that work may take, beside.
         """
         wait = _Wait(
             owner=owner,
@@ -96,7 +97,6 @@ class Waits:
             endless=endless,
             advances=advances,
             allows=allows,
-            seen=advances and advances(),
             spared=allows,
         )
         self._current[wait] = None
@@ -160,6 +160,7 @@ class Waits:
             wait.alarms.append(loop.call_later(max(0.0, stop_in), self._stop, wait))
 
     def _warn(self, wait: _Wait) -> None:
+        wait.seen = wait.advances and wait.advances()
         then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
         try:
             self._record(Warned(self._clock(), f"{self._seen(wait)}{then}"))
