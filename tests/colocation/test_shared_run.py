@@ -133,7 +133,7 @@ def lending(directory: Path, model: Path, *, lend: bool = True, **tables: Any) -
     own = {"orchestration": {"lend": True, "give_way": 3.0}} if lend else {}
     engine = {**SYNCHRONOUS["engine"], "max_running": 2, "context_length": 128, "cores": CORES[:1]}
     train = {**SYNCHRONOUS["train"], "cores": CORES[-1:], "max_deaths": 2}
-    rollout = {"group_size": 8, "max_tokens": 48}
+    rollout = {"group_size": 8, "max_tokens": 24}
     settled = {"staleness": SYNCHRONOUS["staleness"], "engine": engine, "train": train, "rollout": rollout}
     return tiny_config(directory, model, **{**settled, **own, **tables})
 

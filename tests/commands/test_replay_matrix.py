@@ -201,8 +201,26 @@ def added(base: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "row-by-row"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+MATRIX = list(itertools.product(CASES, (True, False)))
+"""Each case with shared prompts in one pack, and row by row."""
+
+
+def values(case: Case, shared: bool) -> set[tuple[str, Any]]:
+    return {*vars(case).items(), ("shared", shared)}
+
+
+def quick(case: Case, shared: bool) -> bool:
+    """A third of the matrix, in which any two values meet: a diagonal. The others are for `make test-slow`."""
+    distill = DISTILL.index(case.distill)
+    return (distill + case.masks + case.lora + case.reference + shared + FAMILIES.index(case.family)) % 3 == 0
+
+
+def marked(case: Case, shared: bool) -> Any:
+    name = f"{case}-{'shared' if shared else 'row-by-row'}"
+    return pytest.param(case, shared, id=name, marks=() if quick(case, shared) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("case", "shared"), itertools.starmap(marked, MATRIX))
 def test_the_gradient_of_a_step(case, shared):
     actual, wanted = trained(case, shared), expected(case)
     assert actual.keys() == wanted.keys()
@@ -214,4 +232,9 @@ def test_the_gradient_of_a_step(case, shared):
 
 def test_the_matrix_is_whole():
     assert len(CASES) == 7 * 2 * 2 * 2 * 3
+    every, some = (
+        {pair for one in chosen for pair in itertools.combinations(sorted(values(*one), key=str), 2)}
+        for chosen in (MATRIX, [one for one in MATRIX if quick(*one)])
+    )
+    assert every == some and sum(quick(*one) for one in MATRIX) == len(MATRIX) / 3
     assert AlgoConfig(name="reinforce").recipe.aggregation == seq_mean_token_sum.__name__

@@ -54,7 +54,7 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
     assert "was killed by SIGKILL" in lost.how
 
 
-@pytest.mark.parametrize("kind", ["vllm", "headrace"])
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=pytest.mark.slow), "headrace"])
 def test_two_servers_that_the_run_started_of_which_one_is_killed(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
 

@@ -39,14 +39,19 @@ def main() -> None:
     signal_me_when_orphaned(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = socket.socket(fileno=int(sys.argv[1]))
-    for kind in KINDS:
-        preload(kind)
-    for module in LATER:
-        importlib.import_module(module)
+    load()
     gc.freeze()  # a collection in a worker would copy every page that it writes to
     if (found := serve(requests, _unfit(requests.fileno()))) is not None:
         become(*found)
         worker.main()
+
+
+def load() -> None:
+    """Imports the libraries of all kinds of workers."""
+    for kind in KINDS:
+        preload(kind)
+    for module in LATER:
+        importlib.import_module(module)
 
 
 def serve(requests: socket.socket, unfit: str = "") -> tuple[ForkRequest, list[int]] | None:

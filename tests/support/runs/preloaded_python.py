@@ -134,9 +134,8 @@ def main() -> None:
     gc.disable()
     signal_me_when_orphaned(signal.SIGKILL)
     requests = socket.socket(fileno=int(sys.argv[1]))
-    for kind in fork_server.KINDS:
-        fork_server.preload(kind)
-    for module in (*MODULES, *fork_server.LATER):
+    fork_server.load()
+    for module in MODULES:
         importlib.import_module(module)
     gc.freeze()
     found = fork_server.serve(requests, fork_server._unfit(requests.fileno()))
