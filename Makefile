@@ -28,10 +28,10 @@ $(RUNS): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(if $(TORCH),$(PIP_INSTALL) "$(TORCH)")
 	$(PIP_INSTALL) --editable ".[demo]"
-	$(BIN)/python -m headrace.engine.native.kernels.build & engine=$$!; \
+	@$(BIN)/python -m headrace.engine.native.kernels.build & engine=$$!; \
 	$(BIN)/python -m headrace.trainer.kernels.build & trainer=$$!; \
 	$(BIN)/python -m headrace.weight_sync.delta.build; delta=$$?; \
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import headrace.cli; from headrace.orchestration.workers.fork_server import load; load()'; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import headrace.cli, reasoning_gym; from headrace.orchestration.workers.fork_server import load; load()'; \
 	test $$? = 0 && wait $$engine && wait $$trainer && test $$delta = 0
 	touch $(RUNS)
 
