@@ -526,7 +526,10 @@ def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:
             running = asyncio.ensure_future(world.run())
             await asyncio.wait([running, *fleet.tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in fleet.tasks:
-                if task.done():
+                if task.done() and task.exception():
+                    running.cancel()  # and its own error is heard, else it is logged whenever it is collected as garbage
+                    await asyncio.wait([running])
+                    running.cancelled() or running.exception()
                     task.result()
             await running
         finally:
