@@ -1,6 +1,6 @@
 """The trainer's kernels, compiled for this machine (`native/build.py`).
 
-python -m headrace.trainer.kernels.build        compiles now (`make setup` does) and prints the result
+python -m headrace.trainer.kernels.build        compiles now (`make demo` and `make setup` do) and prints the result
 """
 
 from __future__ import annotations
