@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,6 +15,9 @@ from headrace.orchestration.build import BuiltRun
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.wording import machine_change
+
+PATIENCE = {0: LAST_WORD, 1: 5.0}
+"""Seconds in which the engine should answer after training, by the number of interrupts: whoever pressed Ctrl-C waits."""
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -84,7 +88,7 @@ class Session:
         for one in self._recorder.state.evals:
             built.parts.minutes.measured(evaluation=one.seconds)
         await built.utilisation.start()
-        self._training, patience = True, LAST_WORD
+        self._training, patience = True, math.inf
         try:
             await built.pipeline.run()
         except StalledError:  # something has waited long enough: most often for the engine
@@ -92,7 +96,7 @@ class Session:
             raise
         finally:
             self._training, self._trained, self.step = False, True, built.pipeline.step
-            await built.utilisation.stop(patience if self._interrupts < 2 else 0.0)
+            await built.utilisation.stop(min(patience, PATIENCE.get(self._interrupts, 0.0)))
         if built.pipeline.interrupted:
             self.reason = self._left_for
         else:
