@@ -50,7 +50,7 @@ test: setup
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[ray]"
+	$(PIP_INSTALL) --editable ".[ray]"
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -m slow $(ARGS)
 
 # Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
