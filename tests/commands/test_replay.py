@@ -167,7 +167,7 @@ def test_the_trainer_of_that_moment_scores_the_rollouts_again(
     """Tokens that no swap met were sampled with the very weights that the trainer has before the step."""
     assert cli.main(["inspect", str(finished), "--step", "5", "--rescore", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert "asked again" in told["source"] and len(told["rollouts"]) == 12
+    assert "computed again" in told["source"] and len(told["rollouts"]) == 12
     gaps = [
         (lag, abs(a - b))
         for one in told["rollouts"]
