@@ -43,6 +43,7 @@ from headrace.orchestration.workers.build import open_files, open_network, open_
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
+from headrace.rehearsal.shape import read_shape
 from headrace.settings.process_config import OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
@@ -192,6 +193,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
     found = require(settings.kind, settings.python)
+    loras, shape = [run.lora for run in adapter_runs(config) or (config,)], read_shape(model_dir)
 
     def make(port: int, token: str, token_file: Path) -> Command:
         place = Place(
@@ -200,7 +202,8 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             token=token,
             token_file=token_file,
             adapters=adapters_served(config),
-            rank=max(one.lora.rank for one in adapter_runs(config) or (config,)),
+            rank=max(lora.rank for lora in loras),
+            adapted=sorted(set().union(*map(shape.adapted, loras))),
             fetches=way_of(config.weight_sync, config.ends).kind == "http",
         )
         return command(settings, found, place)

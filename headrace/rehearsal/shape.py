@@ -28,6 +28,13 @@ class ModelShape:
     positions: int
     """Longest context that the model was made for; 0 if its config does not say."""
 
+    def adapted(self, config: LoraConfig) -> set[str]:
+        """Returns the names of the modules that an adapter adapts, without their path. With "all-linear" they are those of all matrices."""
+        targets = [name.removesuffix(".weight") for name, _, _ in self.matrices]
+        if config.targets != "all-linear":
+            targets = list(config.targets)
+        return {target.rpartition(".")[2] for target in targets} | ({"experts"} if config.experts else set())
+
     def adapter(self, config: LoraConfig) -> int:
         """Returns the parameters of a LoRA adapter, without those of experts."""
         targets = config.targets

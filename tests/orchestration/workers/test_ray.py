@@ -48,9 +48,11 @@ def head() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(head: Cluster) -> Cluster:
-    """With two nodes of one CPU each: the test before may have removed one. (Ray starts nodes in the main thread only.)"""
+    """With two nodes of one CPU each: the test before may have removed one, which Ray counts until it has missed some of its
+    heartbeats. (Ray starts nodes in the main thread only.)"""
     while len(head.worker_nodes) < 2:
         patient(lambda: head.add_node(num_cpus=1))
+    head.wait_for_nodes(PATIENCE)
     return head
 
 
