@@ -25,7 +25,7 @@ from planted_faults import PLANTED, Planted
 from headrace.faultsim.case import Case
 
 PACKAGE = Path(__file__).resolve().parents[2] / "headrace"
-SCHEDULES = 200
+SCHEDULES = 1500
 
 _HUNT = """
 import json, sys, headrace, msgspec

@@ -28,23 +28,12 @@ PINNED = {
     # a last checkpoint with the weights of the step after its tickets
     "stepping": Case(10, groups=1, steps=3, checkpoint_every=0, faults=(Fault("engine_dies", 0, 13),)),
     # a second checkpoint of one step: tokens put behind themselves
-    "twice": Case(65, groups=1, max_lag=0, steps=1, checkpoint_every=0, faults=(Fault("lose", 0, 11),)),
+    "twice": Case(
+        56, groups=1, max_lag=2, group_size=3, steps=3, checkpoint_every=0, faults=(Fault("interrupt", 0, 1),)
+    ),
     # killed while that took the place of the first: no checkpoint, no passes
     "replaced": Case(
-        46,
-        mode="drain",
-        groups=1,
-        max_lag=2,
-        steps=3,
-        checkpoint_every=0,
-        faults=(
-            Fault("power", 0, 0),
-            Fault("kill", 1, 10),
-            Fault("kill", 2, 60),
-            Fault("power", 3, 0),
-            Fault("kill", 4, 32),
-        ),
-        stragglers=2,
+        19, groups=1, max_lag=0, steps=1, checkpoint_every=0, members=3, faults=(Fault("interrupt", 0, 54),)
     ),
     # what requests had when an error ended the run, or the engine was given up
     "kept": Case(
@@ -60,7 +49,7 @@ PINNED = {
     ),
     # a completion told at the very moment of a checkpoint
     "unawaited": Case(
-        6, groups=1, max_lag=1, group_size=4, steps=3, faults=(Fault("engine_hangs", 0, 4),), stragglers=5
+        48, overdue="drop", groups=2, max_lag=0, group_size=2, steps=2, checkpoint_every=0, stored=2, stragglers=3
     ),
     # a call between the death of a process and its notice
     "ended": Case(
@@ -78,15 +67,36 @@ PINNED = {
     "double": Case(47, overdue="trim", groups=1, max_lag=0, group_size=4, steps=2, checkpoint_every=0, stored=4),
     # the same when a swap ends the groups that have tokens of older weights
     "unheard": Case(
-        173, mode="cancel_group", overdue="cancel", groups=2, group_size=2, checkpoint_every=0, stored=4, stragglers=3
+        1470,
+        mode="cancel_group",
+        overdue="cancel",
+        groups=3,
+        steps=6,
+        checkpoint_every=3,
+        evaluate_every=2,
+        stored=3,
+        faults=(Fault("power", 0, 0), Fault("full", 1, 0)),
+        stragglers=5,
+        members=3,
+        curriculum="contrast",
     ),
     # passes that a loss of power left, of tickets that it did not
     "outlived": Case(
-        391,
-        steps=2,
+        146,
+        overdue="drop",
+        groups=2,
+        group_size=2,
+        steps=4,
         checkpoint_every=0,
-        faults=(Fault("power", 0, 20, 0.720448303139943), Fault("kill", 1, 60, 0.4070906549893619)),
+        stored=2,
+        faults=(
+            Fault("kill", 0, 0),
+            Fault("power", 1, 0),
+            Fault("power", 2, 29, 0.7753585398136867),
+            Fault("kill", 3, 108, 0.9990905924850997),
+        ),
         stragglers=3,
+        served=True,
     ),
     # a full disk when a run goes on
     "start": Case(
