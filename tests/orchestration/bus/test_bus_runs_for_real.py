@@ -15,7 +15,7 @@ from typing import Any
 import preloaded_python
 import pytest
 import torch
-from beside import PATIENCE
+from beside import PATIENCE, until
 from redis_server import a_redis_server
 from tiny_run import SYNCHRONOUS, at_steps, held_reward, kill_when, of, release, tiny_config, trained_steps, weights_of
 
@@ -89,11 +89,15 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
         config = on_bus(tmp_path, tiny_llama, bus, train={"steps": 12}, rollout={"max_tokens": 24})
         with hosts(bus, 2) as (killed, drained), hosts(bus, 0) as later:
 
+            def kill() -> None:
+                killed.kill()
+                until(lambda: any("is lost: it was silent" in message for message in warned(run)))
+
             def drain() -> None:
                 later.append(subprocess.Popen([*drained.args, "--groups", "8"], text=True, stderr=subprocess.PIPE))  # type: ignore[misc]
                 drained.terminate()
 
-            thread = at_steps(config, {3: killed.kill, 6: drain})
+            thread = at_steps(config, {3: kill, 6: drain})
             result = headrace.train(config)
             thread.join()
             said = drained.communicate(timeout=PATIENCE)[1]
@@ -101,7 +105,6 @@ def test_a_host_that_is_killed_with_groups_in_hand_costs_no_ticket(tiny_llama: P
             assert later[0].wait(PATIENCE) == 0
         assert result.step == 12
         finished(run, 12)
-        assert any("is lost: it was silent" in message for message in warned(run))
         assert any("has left" in message for message in warned(run))
 
 
