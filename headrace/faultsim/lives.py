@@ -356,9 +356,8 @@ def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk, fleet: bool) 
         return True  # nobody was left in its rotation
     if isinstance(error, StalledError):
         return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
-    if isinstance(
-        error, WorkerDied
-    ):  # on a full disk a member whose reports cannot be written is ended, and its error says so
+    if isinstance(error, WorkerDied):
+        # On a full disk a member whose reports cannot be written is ended, and its error says so.
         full = fleet and disk.was_full and "No space left" in str(error)
         return full or bool(kinds & {"engine_dies", "engine_lost", "trainer_dies", "lose"})
     return disk.was_full

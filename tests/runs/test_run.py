@@ -31,8 +31,18 @@ from headrace.errors import (
     StalledError,
     WorkerDied,
 )
-from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, IdentityChecked, RunEnded, Warned, WorkerLost
+from headrace.observe.facts import (
+    CheckpointSaved,
+    Evaluated,
+    GroupEnded,
+    IdentityChecked,
+    RunEnded,
+    Waited,
+    Warned,
+    WorkerLost,
+)
 from headrace.observe.records import StepRow
+from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.snapshots import load_controller
 
 
@@ -349,6 +359,8 @@ def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     ended = of(directory, RunEnded)[-1]
     assert ended.reason == "interrupted" and newest_step(directory) == ended.step
     assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
+    (last,) = [fact for fact in of(directory, Waited) if fact.what == "the engine's last word"]
+    assert last.seconds < LAST_WORD, "whoever pressed Ctrl-C waits"
     until_gone(pids)
 
 
