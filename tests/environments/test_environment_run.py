@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from beside import until
-from server_processes import alive
+from processes import alive
 from tiny_run import HOLD, Config, hold, kill_when, of, release, tiny_config
 
 import headrace

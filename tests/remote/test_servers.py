@@ -15,7 +15,7 @@ from typing import Any
 
 import fake_servers
 import pytest
-from server_processes import alive
+from processes import alive
 
 from headrace.commands.installed.doctor import engine_findings
 from headrace.engine.config import FORGIVEN, EngineConfig

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from beside import Beside, until
-from server_processes import alive, config_for, serving, vllm
+from processes import alive
+from server_processes import config_for, serving, vllm
 from tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 
 import headrace

@@ -16,7 +16,7 @@ from pathlib import Path
 import preloaded_python
 import pytest
 from beside import until
-from server_processes import alive
+from processes import alive
 from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 import headrace

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from beside import until
+from processes import alive
 
 from headrace.sandbox.isolation import examine_isolation
 from headrace.sandbox.sandbox import Sandbox, SandboxLost
@@ -164,7 +165,7 @@ def test_no_process_outlives_its_caller():
     assert len(below) == 2  # the one that makes calls, and the call
     caller.send_signal(signal.SIGKILL)
     caller.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() and not zombie(pid) for pid in below))
+    until(lambda: not any(map(alive, below)))
 
 
 def descendants(pid: int) -> list[int]:
@@ -175,14 +176,7 @@ def descendants(pid: int) -> list[int]:
 def makers() -> set[int]:
     """The processes of this one that make calls."""
     below = descendants(os.getpid())
-    return {pid for pid in below if not zombie(pid) and "zygote" in Path(f"/proc/{pid}/cmdline").read_text()}
-
-
-def zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return {pid for pid in below if alive(pid) and "zygote" in Path(f"/proc/{pid}/cmdline").read_text()}
 
 
 def test_a_process_that_makes_calls_may_die():

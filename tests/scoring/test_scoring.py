@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import gone
 from pydantic import ValidationError
 
 from headrace.batches import Failure
@@ -651,13 +652,7 @@ asyncio.run(main())
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    asyncio.run(_until(lambda: not any(_runs(pid) and not _is_zombie(pid) for pid in pids)))
-
-
-def _is_zombie(pid: int) -> bool:
-    """Orphans of a container without an init stay as zombies."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert all(map(gone, pids))
 
 
 # --- what is refused at start ------------------------------------------------------------------------------------------

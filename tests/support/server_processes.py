@@ -104,13 +104,6 @@ def checked_run(directory: Path, steps: int, reason: str = "finished") -> None:
 # -- processes ----------------------------------------------------------------------------------------------------------------
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def servers(of: int = 0) -> dict[int, list[int]]:
     """The processes of each server that this process, or the one named, has started; the server's main one first."""
     found: dict[int, list[int]] = {}

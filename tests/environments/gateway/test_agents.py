@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tool_chats
+from processes import gone
 from written_turns import Model, encoder_of
 
 from headrace.batches import Failure
@@ -140,18 +140,6 @@ def test_one_that_takes_too_much_memory_ends_alone(tmp_path: Path) -> None:
     assert isinstance(grows, Failure) and (grows.reason, grows.kind) == ("environment_memory", "MemoryError")
     assert isinstance(hogs, Failure) and hogs.reason == "environment_memory"
     assert "GiB; environment.memory_gib = 0.2 is the limit" in hogs.detail
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 @pytest.mark.waits

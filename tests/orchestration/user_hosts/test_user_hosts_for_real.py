@@ -13,6 +13,7 @@ import pytest
 import torch
 from beside import PATIENCE, Beside, until
 from offered_workers import free_port, offering, token_file
+from processes import alive
 from tiny_run import HOLD, SYNCHRONOUS, at_steps, hold, of, release, tiny_config, until_noted, weights_of
 
 import headrace
@@ -71,13 +72,6 @@ def children_of(pid: int, module: str) -> list[int]:
     return found
 
 
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 REWARD_WORKER, ENVIRONMENT_WORKER = (
     "headrace.scoring.workers.reward_worker",
     "headrace.environments.workers.environment_worker",
@@ -133,7 +127,7 @@ def test_scorers_that_are_killed_stopped_and_asked_to_end_cost_no_group(tiny_lla
         (stopped,) = [one for one in workers if one.poll() is None]
         stopped.kill()
         stopped.wait()
-        until(lambda: all(map(ended, orphans)))
+        until(lambda: not any(map(alive, orphans)))
     assert result.step == 12
     how = [one.how for one in of(run, WorkerLost)]
     assert [("its connection has ended" in one, "asked to end" in one, "it was silent" in one) for one in how] == [

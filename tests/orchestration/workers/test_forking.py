@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import preloaded_python
 import pytest
+from processes import gone, stat
 from test_engine_process import PROMPT, opened, worker_of
 
 from headrace.errors import WorkerDied
@@ -37,23 +38,6 @@ pytestmark = pytest.mark.skipif(not can_fork_for_parent(), reason="this system f
 
 def servers() -> list[preloaded.ForkServer]:
     return list(preloaded._servers.running.values())
-
-
-def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on: state, parent, group, session."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            if stat(pid)[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 # --- a worker ------------------------------------------------------------------------------------------------------------

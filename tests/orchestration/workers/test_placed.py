@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import gone
 from test_engine_process import PROMPT, opened
-from test_forking import gone
 from test_joining import RUN, Engine, telemetry_of
 
 from headrace.config import load_config
@@ -36,6 +36,7 @@ from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare, refusal
 from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
 from headrace.orchestration.workers.placed.placed import PlacedLauncher, PlacedWorker
+from headrace.orchestration.workers.wire import HEAD
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job
 from headrace.simulate import virtual_time
@@ -375,6 +376,8 @@ def test_a_host_that_is_killed_leaves_no_worker_not_even_a_stopped_one(tmp_path:
         assert host.stdout
         worker = int(host.stdout.readline())
         connection, _ = server.accept()
+        hello = connection.recv(HEAD)  # it is this worker and not another process, and it has asked for its signal
+        assert len(hello) == HEAD
         os.kill(worker, signal.SIGSTOP)
         host.kill()
         host.communicate()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from beside import PATIENCE, Beside, until
-from test_forking import gone, stat
+from processes import gone, stat
 from test_joining_run import free_port, joining, offering
 from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from processes import alive
 from real_vllm import MARKS, changed, config_for, reference, save_llama, started, updates, when
-from server_processes import alive, servers
+from server_processes import servers
 from tiny_run import of, when_step
 
 import headrace
