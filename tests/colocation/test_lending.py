@@ -172,6 +172,14 @@ def test_without_any_other_engine_it_does_not_keep_the_run_waiting(tmp_path: Pat
         trained(tmp_path / "run", engine(OnLentDevices), own=own, at={0.5: own.die})
 
 
+def test_one_that_has_died_is_not_waited_for_until_devices_are_lent_again(tmp_path: Path) -> None:
+    """Its successor sleeps until the next step is over, and nobody is left to sample for that step."""
+    own, lent = engine(), engine(OnLentDevices)
+    acts = {0.5: lambda: lent.vanish("was killed (fake)"), 0.6: lent.reappear, 0.7: own.die}
+    with pytest.raises(Exception, match="fleet has no member left: 1: .*; lent: was killed"):
+        trained(tmp_path / "run", lent, own=own, at=acts)
+
+
 def test_it_may_be_called_back_at_any_moment_of_its_way_into_the_rotation() -> None:
     async def main(turns: int) -> tuple[str, str]:
         facts, clock = FactList(), asyncio.get_running_loop().time

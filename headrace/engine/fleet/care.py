@@ -34,19 +34,28 @@ class Care:
             self._rotation.give_up(error)
 
     async def _until_lost(self) -> None:
-        watch = asyncio.ensure_future(self._member.engine.watch())
-        turns = asyncio.ensure_future(self._turns())
+        engine = self._member.engine
+        watch, turns = asyncio.ensure_future(engine.watch()), asyncio.ensure_future(self._turns())
+        tasks: list[asyncio.Future[Any]] = [watch, turns]
+        if self._member.lent:
+            tasks.append(asyncio.ensure_future(self._until_dead()))
         try:
-            await asyncio.wait([watch, turns], return_when=asyncio.FIRST_COMPLETED)
-            for task in (watch, turns):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 if task.done():
                     task.result()
         except HeadraceError as error:
             if not self._rotation.is_lost:
                 self._rotation.lose(self._member, error)
         finally:
-            for task in (watch, turns):
+            for task in tasks:
                 task.cancel()
+
+    async def _until_dead(self) -> None:
+        """Ends the care for a member on lent devices with its process: the next one sleeps until they are lent again, and nobody may wait for it."""
+        why = await self._member.engine.absence()
+        self._rotation.expel(self._member, why)
+        self._rotation.rest(self._member)
 
     async def _turns(self) -> None:
         while True:
