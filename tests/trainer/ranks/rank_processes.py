@@ -1,4 +1,4 @@
-"""Processes that have met as the ranks of a trainer. They stay, and do one piece of work after another."""
+"""Processes that have met as the ranks of a trainer. They do one piece of work after another."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from typing import Any
 DEADLINE = 120.0
 """Seconds for one piece of work, on a machine that is ten times slower than usual."""
 
+WORKS = 12
+"""Pieces of work until others take their place. Each makes process groups, and each group has a thread of gloo that wakes a hundred times a
+second: after two hundred pieces such threads took most of the machine. Groups cannot be ended one by one: DTensor keeps what it knows of an
+equal mesh, by the names of its groups."""
+
 
 class RankProcesses:
     def __init__(self, count: int, directory: Path) -> None:
@@ -27,11 +32,16 @@ class RankProcesses:
                 *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
             ]
         )
+        self._context, self._count, self._directory = context, count, directory
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, str(directory / "store"), theirs), daemon=True)
+        self._processes: list[Any] = []
+        self._works = 0
+
+    def _start(self) -> None:
+        store = self._directory / f"store-{self._works}"
+        for rank in range(self._count):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, self._count, str(store), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -39,6 +49,10 @@ class RankProcesses:
 
     def run(self, work: Callable[..., Any], *given: Any) -> list[Any]:
         """Calls a function of a module on every rank at once, and returns the results. `given`: its arguments."""
+        if self._works % WORKS == 0:
+            self.close()
+            self._start()
+        self._works += 1
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((work, given)))
         found = []
@@ -53,6 +67,7 @@ class RankProcesses:
         for process in self._processes:
             process.kill()
             process.join()
+        self._pipes, self._processes = [], []
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
@@ -65,21 +80,9 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     meet(rank, count, store, torch.device("cpu"))
     while True:
         work, given = pickle.loads(pipe.recv_bytes())
-        _end_groups()
         try:
             answer = (True, work(*given))
         except BaseException:
             answer = (False, traceback.format_exc())
         # as bytes: a pipe's own `send` puts tensors into shared memory, through a process that torch gives one second to start
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _end_groups() -> None:
-    """Ends the groups that the piece of work before has made, now that all ranks are done with it. Each has a thread of gloo that wakes a
-    hundred times a second; those of two hundred tests took most of the machine."""
-    import torch.distributed as dist
-
-    gc.collect()  # trainers hold groups, and are held by cycles
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
