@@ -139,10 +139,9 @@ class JsonlBus:
     async def signed(self) -> Mapping[str, bytes]:
         def look() -> dict[str, bytes]:
             found = {}
-            for path in (self._directory / "list").iterdir():
-                if not path.name.startswith("."):  # one that is being written
-                    with contextlib.suppress(FileNotFoundError):
-                        found[path.name] = path.read_bytes()
+            for path in self._entries():
+                with contextlib.suppress(FileNotFoundError):
+                    found[path.name] = path.read_bytes()
             return found
 
         return await asyncio.to_thread(look)
@@ -155,12 +154,16 @@ class JsonlBus:
             file = LineFile(path)
             with file.locked():
                 file.replace([])
-        for path in (self._directory / "list").iterdir():
+        for path in self._entries():
             path.unlink(missing_ok=True)
         (self._directory / LIVE).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Does nothing: no file is open between two calls."""
+
+    def _entries(self) -> list[Path]:
+        """The files of those who are there, without those that are being written: whoever writes one still needs it."""
+        return [path for path in (self._directory / "list").iterdir() if not path.name.startswith(".")]
 
     def _queue(self, name: str) -> _Queue:
         if name not in self._queues:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer, a_redis_server
 
+from headrace.durable.atomic_files import replacing
 from headrace.errors import ConfigError
 from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
 from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
@@ -385,6 +386,15 @@ def test_a_file_of_settled_letters_is_shortened_under_those_who_read_it(
         assert await run.unsettled("tickets") == set()
 
     asyncio.run(case())
+
+
+def test_a_host_that_signs_while_the_run_wipes_is_not_disturbed(tmp_path: Path) -> None:
+    """Its entry lies beside the others until it is whole, and was removed with them: the host ended with an error after a run that was over."""
+    run = JsonlBus(tmp_path, LEASE)
+    with replacing(tmp_path / "list" / "host") as write:
+        write(b"leaving")
+        asyncio.run(run.wipe())
+    assert dict(asyncio.run(run.signed())) == {"host": b"leaving"}
 
 
 # --- Redis -------------------------------------------------------------------------------------------------------------

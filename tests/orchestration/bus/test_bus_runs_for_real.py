@@ -69,7 +69,7 @@ def test_a_run_over_files_has_the_weights_of_the_local_run_bit_for_bit(tiny_llam
     with hosts(bus, 1) as (host,):
         result = headrace.train(config)
         said = host.communicate(timeout=PATIENCE)[1]
-        assert host.returncode == 0 and "the run is over" in said
+        assert (host.returncode, "the run is over" in said) == (0, True), said
     assert result.step == 3 and result.before and result.after and not result.after.failures
     run = tmp_path / "runs" / "bus"
     finished(run, 3, groups=2)
