@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from beside import until
 from fact_stream import FactStream, standing
 
 from headrace.observe.build import open_recorder
@@ -100,8 +103,6 @@ def test_mlflow_gets_the_scalars_in_files_and_a_resumed_run_continues_its_own(
 
 def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -111,11 +112,11 @@ def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monk
     killed_and_resumed(
         ObserveConfig(terminal="off", wandb=True), tmp_path, pause=1.1
     )  # its files have the second in their name
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     points, names = [], set()
-    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
-        for data in _log_records(file.read_bytes()):
-            found = wandb_internal_pb2.Record()
-            found.ParseFromString(data)
+    for file in files:
+        until(partial(_is_whole, file))
+        for found in _wandb_records(file):
             row = {item.key or "/".join(item.nested_key): item.value_json for item in found.history.item}
             names |= {found.run.run_id} - {""}
             if "reward/trained" in row:
@@ -123,6 +124,17 @@ def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monk
     assert len(names) == 1, "one run, continued"
     assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6, 5]
     assert [value for _, value in points] == pytest.approx([*REWARDS, REWARDS[4]])
+
+
+def _is_whole(file: Path) -> bool:
+    """wandb's own process may still be writing when `finish` has returned."""
+    return any(found.HasField("exit") for found in _wandb_records(file))
+
+
+def _wandb_records(file: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    return [wandb_internal_pb2.Record.FromString(data) for data in _log_records(file.read_bytes())]
 
 
 def _log_records(data: bytes) -> Iterator[bytes]:
@@ -133,6 +145,8 @@ def _log_records(data: bytes) -> Iterator[bytes]:
             place += 32768 - place % 32768
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):  # it is being written
+            return
         parts.append(data[place + 7 : place + 7 + length])
         place += 7 + length
         if kind in (1, 4):  # whole, or its last part
