@@ -10,7 +10,6 @@ too. Seconds of CPU time on one thread, medians of rounds after one that warms u
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import tempfile
 import time
@@ -20,18 +19,14 @@ import torch
 from capabilities import upcycle
 from engine import tokenised
 from engine_loads import Text
-from trainer_headrace import advantages, batch_of, completion_length
+from trainer_headrace import batch_of, sampled_groups
 
 from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
-from headrace.engine.config import EngineConfig
-from headrace.engine.native.core import NativeEngine
 from headrace.models.resolve import resolve_model
 from headrace.native.memory import keep_freed_memory
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Request, Sampling
-from headrace.weights import WeightUpdate
 
 MODES = ("off", "bitwise")
 
@@ -53,48 +48,24 @@ def main() -> None:
             upcycle(model, Path(directory))
             model = Path(directory)
         trainers = {mode: trainer_of(model, options.dtype, mode) for mode in MODES}
-        numbers = random.Random(0)
-        prompts = [text.cut(numbers.randint(180, 220)) for _ in range(options.prompts)]
-        counts = [completion_length(numbers) for _ in range(options.prompts * options.samples)]
-        groups = sampled(model, trainers["bitwise"], prompts, counts)
+        dtype = getattr(torch, options.dtype)
+        weights = {name: one.detach().to(dtype) for name, one in trainers["bitwise"].parameters()}
+        groups = sampled_groups(model, weights, text, options.prompts, options.samples)
         before = {name: one.detach().clone() for name, one in trainers["bitwise"].parameters()}
         found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for number in range(options.rounds + 1):
             for mode in MODES if number % 2 else MODES[::-1]:
                 found[mode].append(seconds(trainers[mode], batch_of(groups, number), mode == "bitwise"))
                 put_back(trainers[mode], before)
-    off, bitwise = (statistics.median(found[mode][1:]) for mode in MODES)
-    print({mode: [round(one, 2) for one in some] for mode, some in found.items()})
-    print(
-        f"{options.dtype}, {sum(counts):,} tokens in the loss: {off:.2f} s off, {bitwise:.2f} bitwise, {bitwise / off:.2f}"
-    )
+    off, bitwise = (found[mode][1:] for mode in MODES)
+    ratios = sorted(one / other for one, other in zip(bitwise, off, strict=True))
+    print(f"{options.dtype}: {statistics.median(off):.2f} s off, {statistics.median(bitwise):.2f} bitwise")
+    print(f"within a round {statistics.median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 def trainer_of(model: Path, dtype: str, mode: str) -> TorchTrainer:
     config = TrainConfig(learning_rate=1e-6, dtype=dtype, parity=mode)  # type: ignore[arg-type]
     return TorchTrainer(model, config, AlgoConfig(name="grpo"), seed=0)
-
-
-def sampled(model: Path, trainer: TorchTrainer, prompts: list[list[int]], counts: list[int]) -> list[dict]:
-    dtype = getattr(torch, trainer.dtype)
-    engine = NativeEngine(model, EngineConfig(dtype=trainer.dtype, kv_gib=2.0, max_running=64, context_length=640))
-    update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
-    engine.swap(engine.prepare(update, {name: one.detach().to(dtype) for name, one in trainer.parameters()}))
-    samples = len(counts) // len(prompts)
-    for index, count in enumerate(counts):
-        sampling = Sampling(max_tokens=count, ignore_eos=True, seed=index)
-        engine.add(Request(str(index), tuple(prompts[index // samples]), sampling))
-    rows: list[dict] = [{"tokens": [], "logprobs": []} for _ in counts]
-    while engine.has_work():
-        output = engine.step()
-        for name, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
-            rows[int(name)]["tokens"].append(token)
-            rows[int(name)]["logprobs"].append(logprob)
-    rewards, groups = random.Random(1), []
-    for number, prompt in enumerate(prompts):
-        own = rows[number * samples : (number + 1) * samples]
-        groups.append({"prompt": prompt, "rows": own, "advantages": advantages([rewards.random() for _ in own])})
-    return groups
 
 
 def seconds(trainer: TorchTrainer, batch: Batch, proves: bool) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,24 @@ def main(options: Json) -> Json:
 
 def rollouts(options: Json) -> Json:
     """Makes P prompts of real text and samples G completions of each with the real model, of log-normal lengths."""
-    model_dir, lengths = Path(options["model"]), random.Random(0)
+    model_dir = Path(options["model"])
+    weights = parameters_from_dir(model_dir, torch.bfloat16)
     text = Text(tokenised(model_dir), seed=0)
-    prompts = [text.cut(lengths.randint(180, 220)) for _ in range(options["prompts"])]
-    asks = [(prompt, completion_length(lengths)) for prompt in prompts for _ in range(options["samples"])]
-    sampled = sample(model_dir, asks)
-    rewards = random.Random(1)
-    groups = []
-    for number, prompt in enumerate(prompts):
-        rows = sampled[number * options["samples"] : (number + 1) * options["samples"]]
+    return {"groups": sampled_groups(model_dir, weights, text, options["prompts"], options["samples"])}
+
+
+def sampled_groups(
+    model_dir: Path, weights: Mapping[str, torch.Tensor], text: Text, prompts: int, samples: int
+) -> list[Json]:
+    """Samples with the weights, in their dtype."""
+    lengths, rewards = random.Random(0), random.Random(1)
+    begins = [text.cut(lengths.randint(180, 220)) for _ in range(prompts)]
+    asks = [(prompt, completion_length(lengths)) for prompt in begins for _ in range(samples)]
+    sampled, groups = sample(model_dir, weights, asks), []
+    for number, prompt in enumerate(begins):
+        rows = sampled[number * samples : (number + 1) * samples]
         groups.append({"prompt": prompt, "rows": rows, "advantages": advantages([rewards.random() for _ in rows])})
-    return {"groups": groups}
+    return groups
 
 
 def completion_length(numbers: random.Random) -> int:
@@ -63,9 +71,9 @@ def advantages(rewards: list[float]) -> list[float]:
     return ((rewards_of - rewards_of.mean()) / (rewards_of.std() + 1e-6)).tolist()
 
 
-def sample(model_dir: Path, asks: list[tuple[list[int], int]]) -> list[Json]:
-    engine = NativeEngine(model_dir, EngineConfig(dtype="bfloat16", kv_gib=1.0, max_running=64, context_length=640))
-    weights = parameters_from_dir(model_dir, torch.bfloat16)
+def sample(model_dir: Path, weights: Mapping[str, torch.Tensor], asks: list[tuple[list[int], int]]) -> list[Json]:
+    dtype: Any = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    engine = NativeEngine(model_dir, EngineConfig(dtype=dtype, kv_gib=1.0, max_running=64, context_length=640))
     engine.swap(engine.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), weights))
     for index, (prompt, count) in enumerate(asks):
         engine.add(Request(str(index), tuple(prompt), Sampling(max_tokens=count, ignore_eos=True, seed=index)))

@@ -193,7 +193,9 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
     found = require(settings.kind, settings.python)
-    loras, shape = [run.lora for run in adapter_runs(config) or (config,)], read_shape(model_dir)
+    loras = [run.lora for run in adapter_runs(config) or (config,)]
+    serves = max(settings.max_adapters, adapters_served(config)) > 0
+    adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()
 
     def make(port: int, token: str, token_file: Path) -> Command:
         place = Place(
@@ -203,7 +205,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             token_file=token_file,
             adapters=adapters_served(config),
             rank=max(lora.rank for lora in loras),
-            adapted=sorted(set().union(*map(shape.adapted, loras))),
+            adapted=sorted(adapted),
             fetches=way_of(config.weight_sync, config.ends).kind == "http",
         )
         return command(settings, found, place)

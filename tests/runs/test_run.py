@@ -16,7 +16,7 @@ from pathlib import Path
 import preloaded_python
 import pytest
 from beside import until
-from processes import alive
+from processes import gone
 from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_noted, when_step, workers_of
 
 import headrace
@@ -242,10 +242,6 @@ def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subproc
         process.kill()
 
 
-def until_gone(pids: list[int]) -> None:
-    until(lambda: not any(map(alive, pids)))
-
-
 def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -263,7 +259,7 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
 
     when_step(directory, 4, kill).join()
     assert process.wait(60) == -signal.SIGKILL and len(pids) == 2
-    until_gone(pids)  # no worker outlives its controller
+    assert all(map(gone, pids))  # no worker outlives its controller
     steps = config["train"]["steps"] = newest_step(directory) + 5
     result = headrace.train(config, resume=directory)
     assert result.reason == "finished"
@@ -361,7 +357,7 @@ def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
     assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
     (last,) = [fact for fact in of(directory, Waited) if fact.what == "the engine's last word"]
     assert last.seconds < LAST_WORD, "whoever pressed Ctrl-C waits"
-    until_gone(pids)
+    assert all(map(gone, pids))
 
 
 def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
@@ -398,7 +394,7 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
     pids = list(workers_of(process.pid).values())
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 130, output
-    until_gone(pids)
+    assert all(map(gone, pids))
 
 
 NEVER_LOADS = """
@@ -437,7 +433,7 @@ def test_two_runs_in_one_directory_are_refused(
     pids = list(workers_of(process.pid).values())
     process.kill()
     process.wait()
-    until_gone(pids)
+    assert all(map(gone, pids))
     with pytest.raises(ConfigError, match="already holds a run"):
         headrace.train(config)
 
