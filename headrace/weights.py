@@ -77,6 +77,8 @@ class Manifest(Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     nbytes: int
     """Bytes of the whole buffer, including gaps for alignment."""
+    tied: dict[str, str] = {}
+    """Other names of parameters -> the name under which they are in `tensors`: `lm_head.weight` -> `model.embed_tokens.weight`."""
 
     @property
     def payload(self) -> int:

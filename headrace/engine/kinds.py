@@ -20,6 +20,11 @@ SERVERS = ("headrace", "vllm", "sglang")
 """Engines behind HTTP: values of `engine.kind` that need `engine.urls`. Their dialects are in `remote/`."""
 
 
+COPIES_TIED = ("vllm",)
+"""Servers that may multiply by a copy of their own of a tied parameter, which they make anew only when it is sent under its own name: vLLM
+packs weights for the products of a CPU, and its reload goes module by module (vLLM 0.32, `model_loader/reload/layerwise.py`)."""
+
+
 def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:
     module, _, name = ENGINES[kind].partition(":")
     found: Callable[[Path, Any, bool], EngineCore] = getattr(importlib.import_module(module), name)

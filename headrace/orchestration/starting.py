@@ -14,6 +14,7 @@ from headrace.config import RunConfig, adapter_runs
 from headrace.durable.atomic_files import replace_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
+from headrace.engine.kinds import COPIES_TIED
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
@@ -79,7 +80,8 @@ def transport_of(config: RunConfig, logs: Path) -> Transport:
     shared = config.engine.shared_dir
     if shared and not Path(shared).is_dir():
         raise ConfigError(f"engine.shared_dir = {shared} is no directory here; make it, or leave it out")
-    return open_files((Path(shared) if shared else logs.absolute()) / f"{config.name}-weights", config.weight_sync.form)
+    directory = (Path(shared) if shared else logs.absolute()) / f"{config.name}-weights"
+    return open_files(directory, config.weight_sync.form, config.engine.kind in COPIES_TIED)
 
 
 def start_engine(

@@ -59,6 +59,8 @@ class Files(Struct, frozen=True, tag="files"):
     directory: str
     """The directory, which belongs to the transport and is removed at its end."""
     encoding: Encoding = FULL
+    repeat_tied: bool = False
+    """Whether a file holds tied parameters under each of their names, for servers that keep a copy of their own for each."""
 
     @classmethod
     def open(cls, form: Encoding = FULL) -> Files:
@@ -69,7 +71,7 @@ class Files(Struct, frozen=True, tag="files"):
         return ()
 
     def sender(self, manifests: Mapping[str, Manifest], once: Collection[str] = ()) -> FilesSender:
-        return FilesSender(Path(self.directory), manifests, self.encoding)
+        return FilesSender(Path(self.directory), manifests, self.encoding, self.repeat_tied)
 
     def receiver(self, manifests: Mapping[str, Manifest]) -> FetchingReceiver:
         return FetchingReceiver(manifests, FilesSource())
@@ -81,7 +83,9 @@ class Files(Struct, frozen=True, tag="files"):
 class FilesSender(WeightSender):
     """The trainer's end."""
 
-    def __init__(self, directory: Path, manifests: Mapping[str, Manifest], form: Encoding) -> None:
+    def __init__(
+        self, directory: Path, manifests: Mapping[str, Manifest], form: Encoding, repeat_tied: bool = False
+    ) -> None:
         """Removes the files that an earlier process left in the directory: its versions may be others under the same
         numbers."""
         from headrace.weight_sync.offers import Offers
@@ -89,7 +93,7 @@ class FilesSender(WeightSender):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         once = [name for name in manifests if name or not form.delta]  # only differences need the version before
-        self._directory, self._offers = directory, Offers(manifests, once, form)
+        self._directory, self._offers, self._repeat_tied = directory, Offers(manifests, once, form), repeat_tied
         self._written: dict[str, list[tuple[Path, bool]]] = {}
         """Directories, and whether each is a full copy."""
 
@@ -120,7 +124,8 @@ class FilesSender(WeightSender):
             adapter=adapter,
         )
         if whole:
-            write_version(target, UpdateRecord(update, manifest), offers.slots.buffer(name, offer.number))
+            buffer = offers.slots.buffer(name, offer.number)
+            write_version(target, UpdateRecord(update, manifest), buffer, self._repeat_tied)
         else:
             write_changes(target, UpdateRecord(update, manifest, str(written[-1][0])), offer.delta)
         self._prune(written, target, whole)
@@ -134,10 +139,10 @@ class FilesSender(WeightSender):
         del written[:start]
 
 
-def write_version(target: Path, record: UpdateRecord, buffer: memoryview) -> None:
+def write_version(target: Path, record: UpdateRecord, buffer: memoryview, repeat_tied: bool = False) -> None:
     """Writes one version whole or not at all. `buffer`: the packed buffer of the record's manifest. Raises OSError."""
     with _at_once(target, record) as coming:
-        write_tensors(coming / tensors_file(record.update), record.manifest, buffer)
+        write_tensors(coming / tensors_file(record.update), record.manifest, buffer, repeat_tied)
         if spec := record.update.adapter:
             _write_text(coming / "adapter_config.json", json.dumps(peft_config(spec, record.manifest)).encode())
 

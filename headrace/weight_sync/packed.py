@@ -17,8 +17,11 @@ ALIGNMENT = 64
 """Bytes: a cache line, which vector loads prefer."""
 
 
-def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype) -> Manifest:
-    """Returns where each parameter lies. Neighbours in canonical order stay neighbours in memory (fused views rely on it)."""
+def lay_out(
+    parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype, tied: Mapping[str, str] | None = None
+) -> Manifest:
+    """Returns where each parameter lies. Neighbours in canonical order stay neighbours in memory (fused views rely on it). `tied`: see
+    `Manifest.tied`; those whose parameter is not among `parameters` are left out."""
     specs, end = [], 0
     for name, tensor in parameters:
         dtype = serving_dtype if tensor.is_floating_point() else tensor.dtype
@@ -26,7 +29,9 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch
         specs.append(TensorSpec(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), end, nbytes))
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     page = mmap.PAGESIZE
-    return Manifest(tuple(specs), -(-end // page) * page)
+    there = {spec.name for spec in specs}
+    others = {name: canonical for name, canonical in (tied or {}).items() if canonical in there}
+    return Manifest(tuple(specs), -(-end // page) * page, others)
 
 
 class PackedBuffer:

@@ -28,11 +28,15 @@ LONGEST_HEADER = 100_000_000
 """Alignment of the header in bytes, which the format requires."""
 
 
-def write_tensors(path: Path, manifest: Manifest, buffer: memoryview) -> None:
-    """Writes the `buffer` [manifest.nbytes]. Returns when the bytes are on the disk."""
+def write_tensors(path: Path, manifest: Manifest, buffer: memoryview, repeat_tied: bool = False) -> None:
+    """Writes the `buffer` [manifest.nbytes]. Returns when the bytes are on the disk. `repeat_tied`: write tied parameters once more under each of
+    their other names, because the format lets no two tensors share bytes."""
     header, end = {}, 0
-    for spec in manifest.tensors:
-        header[spec.name] = {
+    tensors = {spec.name: spec for spec in manifest.tensors}
+    if repeat_tied:
+        tensors |= {other: tensors[name] for other, name in manifest.tied.items()}
+    for name, spec in tensors.items():
+        header[name] = {
             "dtype": _DTYPES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.nbytes],
@@ -42,7 +46,7 @@ def write_tensors(path: Path, manifest: Manifest, buffer: memoryview) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for spec in manifest.tensors:
+        for spec in tensors.values():
             file.write(buffer[spec.offset : spec.offset + spec.nbytes])
         file.flush()
         os.fsync(file.fileno())

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
+import tiny_models
 import torch
+from safetensors.torch import load_file
+from tiny_run import tiny_config
 
+from headrace.config import load_config
 from headrace.errors import IdentityError
+from headrace.orchestration.starting import transport_of
 from headrace.protocols import Transport, WeightReceiver, WeightSender
+from headrace.trainer.model.causal_lm import tied_names
+from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import fingerprint, lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
@@ -26,6 +34,42 @@ def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 def _manifests() -> dict[str, Manifest]:
     return {"": lay_out(_parameters(0), torch.bfloat16)}
+
+
+# --- tied parameters -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_travels_once_and_its_other_names_are_in_the_layout() -> None:
+    model = tiny_models.make("llama-tied-biased")
+    names = tied_names(model)
+    assert names == {"lm_head.weight": "model.embed_tokens.weight"}
+    manifest = lay_out(model.named_parameters(), torch.bfloat16, names)
+    assert manifest.tied == names and "lm_head.weight" not in [spec.name for spec in manifest.tensors]
+    assert not lay_out([("a", torch.zeros(3))], torch.bfloat16, names).tied, "an adapter has none of them"
+    assert not tied_names(tiny_models.make("llama"))
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_files_hold_a_tied_parameter_under_each_name_where_the_reader_copies_it(tmp_path: Path, repeat: bool) -> None:
+    """vLLM on a CPU goes on with the old head otherwise (vLLM 0.32)."""
+    sent = [("embed", torch.randn(5, 4)), ("norm", torch.randn(4))]
+    manifest = lay_out(sent, torch.bfloat16, {"head": "embed"})
+    files = Files(str(tmp_path / "files"), repeat_tied=repeat)
+    update = files.sender({"": manifest}).send(0, sent)
+    found = load_file(Path(update.where["path"]) / "model.safetensors")
+    assert sorted(found) == (["embed", "head", "norm"] if repeat else ["embed", "norm"])
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in sent)
+    assert torch.equal(found["head"], found["embed"]) if repeat else "head" not in found
+    received = files.receiver({"": manifest}).receive(update)
+    assert list(received) == ["embed", "norm"], "an engine that is told the layout reads each once"
+
+
+@pytest.mark.parametrize(("kind", "repeats"), [("vllm", True), ("sglang", False), ("headrace", False)])
+def test_which_servers_are_sent_a_tied_parameter_under_each_name(tmp_path: Path, kind: str, repeats: bool) -> None:
+    given = tiny_config(tmp_path, tmp_path)
+    given["engine"] = {"kind": kind, "urls": ["http://127.0.0.1:1"]}
+    way = transport_of(load_config(given), tmp_path)
+    assert isinstance(way, Files) and way.repeat_tied is repeats
 
 
 # --- every transport -------------------------------------------------------------------------------------------------------

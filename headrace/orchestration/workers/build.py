@@ -62,9 +62,9 @@ def open_network(
     return msgspec.structs.replace(made, host=host)
 
 
-def open_files(directory: Path, form: Encoding = FULL) -> Transport:
-    """The way through a directory, which is made anew, and goes in the end."""
-    return Files(str(directory), form)
+def open_files(directory: Path, form: Encoding = FULL, repeat_tied: bool = False) -> Transport:
+    """The way through a directory, which is made anew, and goes in the end. `repeat_tied`: see `Files`."""
+    return Files(str(directory), form, repeat_tied)
 
 
 def open_launcher(logs: Path) -> Launcher:
@@ -123,7 +123,7 @@ def build_trainer_core(
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
     dtype = getattr(torch, start.serving_dtype)
-    manifests = {name: lay_out(core.parameters(name), dtype) for name in ("", *served)}
+    manifests = {name: lay_out(core.parameters(name), dtype, core.tied) for name in ("", *served)}
     once = [""] if served else []
     return core, _sender(start, core, manifests, once), manifests
 

@@ -66,6 +66,13 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(max(lists, key=size, default=()))
 
 
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """The other names of tied parameters -> their canonical name, under which they are published."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(one)]) for name, one in model.named_parameters(remove_duplicate=False))
+    return {name: canonical for name, canonical in names if name != canonical}
+
+
 NOISE = ("dropout", "layerdrop", "jitter_noise")
 """Endings of the names of attributes that make a module random in training mode."""
 KEPT = ("router_jitter_noise",)
@@ -109,10 +116,8 @@ def export_model(
     `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
     """
     saved = model.state_dict()
-    owner = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
     # tied parameters stay one tensor, which `save_pretrained` writes once
-    names = {name: first[owner[name]] if name in owner else name for name in saved}
+    names = {name: name for name in saved} | tied_names(model)
     lowered = {}
     for name in dict.fromkeys(names.values()):
         tensor = whole(saved[name])

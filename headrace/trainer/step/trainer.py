@@ -35,6 +35,7 @@ from headrace.trainer.model.causal_lm import (
     load_model,
     resolve_device,
     resolve_dtype,
+    tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.placement.port import Placement
@@ -73,6 +74,7 @@ class TorchTrainer:
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = self._placement.load(model_dir, self._device)
+        self.tied = tied_names(self._model)
         self._forward = together(choose_forward(self._model), self._placement.context)
         self._fused = self._fuse()
         loras, whole = {name: assignment.lora for name, assignment in (adapters or {}).items()}, self._placement.whole

@@ -2,8 +2,12 @@
 
 The run sends each update, with the trainer's address and token, to `/update_weights`. Every worker fetches the packed buffer, whole or as a
 difference, compares the fingerprint (C3), and only then gives the tensors to the model's own `load_weights`, which divides them among ranks,
-fuses and quantises them. So an update that is refused leaves the weights as they are. An adapter is written into files, which
+fuses and quantises them. So an update whose bytes are refused leaves the weights as they are. An adapter is written into files, which
 `/v1/load_lora_adapter` loads afterwards.
+
+vLLM reloads module by module, and makes what it derives from weights (packed, fused or quantised copies) anew in each module that was given
+tensors. A module without any is left as it was, with no more than a warning. So a tied parameter is given to each of its modules, and a module that
+was given nothing is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +21,17 @@ from typing import Any
 import msgspec
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from headrace.errors import IdentityError
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 from headrace.weights import WeightUpdate
+
+SHOWN = 3
+"""Names of modules in a message."""
 
 
 @dataclass
@@ -66,9 +76,15 @@ class HeadraceTransferEngine(WeightTransferEngine):
             self._directories.add(target.parent)
             write_adapter(target, update, manifest, tensors)
             return
+        tied = self._receiver.manifest("").tied
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors.items())
+        self.model.load_weights([*tensors.items(), *((other, tensors[name]) for other, name in tied.items())])
+        missed = modules_without_weights(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
+        if missed:
+            raise IdentityError(
+                f"vLLM loaded no weights into {', '.join(missed[:SHOWN])}: it would serve those of before"
+            )
 
     def finish_weight_update(self) -> None:
         """Does nothing: `receive_weights` has done all."""
@@ -79,3 +95,15 @@ class HeadraceTransferEngine(WeightTransferEngine):
             shutil.rmtree(directory, ignore_errors=True)
             with suppress(OSError):  # that of the run has other adapters
                 directory.parent.rmdir()
+
+
+def modules_without_weights(model: torch.nn.Module) -> list[str]:
+    """Returns the names of the modules with parameters that a layerwise reload has given no tensor so far: vLLM only warns of them. Buffers
+    alone (rotary tables) are in no checkpoint, and its attention layers have scales of their own, which need not be in one."""
+    found = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        takes_some = any(parameter is not None for parameter in module._parameters.values())
+        if takes_some and info.can_load() and info.load_numel <= 0 and not is_deferred_attention_layer(module):
+            found.append(name)
+    return found
