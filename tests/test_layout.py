@@ -106,9 +106,7 @@ CONCRETE = {
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 
-MAX_FILES = 12
-"""Of one folder, beside its `__init__.py`."""
-MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_MEDIAN = 60, 400, 250, 15
+MAX_FUNCTION, MAX_FILE, MAX_MEDIAN = 60, 700, 15
 
 
 MAX_BY_POSITION = 5
@@ -242,13 +240,6 @@ def _inside(folder: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
     return graph
 
 
-def crowded(root: Path) -> Iterator[str]:
-    for folder in sorted({path.parent for path in root.rglob("*.py")}):
-        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
-        if count > MAX_FILES:
-            yield f"{folder.relative_to(root.parent)} has {count} files"
-
-
 def unordered(package: Path) -> Iterator[str]:
     """Folders whose `__init__.py` does not say in which order to read their files."""
     for folder in sorted({path.parent for path in package.rglob("*.py")} - {package}):
@@ -265,8 +256,6 @@ def budget_violations(package: Path) -> Iterator[str]:
         if (lines := len(text.splitlines())) > MAX_FILE:
             yield f"{name} has {lines} lines"
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef) and _length(node) > MAX_CLASS:
-                yield f"class {name}.{node.name} has {_length(node)} lines"
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION:
                 yield f"{name}.{node.name} has {_length(node)} lines"
 
@@ -430,10 +419,6 @@ def test_names_of_test_files_are_unique():
     assert [name for name in set(names) if names.count(name) > 1] == []
 
 
-def test_no_folder_is_crowded():
-    assert [*crowded(PACKAGE), *crowded(ROOT / "tests")] == []
-
-
 def test_every_folder_says_in_which_order_to_read_it():
     assert list(unordered(PACKAGE)) == []
 
@@ -542,13 +527,11 @@ def test_room_checker_sees_upward_imports_circles_through_files_and_rooms_withou
     assert without == ["a has the rooms ['high', 'low'], and ROOMS []"]
 
 
-def test_crowd_and_order_checkers_see_the_thirteenth_file_and_the_one_that_is_not_named(tmp_path):
-    package = plant(tmp_path / "a", **{f"room__f{number}": "" for number in range(12)})
-    init = package / "room" / "__init__.py"
-    init.write_text('"""Read ' + ", ".join(f"`f{number}.py`" for number in range(12)) + '."""')
-    assert list(crowded(package)) == list(unordered(package)) == []
+def test_order_checker_sees_the_file_that_is_not_named(tmp_path):
+    package = plant(tmp_path / "a", room__f0="", room__f1="")
+    (package / "room" / "__init__.py").write_text('"""Read `f0.py`, then `f1.py`."""')
+    assert list(unordered(package)) == []
     plant(package, room__more="")
-    assert list(crowded(package)) == ["a/room has 13 files"]
     assert list(unordered(package)) == ["room/__init__.py does not say when to read more.py"]
 
 
@@ -572,14 +555,12 @@ def test_budget_checker_counts(tmp_path):
     body = "    pass\n"
     package = plant(
         tmp_path,
-        long_file="x = 1\n" * 401,
+        long_file="x = 1\n" * 701,
         long_function="def f():\n" + body * 60,
-        long_class="class C:\n" + body * 250,
         fits="def f():\n" + body * 59,
     )
     assert sorted(budget_violations(package)) == [
-        "class long_class.C has 251 lines",
-        "long_file has 401 lines",
+        "long_file has 701 lines",
         "long_function.f has 61 lines",
     ]
 
