@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from headrace.errors import IdentityError
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
+from headrace.weight_sync.in_vllm.read_back import unlike
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 from headrace.weights import WeightUpdate
 
@@ -77,13 +78,19 @@ class HeadraceTransferEngine(WeightTransferEngine):
             write_adapter(target, update, manifest, tensors)
             return
         tied = self._receiver.manifest("").tied
+        given = {**tensors, **{other: tensors[name] for other, name in tied.items()}}
         initialize_layerwise_reload(self.model)
-        self.model.load_weights([*tensors.items(), *((other, tensors[name]) for other, name in tied.items())])
+        self.model.load_weights(given.items())
         missed = modules_without_weights(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         if missed:
+            shown = ", ".join(missed[:SHOWN])
+            raise IdentityError(f"vLLM loaded no weights into {shown}: it would serve those of before")
+        wrong, read = unlike(self.model, given, update.version)
+        if wrong:
             raise IdentityError(
-                f"vLLM loaded no weights into {', '.join(missed[:SHOWN])}: it would serve those of before"
+                f"vLLM loaded version {update.version} and multiplies in {', '.join(wrong[:SHOWN])} by other weights ({len(wrong)} of {read} parameters "
+                "that were read back): it kept copies of earlier ones"
             )
 
     def finish_weight_update(self) -> None:

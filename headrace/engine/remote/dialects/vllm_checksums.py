@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,11 +19,10 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.errors import Unreachable
 from headrace.errors import IdentityError
 from headrace.models.model_files import read_header
+from headrace.models.vllm_names import parts_of
 from headrace.weights import WeightUpdate
 
 FILE = "model.safetensors"
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that vLLM makes of several, with their names in the files, in its order (`stacked_params_mapping` of its models)."""
 CHUNK = 1 << 24
 SHOWN = 3
 """Names of weights in a message."""
@@ -67,8 +66,7 @@ def checksums(path: Path, names: Collection[str]) -> dict[str, str]:
     found = {}
     with path.open("rb") as file:
         for name in names:
-            parts = list(_parts(name.rpartition(":")[2], there))
-            if parts and all(part in there for part in parts):
+            if parts := parts_of(name.rpartition(":")[2], there):
                 found[name] = _digest(file, [(there[part].begin, there[part].end) for part in parts])
     return found
 
@@ -80,17 +78,6 @@ def _digest(file: BinaryIO, spans: Iterable[tuple[int, int]]) -> str:
         for start in range(begin, end, CHUNK):
             digest.update(file.read(min(CHUNK, end - start)))
     return digest.hexdigest()
-
-
-def _parts(name: str, there: Collection[str]) -> Iterator[str]:
-    """The tensors of the file that a parameter consists of."""
-    name = name.replace(".base_layer.", ".")  # as layers are called that may have adapters
-    if name in there:
-        yield name
-        return
-    for joined, layers in JOINED.items():
-        if f".{joined}." in name:
-            yield from (name.replace(f".{joined}.", f".{layer}.") for layer in layers)
 
 
 def _different(url: str, update: WeightUpdate, others: list[str], asked: int) -> str:
