@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from headrace.batches import Batch, Failure
-from headrace.reports import Capabilities, EngineStats, LoadReport, SleepReport, TrainReport
+from headrace.reports import Capabilities, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Episode, Prompt, Request, Scored
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
@@ -110,6 +110,13 @@ class Trainer(Protocol):
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """Returns [T-1] log-probs (temperature 1) of tokens[1:], each given the tokens before it, under the trainer's weights."""
+
+    async def begin_trial(self, adapter: str = "") -> None:
+        """Changes every trained value a little. Until the trial ends, the weights are of version `TRIAL` and may be published."""
+
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+        """Scores the pieces (as `score`) under the changed weights, and under those with single kinds of parameters unchanged. Then changes all
+        values back, bit for bit."""
 
     async def save(self, directory: Path, adapter: str = "") -> None: ...
 
@@ -364,6 +371,10 @@ class TrainerCore(Protocol):
         """Returns the adapters that are trained and published beside the base."""
 
     def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]: ...
+
+    def begin_trial(self, adapter: str = "") -> None: ...
+
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores: ...
 
     def sleep(self) -> SleepReport:
         """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""

@@ -61,6 +61,14 @@ class TokenNumbers(Struct, frozen=True):
     """Nats, of the full distribution at the sampling temperature."""
 
 
+class TrialScores(Struct, frozen=True):
+    """Log-probs of the same tokens, one piece behind the other, under weights that were changed for a trial."""
+
+    changed: list[float]
+    kept: dict[str, list[float]]
+    """Log-probs that each kind of parameter, and each block of layers, would give if it had kept its old values."""
+
+
 class TrainReport(Struct, frozen=True):
     """The result of one `Trainer.step`. Means are over the tokens in the loss, with the denominator of the whole step (C9).
 

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from headrace.types import Struct
 
+TRIAL = -2
+"""The version of weights that are published for a trial, before the first ones that serve (`trainer/step/trial.py`). -1 stands for none."""
+
 
 class AdapterSpec(Struct, frozen=True):
     """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms.

@@ -176,6 +176,20 @@ class IdentityChecked(Fact, frozen=True):
     ok: bool
 
 
+class TrialChecked(Fact, frozen=True):
+    """The result of a trial (C3): whether an engine loads every kind of parameter, and computes with what it has loaded."""
+
+    mean_abs_diff: float
+    """Between the engine's log-probs and the trainer's, under the changed weights."""
+    kinds: int
+    """Kinds of parameters and blocks of layers that were tried."""
+    unseen: tuple[str, ...] = ()
+    """Those whose effect is too small to be told from rounding."""
+    stale: str = ""
+    """The one that is the most certain to have kept its old values."""
+    ok: bool = True
+
+
 class EngineSample(Fact, frozen=True):
     """The engine's counters, about once a second."""
 

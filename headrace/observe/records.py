@@ -33,6 +33,7 @@ from headrace.observe.facts import (
     Slept,
     StepTrained,
     TicketDrawn,
+    TrialChecked,
     Waited,
     Warned,
     WeightsLive,
@@ -100,6 +101,7 @@ MetricsFact = (
     | StepRow
     | WeightsLive
     | IdentityChecked
+    | TrialChecked
     | ScorerAsked
     | EngineSample
     | FleetSample

@@ -155,10 +155,23 @@ async def go_live(
     async with telemetry.waits.named("start", "the first weights to be live"):
         if serve_base:
             await serve_base()
+        if parts.probe.trial:
+            await _try_weights(parts, adapter)
         async with parts.turns.take(telemetry.clock):
             update = await parts.trainer.publish(adapter)
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
         await parts.turns.over()
         load = await parts.engine.load(update)
         telemetry.record(WeightsLive(telemetry.clock(), update, load))
-        return await parts.probe.engine_side(parts.engine, update.version, expected)
+        return await parts.probe.engine_side(parts.engine, update.version, expected, first=True)
+
+
+async def _try_weights(parts: Parts, adapter: str) -> None:
+    """Publishes changed weights, and has the probe compare what the engine makes of them. Requests have not begun yet."""
+    async with parts.turns.take(parts.telemetry.clock):
+        await parts.trainer.begin_trial(adapter)
+        update = await parts.trainer.publish(adapter)
+        scores = await parts.trainer.end_trial(parts.probe.trial, adapter)
+    await parts.turns.over()
+    await parts.engine.load(update)
+    await parts.probe.try_weights(parts.engine, scores)

@@ -30,7 +30,7 @@ from headrace.orchestration.assembly import RestoredState, assemble, go_live, re
 from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
+from headrace.orchestration.loops.identity import PROBE, TEXT, TOLERANCE, IdentityProbe, pieces_of
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
@@ -291,10 +291,18 @@ def _built(
 
 
 def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
-    tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
-    tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
-    every, served = config.watch.identity_every, config.engine.is_server
-    return IdentityProbe(tokens, every, tolerance, telemetry, adapter=adapter, served=served)
+    room = pools.engine.capabilities.context_length
+    dtype = max(config.engine.serving_dtype, pools.trainer_dtype, key=TOLERANCE.__getitem__)
+    return IdentityProbe(
+        encoder.encode_text(PROBE)[:room],
+        config.watch.identity_every,
+        TOLERANCE[dtype],
+        telemetry,
+        adapter=adapter,
+        dtype=dtype,
+        trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial else (),
+        served=config.engine.is_server,
+    )
 
 
 def build_environment(

@@ -228,7 +228,11 @@ class PublishingTrainer:
         self._trainer, self._teaching = trainer, teaching
         self._copied = False
         self.step, self.score, self.save = trainer.step, trainer.score, trainer.save
-        self.publish_shadow = trainer.publish_shadow
+        self.publish_shadow, self.begin_trial, self.end_trial = (
+            trainer.publish_shadow,
+            trainer.begin_trial,
+            trainer.end_trial,
+        )
         self.watch, self.kill, self.close = trainer.watch, trainer.kill, trainer.close
 
     async def copy(self, adapter: str = "") -> None:

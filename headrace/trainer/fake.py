@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from headrace.batches import Batch
 from headrace.errors import WorkerDied
-from headrace.reports import LagStats, Noise, SleepReport, TrainReport
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.reports import LagStats, Noise, SleepReport, TrainReport, TrialScores
+from headrace.weights import TRIAL, AdapterSpec, WeightUpdate
 
 
 @dataclass
@@ -37,6 +37,7 @@ class FakeTrainer:
         self.versions: dict[str, int] = {}
         """Versions by adapter; the empty name stands for all weights."""
         self._copied: dict[str, int] = {}
+        self._tried: dict[str, int] = {}
         self._attempts = self.saves = 0
         self._asleep = False
         self._died: asyncio.Future[None] | None = None
@@ -80,6 +81,13 @@ class FakeTrainer:
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)
+
+    async def begin_trial(self, adapter: str = "") -> None:
+        self._tried[adapter], self.versions[adapter] = self.versions.get(adapter, 0), TRIAL
+
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+        self.versions[adapter] = self._tried.pop(adapter)
+        return TrialScores([-1.0] * sum(len(piece) - 1 for piece in pieces), {})
 
     async def sleep(self) -> SleepReport:
         await asyncio.sleep(self.sleep_seconds)

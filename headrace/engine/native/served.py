@@ -79,7 +79,8 @@ class Served:
 
     def set_base(self, update: WeightUpdate) -> None:
         again = update.version == self.base and (self.mixed or not self.there)
-        assert update.version > self.base or again, "versions never go back"
+        first = not self.fingerprint  # may be those of a trial, whose version is below all others
+        assert update.version > self.base or again or first, "versions never go back"
         self.base, self.fingerprint, self.mixed, self.there = update.version, update.fingerprint, False, True
         self._versions[-1] = update.version
 

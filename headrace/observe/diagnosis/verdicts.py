@@ -7,7 +7,7 @@ import math
 from typing import Literal, NamedTuple
 
 from headrace.observe.diagnosis.troubles import measured_on
-from headrace.observe.facts import Accounting, Evaluated
+from headrace.observe.facts import Accounting, Evaluated, TrialChecked
 from headrace.observe.numbers.choices import POOLS, Choices
 from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
@@ -217,7 +217,9 @@ def identity(state: RunState) -> Verdict:
     """Summarises the probes of C3."""
     title = "Policy identity"
     swaps = f"{plural(state.swapped.count, 'version')} delivered"
-    failed, worst = state.probed.failed, state.probed.worst
+    failed, worst, trial = state.probed.failed, state.probed.worst, state.probed.trial
+    if trial and not trial.ok:
+        return Verdict(title, "the trial FAILED", f"the engine kept old values of {trial.stale}", "bad")
     if worst is None:
         return Verdict(title, "not probed", swaps if state.swapped.count else "no version was delivered", "unknown")
     spread = f"worst mean |Δ log-prob| {number(worst.mean_abs_diff)} of {number(worst.tolerance)} allowed"
@@ -226,7 +228,14 @@ def identity(state: RunState) -> Verdict:
         return Verdict(
             title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"
         )
-    return Verdict(title, f"{plural(state.probed.count, 'probe')} ok", f"{spread}; {swaps}", "good")
+    tried = f"; {_tried(trial)}" if trial else ""
+    return Verdict(title, f"{plural(state.probed.count, 'probe')} ok", f"{spread}; {swaps}{tried}", "good")
+
+
+def _tried(trial: TrialChecked) -> str:
+    seen = trial.kinds - len(trial.unseen)
+    said = f"trial: {seen} of {trial.kinds} kinds and blocks of weights proven to arrive"
+    return said + (f" (too weak to be told from rounding: {', '.join(trial.unseen[:3])})" if trial.unseen else "")
 
 
 def record(state: RunState) -> Verdict:

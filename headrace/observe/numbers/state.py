@@ -28,6 +28,7 @@ from headrace.observe.facts import (
     ScorerAsked,
     Slept,
     TicketDrawn,
+    TrialChecked,
     Waited,
     Warned,
     WeightsLive,
@@ -122,6 +123,13 @@ class RunState:
         self.first_text: FirstText | None = None
         self._training = False
 
+    def _check(self, fact: IdentityChecked | TrialChecked) -> None:
+        if isinstance(fact, TrialChecked):
+            self.probed.tried(fact)
+            return
+        self.checks.append(fact)
+        self.probed.add(fact)
+
     def fold(self, fact: MetricsFact) -> None:
         self.now = max(self.now, fact.t)
         self.costs.fold(fact)
@@ -150,9 +158,8 @@ class RunState:
                 self.failures.setdefault(fact.kind, fact)
             case Evaluated():
                 self.evals.append(fact)
-            case IdentityChecked():
-                self.checks.append(fact)
-                self.probed.add(fact)
+            case IdentityChecked() | TrialChecked():
+                self._check(fact)
             case ScorerAsked():
                 self.scorers.setdefault(fact.scorer, ScorerUse(fact.what)).add(fact)
             case WeightsLive():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from headrace.observe.facts import CheckpointSaved, IdentityChecked, WeightsLive
+from headrace.observe.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
 from headrace.observe.records import StepRow
 from headrace.reports import LagStats
 
@@ -138,6 +138,13 @@ class ProbeTotals:
         """The one with the largest mean difference."""
         self.widest = -math.inf
         """The largest difference of a single token."""
+
+        self.trial: TrialChecked | None = None
+        """The last one that failed; else the last one."""
+
+    def tried(self, fact: TrialChecked) -> None:
+        if self.trial is None or self.trial.ok:
+            self.trial = fact
 
     def add(self, fact: IdentityChecked) -> None:
         self.count += 1

@@ -13,7 +13,7 @@ from headrace.errors import WorkerDied
 from headrace.orchestration.clients.rank_group import trainer_worker
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Launcher
-from headrace.reports import SleepReport, TrainReport
+from headrace.reports import SleepReport, TrainReport, TrialScores
 from headrace.weights import WeightUpdate
 
 
@@ -50,6 +50,12 @@ class ProcessTrainer:
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return await self._worker.call("score", (list(tokens), adapter), list[float])
+
+    async def begin_trial(self, adapter: str = "") -> None:
+        await self._worker.call("begin_trial", adapter, type(None))
+
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+        return await self._worker.call("end_trial", ([list(piece) for piece in pieces], adapter), TrialScores)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._worker.call("save", (_for_ranks(directory), adapter), type(None))

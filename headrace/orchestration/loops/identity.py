@@ -1,29 +1,74 @@
-"""The probe of C3: the engine's log-probs of a fixed prompt against the trainer's, at one version.
+"""The proof that the served policy is the trained one (C3): the engine's log-probs of fixed tokens against the trainer's.
 
-The fingerprint proves that the engine holds the published bytes; the probe that it computes with them what the trainer does.
+The fingerprint proves that the engine holds the published bytes; log-probs prove that it computes with them what the trainer does.
+
+trial   before the first version  every trained value is changed by some percent and published. Whatever the engine multiplies by that it has
+                                  not made anew shows, at any precision, as the share of its effect that is missing.
+floor   at the first version      the mean difference of this pair of engine and trainer, which rounding causes.
+probe   every so many versions    the mean difference may be a few times the floor.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headrace.engine.fleet.fleet import Fleet
 from headrace.errors import IdentityError
-from headrace.observe.facts import IdentityChecked
+from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.telemetry import Telemetry
 from headrace.protocols import Engine, Trainer
+from headrace.reports import TrialScores
+from headrace.weights import TRIAL
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
 """The probe's text, the same in all runs."""
 
+TEXT = """A river falls 12 metres between the mill and the bridge. In 1847 three brothers, Ada, Tom and Joseph, dug a channel beside it: "We will \
+never wait for rain again!" Water ran along 350 yards of oak boards to a wheel of iron, which turned day and night. def flow(depth, width): return \
+0.6 * depth * width ** 1.5  # cubic feet a second. Why did the wheel stop on Sunday? Because somebody had shut the gate; nobody knew who. The next \
+morning they put up a sign in English, French and German: open, ouvert, offen. If x + 7 = 19, then x is 12, and 2x is 24. {"gate": "open", "level": \
+[3, 1, 4]} Mist rose over the meadow while the miller's daughter counted sacks of flour, wrote the sum into a small blue book, and sent the boy home."""
+"""The text of the trial: words, numbers, code and marks, so that many tokens, and of a mixture many experts, take part."""
+TRIAL_TOKENS = 256
+PIECE = 128
+"""The most tokens that are scored in one request."""
+
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Largest mean |difference| per token, in nats, that rounding can cause, by serving dtype (0.01 to 0.06 is usual in bf16)."""
+LEAST = {"float32": 5e-6, "bfloat16": 0.02}
+"""A mean |difference| that is always allowed: an engine that computes as the trainer does begins with a floor of zero."""
+ABOVE = {"float32": 10.0, "bfloat16": 3.0}
+"""How many times the floor is allowed: the rounding of later weights is drawn anew."""
 
+CERTAIN = 6.0
+"""Standard errors beyond which a finding is no chance."""
+STALE = 0.2
+"""The share of an effect that may be missing: what kept its old values has a share of 1, one of five layers of a kind one of about 0.2."""
 ADVICE = 'Run with engine.path = "hf"; if that agrees, the fused decoder is wrong for this model: please report it.'
 ADVICE_SERVER = (
     "Its server has not applied the weights or the adapter that it reported as loaded (its log may have the reason), or it computes "
     'this model in another way: run with engine.kind = "native"; if that agrees, the trainer is right and the server is not.'
 )
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The share of an expected change that is missing, by least squares, with its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, found: Sequence[float], expected: Sequence[float]) -> Missing | None:
+        """None where no change is expected."""
+        square = sum(one * one for one in expected)
+        if square == 0 or len(expected) < 2:
+            return None
+        value = sum(a * b for a, b in zip(found, expected, strict=True)) / square
+        rest = sum((a - value * b) ** 2 for a, b in zip(found, expected, strict=True))
+        return cls(value, math.sqrt(rest / (len(expected) - 1) / square))
 
 
 class IdentityProbe:
@@ -35,21 +80,31 @@ class IdentityProbe:
         telemetry: Telemetry,
         adapter: str = "",
         *,
+        dtype: str = "bfloat16",
+        trial: Sequence[Sequence[int]] = (),
         served: bool = False,
     ) -> None:
-        """`every`: versions between two probes; 0 switches them off. `adapter`: the policy that is probed. `served`: whether the engine
-        is a server."""
+        """`every`: versions between two probes; 0 switches all of them off. `adapter`: the policy that is probed. `dtype`: the less precise of
+        those of engine and trainer. `trial`: the tokens of the trial, in pieces; without any there is none. `served`: whether the engine is
+        a server."""
         self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
+        self._dtype = dtype
         self._telemetry, self._adapter = telemetry, adapter
         self._advice = ADVICE_SERVER if served else ADVICE
+        self.trial = [list(piece) for piece in trial] if every else []
+        self._floors: dict[int, float] = {}
+        """The mean difference of each engine at its first version, by its identity (`id`)."""
 
     async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
         """The log-probs that the engine must compute; None if this version is not probed. `always`: probe regardless of its number."""
         due = bool(self._every) and (always or version % self._every == 0)
         return await trainer.score(self._tokens, self._adapter) if due else None
 
-    async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> float | None:
-        """Returns the root mean square of the differences, in nats; None if this version is not probed.
+    async def engine_side(
+        self, engine: Engine, version: int, expected: list[float] | None, first: bool = False
+    ) -> float | None:
+        """Returns the root mean square of the differences, in nats; None if this version is not probed. `first`: the engine has just
+        loaded this version as its first one, and what it computes now is its floor.
 
         Raises `IdentityError` when the served policy is not the trained one. Every member of a fleet is probed; it goes on without those that
         fail, as long as one is left.
@@ -57,34 +112,103 @@ class IdentityProbe:
         if expected is None:
             return None
         if isinstance(engine, Fleet):
-            check = lambda part: self._difference(part, version, expected)  # noqa: E731
+            check = lambda part: self._difference(part, version, expected, first)  # noqa: E731
             return await engine.examine(version, check, self._adapter)
-        return await self._difference(engine, version, expected)
+        return await self._difference(engine, version, expected, first)
 
-    async def _difference(self, engine: Engine, version: int, expected: Sequence[float]) -> float:
-        completion = await engine.score(self._tokens, self._adapter)
+    async def try_weights(self, engine: Engine, scores: TrialScores) -> None:
+        """Raises IdentityError if some engine computes as though a kind of parameter, or a block of layers, had kept its old values."""
+        members = [one.engine for one in engine.members if one.serves] if isinstance(engine, Fleet) else [engine]
+        for member in members:
+            found: list[float] = []
+            for piece in self.trial:
+                found += await self._scored(member, piece, TRIAL)
+            self.judge_trial(found, scores)
+
+    def judge_trial(self, found: Sequence[float], scores: TrialScores) -> None:
+        expected = scores.changed
+        gaps = [a - b for a, b in zip(found, expected, strict=True)]
+        shares = {
+            label: Missing.of(gaps, [a - b for a, b in zip(kept, expected, strict=True)])
+            for label, kept in scores.kept.items()
+        }
+        stale = {
+            label: share
+            for label, share in shares.items()
+            if share and not share.value <= max(STALE, CERTAIN * share.error)  # NaN is one, too
+        }
+        unseen = [label for label, share in shares.items() if share is None or CERTAIN * share.error > 1]
+        worst = max(stale, key=lambda label: _certainty(stale[label]), default="")
+        self._telemetry.record(
+            TrialChecked(
+                t=self._telemetry.clock(),
+                mean_abs_diff=_mean(found, expected),
+                kinds=len(shares),
+                unseen=tuple(unseen),
+                stale=worst,
+                ok=not stale,
+            )
+        )
+        if stale:
+            share = stale[worst]
+            raise IdentityError(
+                f"a trial update changed every trained value, and the engine computes as if {share.value:.0%} (± {share.error:.0%}) of the change in "
+                f"{worst} were not there: it would train one policy and sample from another. {self._advice} watch.trial = false skips the trial"
+            )
+
+    async def _scored(self, engine: Engine, tokens: Sequence[int], version: int) -> Sequence[float]:
+        completion = await engine.score(tokens, self._adapter)
         found = completion.prompt_logprobs
         if found is None or completion.spans[0].version != version:
             under = f"under version {completion.spans[0].version}" if completion.spans else "not at all"
             raise IdentityError(
                 f"the engine was to score the probe under version {version}, and did it {under} {completion.error}".rstrip()
             )
-        differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
-        mean = sum(differences) / len(differences)
-        ok = mean <= self._tolerance  # False for NaN too
+        return found
+
+    async def _difference(self, engine: Engine, version: int, expected: Sequence[float], first: bool) -> float:
+        found = await self._scored(engine, self._tokens, version)
+        mean, limit = _mean(found, expected), self._limit(engine)
+        ok = mean <= limit  # False for NaN too
         self._telemetry.record(
             IdentityChecked(
                 t=self._telemetry.clock(),
                 version=version,
                 mean_abs_diff=mean,
-                max_abs_diff=max(differences),
-                tolerance=self._tolerance,
+                max_abs_diff=max(abs(a - b) for a, b in zip(found, expected, strict=True)),
+                tolerance=limit,
                 ok=ok,
             )
         )
         if not ok:
+            floor = max(self._floors.values(), default=0.0)
+            more = f", {mean / floor:.3g} times as much as at the first version" if floor else ""
             raise IdentityError(
-                f"at version {version} the engine's log-probs of the probe differ from the trainer's by {mean:.3g} on average "
-                f"(tolerance {self._tolerance:g}): it does not compute the policy that is trained. {self._advice}"
+                f"at version {version} the engine's log-probs of the probe differ from the trainer's by {mean:.3g} on average{more} "
+                f"(allowed {limit:.3g}): it does not compute the policy that is trained. {self._advice}"
             )
-        return (sum(gap * gap for gap in differences) / len(differences)) ** 0.5
+        if first:
+            self._floors[id(engine)] = mean
+        return math.sqrt(sum((a - b) ** 2 for a, b in zip(found, expected, strict=True)) / len(expected))
+
+    def _limit(self, engine: Engine) -> float:
+        """The largest mean |difference|: before there is a floor, what rounding can cause in any model."""
+        if not self._floors:
+            return self._tolerance
+        floor = self._floors.get(id(engine), max(self._floors.values()))  # a member that came later has none
+        return min(self._tolerance, max(LEAST[self._dtype], ABOVE[self._dtype] * floor))
+
+
+def pieces_of(tokens: Sequence[int], context_length: int) -> list[Sequence[int]]:
+    """Cuts the tokens of the trial into pieces that an engine with this context can score."""
+    tokens, length = tokens[:TRIAL_TOKENS], min(PIECE, context_length)
+    cut = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+    return [piece for piece in cut if len(piece) > 1]
+
+
+def _certainty(share: Missing) -> float:
+    return abs(share.value) / share.error if share.error else math.inf
+
+
+def _mean(found: Sequence[float], expected: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)

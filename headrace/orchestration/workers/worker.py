@@ -185,6 +185,10 @@ def _trainer_call(
             return publisher.copy(unpack(frame.payload, str))
         case "score":
             return core.score(*unpack(frame.payload, tuple[list[int], str]))
+        case "begin_trial":
+            return core.begin_trial(unpack(frame.payload, str))
+        case "end_trial":
+            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str]))
         case "save":
             where, adapter = unpack(frame.payload, tuple[str, str])
             directory = Path(where)

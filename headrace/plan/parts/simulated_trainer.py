@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.batches import Batch
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import TrainerRates
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, TrialScores
 from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
 from headrace.weights import WeightUpdate
 
@@ -81,6 +81,12 @@ class SimulatedTrainer:
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         await self._work(self._rates.score)
         return [-1.0] * (len(tokens) - 1)
+
+    async def begin_trial(self, adapter: str = "") -> None:
+        raise AssertionError("a plan tries no weights")
+
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+        raise AssertionError("a plan tries no weights")
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._work(self._rates.save)

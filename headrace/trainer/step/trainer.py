@@ -20,7 +20,7 @@ from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused.fused_weights import reserve
@@ -49,7 +49,8 @@ from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.sums import Sums
-from headrace.weights import AdapterSpec
+from headrace.trainer.step.trial import Trial
+from headrace.weights import TRIAL, AdapterSpec
 
 
 class TorchTrainer:
@@ -95,6 +96,7 @@ class TorchTrainer:
         for model in models:
             self._placement.spread(model)
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
+        self._trials: dict[str, Trial] = {}
         self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
         self.sleep, self.wake = self._resting.begin, self._resting.end
         if self._fused:
@@ -132,10 +134,13 @@ class TorchTrainer:
     @property
     def version(self) -> int:
         """The version of the model's weights; a frozen base stays at 0."""
-        return self._learners[""].version if "" in self._learners else 0
+        return self._version_of("") if "" in self._learners else 0
 
     def version_of(self, adapter: str) -> int:
-        return self._learners[adapter].version if adapter else self.version
+        return self._version_of(adapter) if adapter else self.version
+
+    def _version_of(self, adapter: str) -> int:
+        return TRIAL if adapter in self._trials else self._learners[adapter].version
 
     @property
     def dtype(self) -> str:
@@ -210,6 +215,20 @@ class TorchTrainer:
         with computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
+
+    def begin_trial(self, adapter: str = "") -> None:
+        self._activate(adapter)
+        self._trials[adapter] = Trial(self._learners[adapter].parameters)
+
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+        def scores() -> list[float]:
+            return [value for piece in pieces for value in self.score(piece, adapter)]
+
+        trial = self._trials[adapter]
+        found = TrialScores(scores(), {label: scores() for label in trial.kept()})
+        trial.end()
+        del self._trials[adapter]
+        return found
 
     def save(self, directory: Path, adapter: str = "") -> None:
         """Raises IdentityError if frozen weights have changed."""

@@ -1,0 +1,236 @@
+"""The trial of C3: every trained value is changed for a moment, and what an engine has not loaded shows in its log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.algo.config import AlgoConfig
+from headrace.errors import IdentityError
+from headrace.models.lora import LoraConfig
+from headrace.observe.facts import IdentityChecked, TrialChecked
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.loops.identity import ABOVE, LEAST, TOLERANCE, IdentityProbe, pieces_of
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.trainer.step.trial import Trial, hypotheses, kind_of
+from headrace.types import Completion, VersionSpan
+from headrace.weights import TRIAL
+
+MODELS = [
+    "llama",
+    "llama-tied-biased",
+    "qwen2-sliding",
+    "qwen3",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+    "gpt2",
+    "gpt_neox",
+]
+"""Tied and not, with biases and without, grouped keys, windows, norms of heads, mixtures."""
+
+
+def trainer_of(name: str, dtype: str = "float32", **more: Any) -> TorchTrainer:
+    return TorchTrainer(tiny_models.saved(name), TrainConfig(dtype=dtype), AlgoConfig(name="grpo"), seed=0, **more)  # type: ignore[arg-type]
+
+
+def tokens_of(name: str, pieces: int = 2) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(3, 96, (pieces, 100), generator=draw).tolist()
+
+
+class HuggingFaceEngine:
+    """As much of protocol `Engine` as a probe asks for: the model of transformers, with the weights that it is given."""
+
+    def __init__(self, name: str, version: int = TRIAL) -> None:
+        self.model, self.version = tiny_models.reference(name), version
+        self.off = 0.0
+        """Added to every log-prob."""
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter_name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[parameter_name])
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        with torch.no_grad():
+            logits = self.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        found = logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])] + self.off
+        spans = (VersionSpan(0, self.version, self.version),)
+        return Completion((), (), spans, "stop", prompt_logprobs=tuple(found.tolist()))
+
+
+def probe_of(pieces: Sequence[Sequence[int]], dtype: str = "float32") -> tuple[IdentityProbe, list[Any]]:
+    facts: list[Any] = []
+    telemetry = Telemetry(facts.append, lambda: 0.0, Waits(facts.append, lambda: 0.0, 1e9, 2e9))
+    return IdentityProbe(pieces[0], 1, TOLERANCE[dtype], telemetry, dtype=dtype, trial=pieces), facts
+
+
+# -- the change ---------------------------------------------------------------------------------------------------------------
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), DTYPES, st.booleans()), min_size=1, max_size=6),
+    st.randoms(),
+)
+def test_every_value_changes_and_is_what_it_was_afterwards(
+    shapes: list[tuple[int, int, torch.dtype, bool]], random: Any
+) -> None:
+    draw = torch.Generator().manual_seed(random.randrange(1 << 30))
+    parameters = {}
+    for number, (rows, columns, dtype, zero) in enumerate(shapes):
+        size = (rows, columns) if rows else (columns,)
+        values = torch.zeros(size) if zero else torch.randn(size, generator=draw) + 0.01
+        parameters[f"layers.{number}.w"] = torch.nn.Parameter(values.to(dtype))
+    before = {name: one.detach().clone() for name, one in parameters.items()}
+    same = lambda name: torch.equal(parameters[name], before[name])  # noqa: E731
+    trial = Trial(parameters)
+    for name, one in parameters.items():
+        assert bool((one != before[name]).all()) and bool(one.isfinite().all())
+        relative = ((one - before[name]) / before[name]).abs()[before[name] != 0]
+        assert bool((relative < 0.13).all()), "a model under trial is still a model"
+    for label in trial.kept():
+        kept = hypotheses(list(parameters))[label]
+        assert all(same(name) is (name in kept) for name in parameters)
+    trial.end()
+    assert all(map(same, parameters))
+
+
+def test_kinds_and_blocks() -> None:
+    names = [
+        "embed.weight",
+        *(f"model.layers.{n}.mlp.experts.{e}.up.weight" for n in range(10) for e in range(2)),
+        "norm.weight",
+    ]
+    found = hypotheses(names)
+    assert kind_of(names[1]) == "model.layers.*.mlp.experts.*.up.weight"
+    assert list(found)[:3] == ["embed.weight", kind_of(names[1]), "norm.weight"]
+    assert list(found)[3:] == ["layers 0 to 2", "layers 3 to 5", "layers 6 to 9"]
+    assert sorted(name for label in list(found)[3:] for name in found[label]) == sorted(names[1:-1]), "each layer once"
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_goes_on_from_the_weights_that_it_had(name: str, dtype: str) -> None:
+    """Weights that kernels have packed are packed again."""
+    trainer, (tokens, _) = trainer_of(name, dtype), tokens_of(name)
+    before, weights = trainer.score(tokens), {n: one.detach().clone() for n, one in trainer.parameters()}
+    trainer.begin_trial()
+    assert trainer.version == trainer.version_of("") == TRIAL
+    assert all(not torch.equal(one, weights[n]) for n, one in trainer.parameters())
+    scores = trainer.end_trial([tokens])
+    assert trainer.version == 0 and trainer.score(tokens) == before
+    assert all(torch.equal(one, weights[n]) for n, one in trainer.parameters())
+    assert scores.changed != before and all(kept != scores.changed for kept in scores.kept.values())
+
+
+def test_an_adapter_is_tried_alone() -> None:
+    assignment = Assignment(TrainConfig(dtype="float32"), AlgoConfig(name="grpo"), LoraConfig(rank=4))
+    trainer = trainer_of("qwen3", adapters={"policy": assignment})
+    before, (tokens, _) = {n: one.clone() for n, one in trainer.parameters("policy")}, tokens_of("qwen3")
+    assert any(not one.any() for one in before.values()), "half of a new adapter is zero"
+    trainer.begin_trial("policy")
+    assert trainer.version_of("policy") == TRIAL and trainer.version == 0
+    assert all(bool((one != before[n]).all()) for n, one in trainer.parameters("policy"))
+    scores = trainer.end_trial([tokens], "policy")
+    assert all(torch.equal(one, before[n]) for n, one in trainer.parameters("policy"))
+    assert {label.split(".")[-2] for label in scores.kept if "lora" in label} == {"lora_A", "lora_B"}
+
+
+# -- what it finds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: str) -> None:
+    trainer, pieces = trainer_of(name), tokens_of(name)
+    old = {n: one.detach().clone() for n, one in trainer.parameters()}
+    trainer.begin_trial()
+    new = {n: one.detach().clone() for n, one in trainer.parameters()}
+    scores = trainer.end_trial(pieces)
+    engine = HuggingFaceEngine(name)
+
+    def tried(kept: Sequence[str]) -> TrialChecked:
+        engine.load(new | {n: old[n] for n in kept})
+        probe, facts = probe_of(pieces)
+        try:
+            asyncio.run(probe.try_weights(engine, scores))  # type: ignore[arg-type]
+        except IdentityError as error:
+            assert facts[0].stale in str(error) and not facts[0].ok
+        return facts[0]
+
+    assert tried([]).ok
+    for label, names in hypotheses(list(old)).items():
+        found = tried(names)
+        if label in found.unseen:
+            assert label.endswith("k_proj.bias") or "c_attn.bias" in label or "key" in label, (
+                "a bias of keys changes no attention"
+            )
+            continue
+        assert found.stale == label, (label, found)
+
+
+def test_weights_that_are_ignored_altogether_are_found() -> None:
+    trainer, pieces = trainer_of("llama-tied-biased"), tokens_of("")
+    engine = HuggingFaceEngine("llama-tied-biased")
+    engine.load({n: one.detach().clone() for n, one in trainer.parameters()})
+    trainer.begin_trial()
+    scores = trainer.end_trial(pieces)
+    with pytest.raises(IdentityError, match="a trial update changed every trained value"):
+        asyncio.run(probe_of(pieces)[0].try_weights(engine, scores))  # type: ignore[arg-type]
+
+
+def test_log_probs_that_are_no_numbers_are_no_pass() -> None:
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    trainer.begin_trial()
+    engine = HuggingFaceEngine("llama")
+    engine.load({n: one.detach().clone() for n, one in trainer.parameters()})
+    scores, engine.off = trainer.end_trial(pieces), float("nan")
+    with pytest.raises(IdentityError):
+        asyncio.run(probe_of(pieces)[0].try_weights(engine, scores))  # type: ignore[arg-type]
+
+
+def test_pieces_fit_the_engine() -> None:
+    assert [len(piece) for piece in pieces_of(range(1000), 100)] == [100, 100, 56]
+    assert [len(piece) for piece in pieces_of(range(129), 4096)] == [128], "one token alone has no log-prob"
+
+
+# -- the floor ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_allowed_later_follows_from_the_first_version(dtype: str) -> None:
+    """The engine is off by the same amount for all tokens. Its floor decides what counts, at most the tolerance of before."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, engine = trainer.score(pieces[0]), HuggingFaceEngine("llama", version=0)
+
+    def checked(first: float, later: float) -> float:
+        probe, facts = probe_of(pieces, dtype)
+        engine.off = first
+        asyncio.run(probe.engine_side(engine, 0, expected, first=True))  # type: ignore[arg-type]
+        engine.off = later
+        asyncio.run(probe.engine_side(engine, 0, expected))  # type: ignore[arg-type]
+        allowed: list[IdentityChecked] = facts
+        assert allowed[0].tolerance == TOLERANCE[dtype]
+        return allowed[1].tolerance
+
+    least, above, most = LEAST[dtype], ABOVE[dtype], TOLERANCE[dtype]
+    assert checked(0.0, 0.5 * least) == least
+    assert checked(0.8 * least, 0.8 * least) == pytest.approx(above * 0.8 * least, rel=0.1)
+    assert checked(0.9 * most, 0.9 * most) == most
+    with pytest.raises(IdentityError, match="times as much as at the first version"):
+        checked(0.8 * least, 1.3 * above * 0.8 * least)
+    with pytest.raises(IdentityError, match="on average"):
+        checked(0.0, 2 * least)
