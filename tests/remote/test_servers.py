@@ -15,6 +15,7 @@ from typing import Any
 
 import fake_servers
 import pytest
+from fake_servers import log_of_vllm
 from processes import alive
 
 from headrace.commands.installed.doctor import engine_findings
@@ -123,6 +124,30 @@ def test_the_last_words_of_a_server_are_told(tmp_path: Path) -> None:
     until(lambda: bool(host.ended()))
     assert "ended with exit code 1 (its output is in" in host.ended() and "ends with: no room)" in host.ended()
     assert host.who == "the vllm server 2 that this run started" and (tmp_path / "engine-2.log").exists()
+
+
+def test_the_error_that_ended_a_server_is_told_and_not_that_of_the_process_before(tmp_path: Path) -> None:
+    """It stands above the notices that end the log; the log is that of all its processes."""
+    said = tmp_path / "said"
+    script = f"import os, sys; sys.stderr.write(open({str(said)!r}).read()); sys.stderr.flush(); os.kill(os.getpid(), 9) if {{}} else exit(0)"
+
+    def ended(log: str, killed: bool = False) -> ServerProcess:
+        said.write_text(log)
+        words = [sys.executable, "-c", script.format(killed)]
+        host = ServerProcess("vllm", "", tmp_path, lambda *_: Command(words, dict(os.environ)))
+        host.start()
+        until(lambda: bool(host.ended()))
+        return host
+
+    kernel = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0"
+    first = ended(log_of_vllm("no_kernel"))
+    assert first.error() == kernel
+    assert first.ended() == f"ended with exit code 0: {kernel} (its output is in {tmp_path / 'engine.log'})"
+    assert ended(log_of_vllm("too_long")).error().startswith("ValidationError: 1 validation error for ModelConfig")
+    quiet = ended("\nnothing to say\n")
+    assert quiet.error() == "" and quiet.ended().endswith("engine.log, which ends with: nothing to say)")
+    killed = ended(log_of_vllm("no_room"), killed=True)
+    assert killed.error() == "" and killed.ended().startswith("was killed by SIGKILL"), "it did not end by itself"
 
 
 def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:

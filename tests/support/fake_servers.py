@@ -18,9 +18,25 @@ import headrace
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
 from headrace.serve.fakes.fake_sglang import FakeSglang
-from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm
+from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm, VllmGenerate
 from headrace.serve.start import opened
 from headrace.web.server import bind, make_server
+
+
+def log_of_vllm(name: str) -> str:
+    """What the real one wrote (`vllm_logs/README.md`)."""
+    return (Path(__file__).parent / "vllm_logs" / f"{name}.txt").read_text()
+
+
+class WithoutKernel(FakeVllm):
+    """Ends at its first request, as vLLM does where it has no kernel for the model."""
+
+    def _check(self, body: VllmGenerate) -> None:
+        print(log_of_vllm("no_kernel"), file=sys.stderr, flush=True)
+        os._exit(0)
+
+
+OWN_FAULTS = ("no_checker", "no_kernel")
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -40,7 +56,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")
-    parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, "no_checker"])
+    parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, *OWN_FAULTS])
     parser.add_argument("--weight-transfer-config")
     return parser.parse_args(words)
 
@@ -65,13 +81,13 @@ async def vllm(words: list[str]) -> None:
     }
     with tempfile.TemporaryDirectory() as logs:
         async with opened(ServeConfig(model=given.model, engine=engine), Path(given.model), Path(logs)) as serving:
-            server = FakeVllm(
+            server = (WithoutKernel if "no_kernel" in given.fault else FakeVllm)(
                 serving,
                 weights=Path(given.model),
                 dtype=given.dtype,
                 max_loras=loras,
                 logprobs_mode=given.logprobs_mode,
-                faults=set(given.fault) - {"no_checker"},
+                faults=set(given.fault) - set(OWN_FAULTS),
                 absent=[name for name, there in has.items() if not there],
             )
             await make_server(server.app(os.environ.get("VLLM_API_KEY", ""))).serve(sockets=[sock])
