@@ -234,14 +234,20 @@ def test_variables_of_this_python_are_not_given_to_another(monkeypatch) -> None:
 
 class Played:
     """A host and the dialect of its server: each process of it comes up `starting` seconds after its start, and is silent or dead at the
-    seconds of `silent` and `dead` after that. `early`: it ends before it is up."""
+    seconds of `silent` and `dead` after that. `early`: it ends before it is up. `says`: the error with which it ends by itself."""
 
     who = "the server"
 
     def __init__(
-        self, starting: float = 1.0, silent: float = math.inf, dead: float = math.inf, early: bool = False
+        self,
+        starting: float = 1.0,
+        silent: float = math.inf,
+        dead: float = math.inf,
+        early: bool = False,
+        says: str = "",
     ) -> None:
         self.starting, self.silent, self.dead, self.early = starting, silent, dead, early
+        self.says = says
         self.starts: list[float] = []
         self.kills = 0
         self._killed = False
@@ -257,6 +263,9 @@ class Played:
 
     def ended(self) -> str:
         return "died" if self._killed or self.early or self._age() > self.dead else ""
+
+    def error(self) -> str:
+        return self.says if self.ended() and not self._killed else ""
 
     def kill(self) -> None:
         self.kills += 1
@@ -280,12 +289,17 @@ class Played:
         self.gone.append(error)
 
 
-def played(server: Played, seconds: float) -> None:
+def played(server: Played, seconds: float, serves: float = math.inf) -> None:
+    """`serves`: the seconds after which a request is answered."""
+
     async def go() -> None:
         presence = Presence(Connection("http://127.0.0.1:1"), server, server, patience=60.0, max_deaths=2, host=server)  # type: ignore[arg-type]
         try:
             await presence.open()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(min(serves, seconds))
+            if serves < seconds:
+                presence.served()
+                await asyncio.sleep(seconds - serves)
         finally:
             await presence.close()
 
@@ -322,3 +336,18 @@ def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> Non
     weeks = Played(dead=2 * FORGIVEN)
     played(weeks, 11 * FORGIVEN)
     assert len(weeks.starts) == 6 and not weeks.gone, "deaths before an hour of work do not count"
+
+
+def test_a_server_that_ends_with_an_error_before_it_has_served_is_not_started_again() -> None:
+    """Whatever it could not do for the first request, the next process could not either. A kill says nothing of the kind."""
+    hopeless = Played(dead=10.0, says="no kernel")
+    played(hopeless, 100.0)
+    (error,) = hopeless.gone
+    assert isinstance(error, ConfigError) and len(hopeless.starts) == 1 and not hopeless.lost_of
+    assert str(error) == "the server came up and ended before it had served a request: it died"
+    works = Played(dead=10.0, says="a passing fault")
+    played(works, 15.0, serves=5.0)
+    assert len(works.starts) == 2 and not works.gone, "it has worked, so it may again"
+    silent = Played(silent=10.0, says="a passing fault")
+    played(silent, 85.0)
+    assert len(silent.starts) == 2 and silent.kills == 1 and not silent.gone, "it was killed"
