@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,8 +19,12 @@ import fake_servers
 import pytest
 from fake_servers import log_of_vllm
 from processes import alive
+from tiny_run import tiny_config
 
+import headrace
+from headrace import cli
 from headrace.commands.installed.doctor import engine_findings
+from headrace.config import dump_config, load_config
 from headrace.engine.config import FORGIVEN, EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
@@ -158,6 +164,42 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
         require("vllm", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="is no Python interpreter"):
         look("vllm", "/bin/sh")
+
+
+def test_a_vllm_that_fetches_over_http_needs_headrace_beside_it(
+    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it comes up, and is refused only then. Both remedies of the sentence are followed."""
+
+    def rehearsed(kind: str) -> tuple[int, str]:
+        engine = {"kind": "vllm", "python": str(python)}
+        config = tiny_config(tmp_path, tiny_llama, engine=engine, weight_sync={"kind": kind})
+        (tmp_path / "a.toml").write_text(dump_config(load_config(config)))
+        code = cli.main(["train", str(tmp_path / "a.toml"), "--dry-run"])
+        return code, capsys.readouterr().err
+
+    python = fake_servers.interpreter(tmp_path)
+    code, said = rehearsed("http")
+    assert code == 2 and f"engine.python = {python} has no headrace installed" in said
+    (remedy,) = re.findall(r"install it \((.*?)\), or set (.*)", said)
+    assert remedy[1] == 'weight_sync.kind = "files"' and rehearsed("files") == (0, "")
+    subprocess.run(shlex.split(remedy[0]), check=True)
+    assert rehearsed("http") == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "headrace"])
+def test_another_version_of_headrace_at_the_server_is_refused(kind: str, tmp_path: Path) -> None:
+    source = Path(headrace.__file__).parents[1]
+    for version in ("0.0.9", headrace.__version__):
+        python = str(fake_servers.interpreter(tmp_path / version, installs=version))
+        install = [python, "-m", "pip", "install", str(source)]
+        subprocess.run(install, check=True)
+        if version == headrace.__version__:
+            assert require(kind, python, fetches=True).python == python
+        else:
+            with pytest.raises(ConfigError, match=f"has headrace 0.0.9, and this is {headrace.__version__}") as refused:
+                require(kind, python, fetches=True)
+            assert f"({shlex.join(install)})" in str(refused.value)
 
 
 def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monkeypatch) -> None:

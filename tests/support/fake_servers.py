@@ -103,8 +103,24 @@ async def sglang(words: list[str]) -> None:
             await make_server(server.app()).serve(sockets=[sock])
 
 
-def interpreter(directory: Path) -> Path:
-    """A Python in which this is installed as vLLM 0.32."""
+PIP = """
+import pathlib, shutil, sys, tomllib
+project = tomllib.loads((pathlib.Path(sys.argv[2]) / "pyproject.toml").read_text())["project"]
+site = pathlib.Path(__file__).parent
+for before in site.glob("headrace-*.dist-info"):
+    shutil.rmtree(before)
+place = site / "headrace-VERSION.dist-info"
+place.mkdir()
+(place / "METADATA").write_text("Metadata-Version: 2.1\\nName: headrace\\nVersion: VERSION\\n")
+points = [(group, name, at) for group, names in project["entry-points"].items() for name, at in names.items()]
+(place / "entry_points.txt").write_text("".join(f"[{group}]\\n{name} = {at}\\n" for group, name, at in points))
+"""
+"""A pip that fetches nothing: `pip install DIRECTORY` notes a version and the entry points of the project there, whose modules can be
+imported anyhow."""
+
+
+def interpreter(directory: Path, installs: str = headrace.__version__) -> Path:
+    """A Python in which this is installed as vLLM 0.32, and headrace can be installed, as the version `installs`."""
     site = directory / "site"
     package = site / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
@@ -116,6 +132,11 @@ def interpreter(directory: Path) -> Path:
     metadata = site / "vllm-0.32.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    # The environment behind it has headrace's entry points; the first of two distributions of one name is the one that counts.
+    none = site / "headrace-0.dist-info"
+    none.mkdir()
+    (none / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0\n")
+    (site / "pip.py").write_text(PIP.replace("VERSION", installs))
     path = ":".join(map(str, (site, Path(__file__).parent, Path(headrace.__file__).parent.parent)))
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
