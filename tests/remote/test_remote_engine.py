@@ -108,9 +108,39 @@ class Machine:
         self.wires -= {writer, far_writer}
 
 
+class Owner:
+    """The run's own server: whenever it dies, it has ended with an error. Protocol `Host`."""
+
+    who = "the server"
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.starts: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        if not self.machine.connected:
+            self.starts.append(asyncio.get_running_loop().create_task(self.machine.start()))
+
+    def ended(self) -> str:
+        coming = any(not task.done() for task in self.starts)
+        return "" if self.machine.connected or coming else "failed"
+
+    def error(self) -> str:
+        return self.ended() and "a fault"
+
+    def kill(self) -> None: ...
+
+    async def end(self) -> None: ...
+
+
 @asynccontextmanager
 async def connected(
-    model: Path, speed: float = 0.002, limits: ServerLimits | None = None, patience: float = 60.0, max_deaths: int = 3
+    model: Path,
+    speed: float = 0.002,
+    limits: ServerLimits | None = None,
+    patience: float = 60.0,
+    max_deaths: int = 3,
+    owned: bool = False,
 ) -> AsyncIterator[tuple[RemoteEngine, Machine]]:
     """Version 0 of the run is live."""
     machine = Machine(model, speed, limits or ServerLimits())
@@ -123,6 +153,7 @@ async def connected(
         patience=patience,
         max_deaths=max_deaths,
         telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 100.0, 200.0)),
+        host=Owner(machine) if owned else None,
     )
     engine.facts = facts  # type: ignore[attr-defined]
     try:
@@ -388,3 +419,25 @@ def test_a_server_that_is_none_of_ours_is_refused(tiny_tokenizer: Path) -> None:
             await connection.close()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("asked", ["tokens", "scores", ""])
+def test_a_server_of_the_run_that_has_served_is_started_again_and_one_that_has_not_is_refused(
+    asked: str, tiny_llama: Path
+) -> None:
+    """What ends one before it has done anything for a request would end the next one too."""
+
+    async def case() -> None:
+        async with connected(tiny_llama, owned=True) as (engine, machine):
+            if asked == "scores":
+                await engine.score([1, 7, 8])
+            elif asked:
+                await engine.generate(request("first", 1))
+            await machine.die()
+            if asked:
+                assert len((await engine.generate(request("second", 5))).tokens) == 5
+            else:
+                with pytest.raises(ConfigError, match="the server came up and ended before it had served a request"):
+                    await engine.generate(request("second", 5))
+
+    asyncio.run(case())

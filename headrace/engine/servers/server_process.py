@@ -15,10 +15,13 @@ from pathlib import Path
 
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import HOST, Command
+from headrace.engine.servers.server_log import last_line, raised
 from headrace.observe.health import patience
 
 ENDING = 2 * server_guard.GRACE
 """Seconds in which the guard should have ended the server."""
+READ = 2**20
+"""Bytes at the end of its log in which the reason of its end is looked for."""
 
 
 def free_port() -> int:
@@ -38,6 +41,8 @@ class ServerProcess:
         self._token_file = logs / f"{stem}.token"
         self._command = make(self._port, self.token, self._token_file)
         self._process: subprocess.Popen[bytes] | None = None
+        self._begins = 0
+        """The size of its log when the present process was started: what is before was written by others."""
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self) -> None:
@@ -45,6 +50,7 @@ class ServerProcess:
         self._write_token()
         words = [sys.executable, "-I", server_guard.__file__, *self._command.words]
         with self._log.open("ab") as log:
+            self._begins = log.tell()
             self._process = subprocess.Popen(
                 words,
                 env=dict(self._command.variables),
@@ -61,24 +67,41 @@ class ServerProcess:
 
     def ended(self) -> str:
         """How its process ended; empty while it runs."""
-        assert self._process is not None
-        code = self._process.poll()
+        code = self._code()
         if code is None:
             return ""
-        server_guard.end_session(self._process.pid)  # nobody is left, unless the guard was killed
-        code = server_guard.KILLED - code if code < 0 else code
+        if error := self.error():
+            return f"ended with exit code {code}: {error} (its output is in {self._log})"
         how = f"ended with exit code {code}"
         if code > server_guard.KILLED:
             with contextlib.suppress(ValueError):
                 how = f"was killed by {signal.Signals(code - server_guard.KILLED).name}"
-        return f"{how} (its output is in {self._log}{self._last_words()})"
+        said = last_line(self._said())
+        return f"{how} (its output is in {self._log}{f', which ends with: {said}' if said else ''})"
 
-    def _last_words(self) -> str:
+    def error(self) -> str:
+        """The exception that ended its process, or the complaint about its arguments; empty while it runs, and where it was killed or its
+        log has neither."""
+        code = self._code()
+        return "" if code is None or code > server_guard.KILLED else raised(self._said())
+
+    def _code(self) -> int | None:
+        """Its exit code, from which nothing of it is left; None while it runs."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return None
+        server_guard.end_session(self._process.pid)  # nobody is left, unless the guard was killed
+        return server_guard.KILLED - code if code < 0 else code
+
+    def _said(self) -> str:
+        """The log of its present process."""
         try:
-            lines = self._log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+            with self._log.open("rb") as log:
+                log.seek(max(self._begins, self._log.stat().st_size - READ))
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        return f", which ends with: {lines[-1].strip()[:300]}" if lines else ""
 
     @property
     def who(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Literal
@@ -32,6 +31,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.hosting import complete
 from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
+from headrace.orchestration.store.named_logs import temporary_logs
 from headrace.orchestration.store.run_directory import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
 from headrace.rollouts.notebook import Notebook
@@ -92,7 +92,7 @@ async def _choose_and_evaluate(
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
     config = dataclasses.replace(config, orchestration=config.orchestration.at_home)
-    with tempfile.TemporaryDirectory() as logs:
+    with temporary_logs() as logs:
         telemetry = open_telemetry(config, _Stderr(), time.monotonic)
         waits = telemetry.waits
         async with waits.named("start", "the files of models, task and reward", endless=True):
@@ -104,7 +104,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
         environment = build_environment(config, encoder)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
-        pools = await open_pools(config, model_dir, Path(logs), telemetry, restore)
+        pools = await open_pools(config, model_dir, logs, telemetry, restore)
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:

@@ -325,7 +325,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:
-        server = require(config.engine.kind, config.engine.python)
+        fetches = way_of(config.weight_sync, config.ends).kind == "http"
+        server = require(config.engine.kind, config.engine.python, fetches)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]
 

@@ -1,6 +1,6 @@
 """The run's directory, and how a later process resumes from it.
 
-Read `run_directory.py` (the run's directory), `checkpoints.py` (the sealed directories of weights and state), `snapshots.py` (the
+Read `named_logs.py` (logs that an error names), `run_directory.py` (the run's directory), `checkpoints.py` (the sealed directories of weights and state), `snapshots.py` (the
 controller's state), `recovery.py` (from checkpoint and journal back to state), `storage.py` (all of it, opened together),
 `resume_rules.py` (which settings may change).
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from headrace.durable.atomic_files import full_disk_as_error, read_lines, replac
 from headrace.durable.journal import JOURNAL
 from headrace.errors import ConfigError
 from headrace.observe.records import METRICS
+from headrace.orchestration.store.named_logs import names
 
 LOCK, CONFIG = ".lock", "config.toml"
 
@@ -35,7 +36,8 @@ PATIENCE = 3.0
 class RunDirectory:
     """The directory of a run, locked while open. The lock belongs to the open file, so a killed process leaves none behind.
 
-    A new directory holds no run before `begin`. If `begin` is never called, everything that was created is removed again.
+    A new directory holds no run before `begin`. If `begin` is never called, everything that was created is removed again, but for the logs
+    that say why.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,13 +102,13 @@ class RunDirectory:
         if self._lock:
             self._lock.close()
 
-    def _vanish(self, logs: bool) -> None:
-        """Removes everything that was created for a run that never began. `logs`: also the log files that are not empty."""
+    def _vanish(self, keeps: Callable[[Path], bool]) -> None:
+        """Removes everything that was created for a run that never began. `keeps`: which log files stay, if they are not empty."""
         for path in sorted(self.path.rglob("*"), key=lambda one: -len(one.parts)):
             with suppress(OSError):
                 if path.is_dir():
                     path.rmdir()
-                elif logs or path.parent != self.logs or not path.stat().st_size:
+                elif path.parent != self.logs or not path.stat().st_size or not keeps(path):
                     path.unlink()
         for path in self._made:
             with suppress(OSError):  # not empty
@@ -118,7 +120,7 @@ class RunDirectory:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.path in self._made and not self.begun:
             refused = not isinstance(error, Exception) or isinstance(error, ConfigError)
-            self._vanish(logs=refused)
+            self._vanish(lambda log: names(error, log) or not refused)
         self.close()
 
 

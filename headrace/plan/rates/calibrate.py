@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from headrace.models.chat import open_model
 from headrace.orchestration.build import build_scorer, build_task, open_telemetry
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
+from headrace.orchestration.store.named_logs import temporary_logs
 from headrace.plan.rates.fits import alike, line, newly_computed, rotated
 from headrace.plan.rates.publish_times import Publishing, time_publishing, timed
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
@@ -70,7 +70,7 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 
 
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
-    with tempfile.TemporaryDirectory() as logs:
+    with temporary_logs() as logs:
         model_dir, encoder = await open_model(config.model.path)
         config = await asyncio.to_thread(
             settle_here, config, model_dir
@@ -81,7 +81,7 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
         task = build_task(config.task, encoder, config.seed)
         scorer = build_scorer(config, [reward] if reward else [], decode=encoder.decode)
         say("starting engine and trainer")
-        pools = await open_pools(config, model_dir, Path(logs), telemetry, {})
+        pools = await open_pools(config, model_dir, logs, telemetry, {})
         try:
             await pools.engine.load(await pools.trainer.publish())
             bench = Bench(

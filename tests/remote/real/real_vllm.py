@@ -44,8 +44,8 @@ MARKS = [
 ]
 
 
-def save_llama(directory: Path, tokenizer: Path) -> Path:
-    """Its heads have 64 dimensions: fewer vLLM does not serve on a CPU."""
+def save_llama(directory: Path, tokenizer: Path, head: int = 64) -> Path:
+    """`head`: the dimensions of its heads; with 16 vLLM has no kernel for it on a CPU."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +58,7 @@ def save_llama(directory: Path, tokenizer: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=64,
+        head_dim=head,
         max_position_embeddings=256,
         bos_token_id=1,
         eos_token_id=2,

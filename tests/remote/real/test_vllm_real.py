@@ -23,7 +23,7 @@ from tiny_run import of, when_step
 import headrace
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.errors import IdentityError
+from headrace.errors import ConfigError, IdentityError
 from headrace.models.endings import end_tokens
 from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
 from headrace.observe.records import StepRow
@@ -213,3 +213,14 @@ def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
     with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
         headrace.train(config)
     assert all(one.ok for one in of(tmp_path / "runs" / "tiny", IdentityChecked)) and not servers()
+
+
+def test_a_model_that_it_cannot_compute_is_refused_at_its_first_request(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    """It comes up all the same, and its log ends with notices."""
+    model = save_llama(tmp_path / "llama-16", tiny_tokenizer, head=16)
+    with pytest.raises(
+        ConfigError, match="RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    ) as refused:
+        headrace.train(config_for(tmp_path, model))
+    assert "came up and ended before it had served a request" in str(refused.value)
+    assert not of(tmp_path / "runs" / "tiny", WorkerLost) and not servers()

@@ -26,9 +26,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Pat
 def with_headrace(directory: Path) -> Path:
     """vLLM's interpreter as if headrace were installed beside it: with its entry point and the packages that it needs there."""
     site = directory / "site"
-    metadata = site / "headrace-0.1.0.dist-info"
+    metadata = site / f"headrace-{headrace.__version__}.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: headrace\nVersion: 0.1.0\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {headrace.__version__}\n")
     (metadata / "entry_points.txt").write_text(ENTRY)
     for package in ("xxhash", "zstandard"):
         found = importlib.util.find_spec(package)
