@@ -24,7 +24,7 @@ from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.engine.remote.strangers import open_control
 from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import require
+from headrace.engine.servers.installed import cannot_reload, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
@@ -196,6 +196,8 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
     settings = config.engine
     fetches = way_of(config.weight_sync, config.ends).kind == "http"
     found = require(settings.kind, settings.python, fetches)
+    if problem := cannot_reload(settings.kind, found, read_shape(model_dir).experts):
+        raise ConfigError(problem)
     loras = [run.lora for run in adapter_runs(config) or (config,)]
     serves = max(settings.max_adapters, adapters_served(config)) > 0
     adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()

@@ -23,6 +23,8 @@ class ModelShape:
     hidden: int
     inner: int
     """Inner width of the MLP of one layer, as one token passes it: with experts, that of the chosen ones together."""
+    experts: int
+    """Experts of a layer; 0 for a dense model."""
     cached: int
     """Elements that one token takes in the KV cache."""
     positions: int
@@ -63,6 +65,7 @@ def read_shape(directory: Path) -> ModelShape:
         layers=layers,
         hidden=hidden,
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
+        experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         cached=2 * layers * kv_heads * head,
         positions=_number(text, "max_position_embeddings", "n_positions"),
     )

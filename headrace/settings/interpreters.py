@@ -46,6 +46,11 @@ class Found:
     plugins: tuple[str, ...] = ()
     """Names of the entry points of the group that was asked for."""
 
+    @property
+    def for_cpus(self) -> bool:
+        """Whether it is a build for CPUs, as its name or its version says."""
+        return "cpu" in f"{self.distribution}{self.version}"
+
 
 def interpreter(named: str, setting: str) -> str:
     """Returns the path of the interpreter that the setting names; ours if it names none. Raises ConfigError if there is none."""

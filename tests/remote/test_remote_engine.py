@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,13 @@ class Owner:
 
     who = "the server"
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, warns: Collection[str] = ()) -> None:
         self.machine = machine
         self.starts: list[asyncio.Task[None]] = []
+        self.warns = set(warns)
+
+    def not_loaded(self) -> frozenset[str]:
+        return frozenset(self.warns)
 
     def start(self) -> None:
         if not self.machine.connected:
@@ -141,8 +145,9 @@ async def connected(
     patience: float = 60.0,
     max_deaths: int = 3,
     owned: bool = False,
+    warns: Collection[str] = (),
 ) -> AsyncIterator[tuple[RemoteEngine, Machine]]:
-    """Version 0 of the run is live."""
+    """Version 0 of the run is live. `warns`: of what the log says that it was not loaded."""
     machine = Machine(model, speed, limits or ServerLimits())
     await machine.listen()
     await machine.start()
@@ -153,7 +158,7 @@ async def connected(
         patience=patience,
         max_deaths=max_deaths,
         telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 100.0, 200.0)),
-        host=Owner(machine) if owned else None,
+        host=Owner(machine, warns) if owned else None,
     )
     engine.facts = facts  # type: ignore[attr-defined]
     try:
@@ -189,6 +194,24 @@ def tokens_of(outputs: Iterator[StepOutput], name: str) -> list[int]:
 def wired_id(machine: Machine) -> str:
     """The fake samples by the request's id, which on the wire has a number of its own: the first that was asked for."""
     return machine.engine.requests[0].id
+
+
+# --- what its log says ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_warns_of_weights_which_it_loaded_before_is_refused(tiny_tokenizer: Path) -> None:
+    """Of tables that are in no checkpoint it warns at every update."""
+
+    async def go() -> None:
+        async with connected(tiny_tokenizer, owned=True, warns=["RotaryEmbedding"]) as (engine, _):
+            await engine.load(update(1))
+            host = engine._host
+            assert isinstance(host, Owner)
+            host.warns.add("ParallelLMHead")
+            with pytest.raises(IdentityError, match="has not loaded ParallelLMHead of version 2"):
+                await engine.load(update(2))
+
+    asyncio.run(go())
 
 
 # --- what it returns ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_servers import log_of_vllm
 
-from headrace.engine.servers.server_log import LENGTH, last_line, raised
+from headrace.engine.servers.server_log import LENGTH, last_line, not_loaded, raised
 
 NO_KERNEL, NO_ROOM, TOO_LONG, WORKS = map(log_of_vllm, ("no_kernel", "no_room", "too_long", "works"))
 KERNEL = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0"
@@ -92,3 +92,14 @@ def test_what_went_wrong_before_it_worked_again_did_not_end_it() -> None:
 )
 def test_without_an_exception_the_last_line_that_is_no_notice_is_told(log: str, said: str) -> None:
     assert last_line(log) == said and not raised(log)
+
+
+def test_warnings_of_weights_that_were_not_loaded() -> None:
+    """Lines of vLLM 0.32."""
+    log = """(Worker pid=4049) WARNING 11-28 08:47:09 [layerwise.py:266] RotaryEmbedding: Failed to load weights
+(Worker pid=4049) WARNING 11-28 08:47:09 [layerwise.py:266] \x1b[33mParallelLMHead: Failed to load weights\x1b[0m
+(Worker pid=4049) WARNING 11-28 08:47:09 [inplace.py:120] Following weights were not loaded from checkpoint: {'b.weight', 'a.bias'}
+(Worker pid=4049) INFO 11-28 08:47:09 [inplace.py:110] Reloading and processing weights took 0.02 seconds
+"""
+    assert not_loaded(log) == {"RotaryEmbedding", "ParallelLMHead", "a.bias", "b.weight"}
+    assert not not_loaded(WORKS)

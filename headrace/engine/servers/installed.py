@@ -64,6 +64,19 @@ def require(kind: str, named: str, fetches: bool = False) -> Found:
     return found
 
 
+def cannot_reload(kind: str, found: Found, experts: int) -> str:
+    """Returns why this server cannot be given new weights of the model, with the remedy; empty if it can. `experts`: of a layer.
+
+    vLLM 0.32 for CPUs packs experts when it starts, and copies those of an update over the packed ones as they are
+    (`fused_moe/unquantized_fused_moe_method.py`, `experts/cpu_moe.py`): even the same checkpoint, loaded again, gives other outputs."""
+    if kind != "vllm" or not found.for_cpus or experts < 2:
+        return ""
+    return (
+        f'vLLM for CPUs ({found.version}) cannot be given new weights of a mixture of experts: it would serve other ones. Use engine.kind = "native" '
+        'or "headrace"'
+    )
+
+
 def _require_plugin(where: str, found: Found) -> None:
     """Raises ConfigError if vLLM would not find headrace's engine for the transfer of weights. It does so by the entry point of an installed
     headrace: one that can merely be imported is not found."""

@@ -40,6 +40,20 @@ _NOTICES = re.compile(
 """Lines that say nothing of the end of a process, though they may be its last."""
 
 
+_NOT_LOADED = re.compile(
+    r"\] (?:(?P<kind>\w+): Failed to load weights|Following weights were not loaded from checkpoint: (?P<names>.*))"
+)
+"""vLLM's warnings of an update that it has not applied as a whole (vLLM 0.32, `model_loader/reload/`). It answers with success all the same."""
+
+
+def not_loaded(text: str) -> frozenset[str]:
+    """Returns what vLLM warns of in this part of its log that it has not loaded: classes of modules, and names of parameters."""
+    found: set[str] = set()
+    for match in _NOT_LOADED.finditer(_COLOURS.sub("", text)):
+        found.update([match["kind"]] if match["kind"] else re.findall(r"'([^']+)'", match["names"]))
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class _Line:
     who: str

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import HOST, Command
-from headrace.engine.servers.server_log import last_line, raised
+from headrace.engine.servers.server_log import last_line, not_loaded, raised
 from headrace.observe.health import patience
 
 ENDING = 2 * server_guard.GRACE
@@ -43,6 +43,8 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._begins = 0
         """The size of its log when the present process was started: what is before was written by others."""
+        self._heard = 0
+        """The part of its log that was looked through for warnings about weights."""
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self) -> None:
@@ -102,6 +104,15 @@ class ServerProcess:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+    def not_loaded(self) -> frozenset[str]:
+        """Returns what it has warned of since the last call that it has not loaded."""
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(self._begins, self._heard))
+            said = log.read()
+            self._heard = log.tell()
+            return not_loaded(said.decode(errors="replace"))
+        return frozenset()
 
     @property
     def who(self) -> str:

@@ -19,7 +19,7 @@ from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
-from headrace.engine.servers.installed import require
+from headrace.engine.servers.installed import cannot_reload, require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
@@ -327,6 +327,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if config.engine.starts_server:
         fetches = way_of(config.weight_sync, config.ends).kind == "http"
         server = require(config.engine.kind, config.engine.python, fetches)
+        if problem := cannot_reload(config.engine.kind, server, shape.experts):
+            found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]
 

@@ -44,26 +44,49 @@ MARKS = [
 ]
 
 
-def save_llama(directory: Path, tokenizer: Path, head: int = 64) -> Path:
-    """`head`: the dimensions of its heads; with 16 vLLM has no kernel for it on a CPU."""
+LARGE = {
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Heads of 64 dimensions: fewer vLLM does not serve on a CPU. Heads do not fill the hidden size, keys are shared by two heads, and the
+vocabulary, that of the tokenizer, is a multiple of nothing that vLLM pads it to."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "hidden_size": 256}),  # its heads fill it, whatever head_dim says
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+"""Models as people have them: untied; tied with biases; tied with norms of heads; tied with sliding windows. Of mixtures vLLM for CPUs
+cannot reload the experts."""
+
+
+def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int = 64) -> Path:
+    """Saves a random model of this kind. Whatever is zero or one in a new model, biases and norms, has other values. `head`: the dimensions of
+    a head."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     shutil.copytree(tokenizer, directory, dirs_exist_ok=True)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=head,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    name, settings = KINDS[kind]
+    vocabulary = len(AutoTokenizer.from_pretrained(directory))
+    config = AutoConfig.for_model(name, vocab_size=vocabulary, **{**LARGE, **settings, "head_dim": head})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
     return directory
 
 
@@ -109,11 +132,11 @@ async def started(config: dict[str, Any], model: Path, directory: Path, facts: F
 def changed(model: Path, to: Path, seed: int = 1) -> Path:
     """The same model with other weights."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     shutil.copytree(model, to)
     torch.manual_seed(seed)
-    other = LlamaForCausalLM.from_pretrained(model)
+    other = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -131,11 +154,11 @@ def updates(models: Sequence[Path]) -> list[WeightUpdate]:
 def reference(model: Path, prompt: Sequence[int], completion: Completion) -> list[float]:
     """What Hugging Face's own forward pass says of the tokens."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor([[*prompt, *completion.tokens]])
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
     told = logits[len(prompt) - 1 : -1].log_softmax(-1)
     return told[torch.arange(len(completion.tokens)), tokens[0, len(prompt) :]].tolist()
 

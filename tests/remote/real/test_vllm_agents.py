@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_vllm import MARKS, config_for, save_llama
+from real_vllm import MARKS, config_for, save_model
 from server_processes import servers
 from tiny_run import of
 
@@ -41,11 +41,11 @@ STEPS = 3
 def test_an_agent_is_trained(
     engine: dict[str, Any], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
 ) -> None:
-    llama = save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+    model = save_model(tmp_path_factory.mktemp("qwen2-64"), tiny_tokenizer)
     (tmp_path / "agent.py").write_text(AGENT)
     environment = {"kind": "process", "command": [sys.executable, str(tmp_path / "agent.py")]}
     tables = {"environment": environment, "reward": {"function": ""}, "rollout": {"group_size": 4, "max_tokens": 16}}
-    config = config_for(tmp_path, llama, train={"steps": STEPS, "learning_rate": 1e-3}, **tables)
+    config = config_for(tmp_path, model, train={"steps": STEPS, "learning_rate": 1e-3}, **tables)
     headrace.train({**config, "engine": engine} if engine else config)
     run = tmp_path / "runs" / "tiny"
     (ended,) = of(run, RunEnded)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from real_vllm import MARKS, changed, config_for, reference, save_llama, started, updates, when
+from real_vllm import MARKS, changed, config_for, reference, save_model, started, updates, when
 from server_processes import servers
 from tiny_run import of
 
@@ -41,8 +41,8 @@ STOPPED = 60.0
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return save_model(tmp_path_factory.mktemp("qwen2-64"), tiny_tokenizer)
 
 
 class _StandsStill(VllmDialect):
@@ -112,11 +112,11 @@ def fleet_of(directory: Path, model: Path, monkeypatch: pytest.MonkeyPatch, at: 
 
 
 def test_requests_go_on_elsewhere_from_their_tokens_and_the_server_comes_back_with_the_newest_weights(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = [llama, *(changed(llama, tmp_path / f"other-{seed}", seed) for seed in range(1, 5))]
+    models = [model, *(changed(model, tmp_path / f"other-{seed}", seed) for seed in range(1, 5))]
     published, prompts = updates(models), {f"r{number}": (1, 7 + number, 20) for number in range(6)}
-    config, stopping = fleet_of(tmp_path, llama, monkeypatch, at=1)
+    config, stopping = fleet_of(tmp_path, model, monkeypatch, at=1)
     facts, heard = FactList(), list[StepOutput]()
     kept = [path.rename(path.with_name(f"kept-{path.name}")) if path == models[1] else path for path in models]
     shutil.copytree(kept[1], models[1])
@@ -132,7 +132,7 @@ def test_requests_go_on_elsewhere_from_their_tokens_and_the_server_comes_back_wi
         return mine[-1]
 
     async def go() -> None:
-        async with asyncio.timeout(1800), started(config, llama, tmp_path, facts) as engine:
+        async with asyncio.timeout(1800), started(config, model, tmp_path, facts) as engine:
             assert isinstance(engine, Fleet)
             engine.listen(lambda raw: heard.append(msgspec.msgpack.decode(raw, type=StepOutput)))
             await engine.load(published[0])
@@ -186,10 +186,10 @@ def share_of_e(prompts, completions, **columns):
 
 
 def test_a_run_goes_on_while_one_of_two_servers_is_stopped_for_a_minute(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, steps, flag = tmp_path / "runs" / "tiny", 80, tmp_path / "slowly"
-    config, stopping = fleet_of(tmp_path, llama, monkeypatch, at=3)
+    config, stopping = fleet_of(tmp_path, model, monkeypatch, at=3)
     config["rollout"] = {"group_size": 4, "max_tokens": 100}
     config["train"]["steps"] = steps
     flag.touch()

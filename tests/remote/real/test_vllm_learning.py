@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_vllm import MARKS, config_for, save_llama
+from real_vllm import MARKS, config_for, save_model
 from tiny_run import of
 
 import headrace
@@ -31,11 +31,11 @@ def rewards(directory: Path, model: Path, seed: int, **tables: Any) -> list[floa
 def test_the_reward_rises_as_with_the_native_engine(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path
 ) -> None:
-    llama = save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+    model = save_model(tmp_path_factory.mktemp("qwen2-64"), tiny_tokenizer)
     curves: dict[str, list[list[float]]] = {"native": [], "vllm": []}
     for seed in SEEDS:
-        curves["native"].append(rewards(tmp_path / f"native-{seed}", llama, seed, engine=NATIVE))
-        curves["vllm"].append(rewards(tmp_path / f"vllm-{seed}", llama, seed))
+        curves["native"].append(rewards(tmp_path / f"native-{seed}", model, seed, engine=NATIVE))
+        curves["vllm"].append(rewards(tmp_path / f"vllm-{seed}", model, seed))
     for name, runs in curves.items():
         for seed, run in zip(SEEDS, runs, strict=True):
             print(f"| {name} | {seed} |", " | ".join(f"{value:.2f}" for value in run), "|")

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from processes import alive
-from real_vllm import MARKS, changed, config_for, reference, save_llama, started, updates, when
+from real_vllm import KINDS, MARKS, changed, config_for, reference, save_model, started, updates, when
 from server_processes import servers
 from tiny_run import of, when_step
 
@@ -25,7 +25,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.endings import end_tokens
-from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.facts import IdentityChecked, RunEnded, TrialChecked, WeightsLive, WorkerLost
 from headrace.observe.records import StepRow
 from headrace.orchestration import starting
 from headrace.simulate.world import FactList
@@ -39,8 +39,8 @@ LENGTH = 230
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return save_model(tmp_path_factory.mktemp("qwen2-64"), tiny_tokenizer)
 
 
 def checked(run: Path, steps: int, deaths: int) -> None:
@@ -73,7 +73,7 @@ def kill() -> None:
 
 
 def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_update(
-    llama: Path, tmp_path: Path
+    model: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "tiny"
 
@@ -85,23 +85,23 @@ def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_u
         when(paused, kill)
 
     killer = when_step(run, 1, twice)
-    headrace.train(config_for(tmp_path, llama))
+    headrace.train(config_for(tmp_path, model))
     killer.join()
     checked(run, steps=5, deaths=2)
     assert [one.update.version for one in of(run, WeightsLive)] == list(range(6))
 
 
-def test_an_adapter_is_trained(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_trained(model: Path, tmp_path: Path) -> None:
     train = {"steps": 4, "learning_rate": 1e-2}
-    headrace.train({**config_for(tmp_path, llama, lora={"rank": 4}), "train": {"dtype": "float32", **train}})
+    headrace.train({**config_for(tmp_path, model, lora={"rank": 4}), "train": {"dtype": "float32", **train}})
     run = tmp_path / "runs" / "tiny"
     checked(run, steps=4, deaths=0)
 
 
-def test_nothing_of_vllm_outlives_a_run_that_is_killed(llama: Path, tmp_path: Path) -> None:
+def test_nothing_of_vllm_outlives_a_run_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Not even its engine process, which outlives a server that is killed."""
     script = "import headrace, json, sys; headrace.train(json.loads(sys.argv[1]))"
-    config = config_for(tmp_path, llama)
+    config = config_for(tmp_path, model)
     config["train"]["steps"] = 1000
     run = subprocess.Popen([sys.executable, "-c", script, json.dumps(config)], stdout=subprocess.DEVNULL)
     pids: list[int] = []
@@ -124,15 +124,15 @@ def test_nothing_of_vllm_outlives_a_run_that_is_killed(llama: Path, tmp_path: Pa
     assert not any(map(alive, pids))
 
 
-def test_every_token_is_of_its_version_when_weights_change_while_requests_stream(llama: Path, tmp_path: Path) -> None:
-    models = [llama, changed(llama, tmp_path / "other")]
+def test_every_token_is_of_its_version_when_weights_change_while_requests_stream(model: Path, tmp_path: Path) -> None:
+    models = [model, changed(model, tmp_path / "other")]
     first, second = updates(models)
     prompts = {f"r{number}": (1, 7 + number, 20) for number in range(6)}
 
     async def go() -> list[Completion]:
-        config = config_for(tmp_path, llama)
+        config = config_for(tmp_path, model)
         config["engine"]["context_length"] = LENGTH + 10
-        async with started(config, llama, tmp_path, FactList()) as engine:
+        async with started(config, model, tmp_path, FactList()) as engine:
             await engine.load(first)
             drawn = Sampling(max_tokens=LENGTH, ignore_eos=True)
             asked = [
@@ -157,6 +157,21 @@ def test_every_token_is_of_its_version_when_weights_change_while_requests_stream
     assert not servers()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "adapter"])
+def test_models_as_people_have_them_are_served_as_they_are_trained(
+    kind: str, lora: dict[str, int], tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    """The trial sees every kind of parameter but one that changes no log-prob (a bias of keys)."""
+    model = save_model(tmp_path / kind, tiny_tokenizer, kind)
+    headrace.train(config_for(tmp_path, model, train={"steps": 3, "learning_rate": 1e-3}, lora=lora))
+    run = tmp_path / "runs" / "tiny"
+    (trial,), probes = of(run, TrialChecked), of(run, IdentityChecked)
+    assert trial.ok and all(name.endswith("k_proj.bias") for name in trial.unseen), trial
+    assert {one.version for one in probes} == set(range(4)) and all(one.ok for one in probes)
+    assert max(one.mean_abs_diff for one in probes) < 1e-6 and not servers()
+
+
 class _Forgetful(VllmDialect):
     """Has vLLM load the first adapter under the name of every later one."""
 
@@ -171,10 +186,10 @@ class _Forgetful(VllmDialect):
         await super()._load_adapter(connection, kept, adapter, seconds)
 
 
-def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(model: Path, tmp_path: Path, monkeypatch) -> None:
     made = lambda model_dir, check_every: _Forgetful(model_dir, tmp_path / "first", check_every)  # noqa: E731
     monkeypatch.setitem(starting.DIALECTS, "vllm", made)
-    config = config_for(tmp_path, llama, lora={"rank": 4})
+    config = config_for(tmp_path, model, lora={"rank": 4})
     config["train"] = {**config["train"], "learning_rate": 0.1}
     with pytest.raises(
         IdentityError, match=r"does not compute the policy that is trained\. Its server has not applied"
@@ -203,12 +218,12 @@ class _Careless(VllmDialect):
 
 
 def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
-    llama: Path, tmp_path: Path, monkeypatch
+    model: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """Its effect is below what the probe allows."""
     made = lambda model_dir, check_every: _Careless(end_tokens(model_dir), check_every)  # noqa: E731
     monkeypatch.setitem(starting.DIALECTS, "vllm", made)
-    config = config_for(tmp_path, llama)
+    config = config_for(tmp_path, model)
     config["train"] = {**config["train"], "learning_rate": 1e-5}
     with pytest.raises(IdentityError, match=r"version 1, and 1 of \d+ checksums .*model\.norm\.weight"):
         headrace.train(config)
@@ -217,7 +232,7 @@ def test_the_checksums_stop_a_run_of_which_vllm_has_not_loaded_one_norm(
 
 def test_a_model_that_it_cannot_compute_is_refused_at_its_first_request(tiny_tokenizer: Path, tmp_path: Path) -> None:
     """It comes up all the same, and its log ends with notices."""
-    model = save_llama(tmp_path / "llama-16", tiny_tokenizer, head=16)
+    model = save_model(tmp_path / "llama-16", tiny_tokenizer, "llama", head=16)
     with pytest.raises(
         ConfigError, match="RuntimeError: Unsupported CPU attention configuration: head_dim=16"
     ) as refused:

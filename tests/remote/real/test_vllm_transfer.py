@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from real_vllm import MARKS, PYTHON, config_for, save_llama
+from real_vllm import MARKS, PYTHON, config_for, save_model
 from tiny_run import Config, of
 
 import headrace
@@ -19,8 +19,8 @@ ENTRY = "[vllm.general_plugins]\nheadrace = headrace.weight_sync.in_vllm.registe
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama-64"), tiny_tokenizer)
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    return save_model(tmp_path_factory.mktemp("qwen2-64"), tiny_tokenizer)
 
 
 def with_headrace(directory: Path) -> Path:
@@ -52,16 +52,16 @@ def run(directory: Path, config: Config) -> list[WeightsLive]:
     return of(directory / "runs" / "tiny", WeightsLive)
 
 
-def test_full_copies_and_differences(llama: Path, tmp_path: Path) -> None:
+def test_full_copies_and_differences(model: Path, tmp_path: Path) -> None:
     ways = {"kind": "http", "encoding": "delta", "anchor_every": 2}
-    live = run(tmp_path, config_for(tmp_path, llama, weight_sync=ways, train={"learning_rate": 1e-5}))
+    live = run(tmp_path, config_for(tmp_path, model, weight_sync=ways, train={"learning_rate": 1e-5}))
     assert ["base" in one.update.where for one in live] == [False, True, True, False, True]
 
 
-def test_an_adapter_whose_files_are_deleted_when_the_server_ends(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_whose_files_are_deleted_when_the_server_ends(model: Path, tmp_path: Path) -> None:
     before = set(Path(tempfile.gettempdir()).iterdir())
     tables = {"weight_sync": {"kind": "http"}, "lora": {"rank": 4}, "train": {"learning_rate": 1e-2}}
-    live = run(tmp_path, config_for(tmp_path, llama, **tables))
+    live = run(tmp_path, config_for(tmp_path, model, **tables))
     assert [one.update.kind for one in live] == ["full", *["adapter"] * 5]
     new = set(Path(tempfile.gettempdir()).iterdir()) - before
     assert not [one for one in new if list(one.rglob("adapter_model.safetensors"))]
