@@ -300,7 +300,8 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
         telemetry,
         adapter=adapter,
         dtype=dtype,
-        trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial else (),
+        # Rollout hosts come and go: those that come later would not have been tried.
+        trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial and not config.orchestration.bus else (),
         served=config.engine.is_server,
     )
 

@@ -44,8 +44,8 @@ ABOVE = {"float32": 10.0, "bfloat16": 3.0}
 
 CERTAIN = 6.0
 """Standard errors beyond which a finding is no chance."""
-STALE = 0.2
-"""The share of an effect that may be missing: what kept its old values has a share of 1, one of five layers of a kind one of about 0.2."""
+STALE = 0.15
+"""The share of an effect that may be missing: what kept its old values has a share of 1, and one layer of a block about 0.25."""
 ADVICE = 'Run with engine.path = "hf"; if that agrees, the fused decoder is wrong for this model: please report it.'
 ADVICE_SERVER = (
     "Its server has not applied the weights or the adapter that it reported as loaded (its log may have the reason), or it computes "
