@@ -41,7 +41,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import kind_of
 from headrace.types import Completion, VersionSpan
-from headrace.weights import TRIAL, WeightUpdate
+from headrace.weights import WeightUpdate, trial_version
 
 Weights = Mapping[str, torch.Tensor]
 Keeps = Callable[[str, torch.Tensor], Any]
@@ -175,7 +175,7 @@ async def trial_of(
 ) -> tuple[str, str]:
     """Returns the most certain share that was found missing, and what it was taken for; empty if the trial was passed."""
     engine.load(0, first)
-    engine.load(TRIAL, changed, keeps)
+    engine.load(trial_version(0), changed, keeps)
     found = [value for piece in pieces for value in (await engine.score(piece)).prompt_logprobs or ()]
     gaps = [a - b for a, b in zip(found, scores.changed, strict=True)]
     shares = {
@@ -185,7 +185,7 @@ async def trial_of(
     label = max(shares, key=lambda one: share.value / max(share.error, 1e-9) if (share := shares[one]) else 0.0)
     share, facts = shares[label], list[Any]()
     with contextlib.suppress(IdentityError):
-        await probe_of((1, 2), "bfloat16", pieces, facts.append).try_weights(engine, scores)  # type: ignore[arg-type]
+        await probe_of((1, 2), "bfloat16", pieces, facts.append).try_weights(engine, engine.version, scores)  # type: ignore[arg-type]
     (fact,) = (one for one in facts if isinstance(one, TrialChecked))
     unseen = f"; unseen: {len(fact.unseen)} of {fact.kinds}" if label and fact.unseen else ""
     return f"{share.value:.3f} ± {share.error:.3f} of {label}{unseen}" if share else "", fact.stale

@@ -112,7 +112,7 @@ class Trainer(Protocol):
         """Returns [T-1] log-probs (temperature 1) of tokens[1:], each given the tokens before it, under the trainer's weights."""
 
     async def begin_trial(self, adapter: str = "") -> None:
-        """Changes every trained value a little. Until the trial ends, the weights are of version `TRIAL` and may be published."""
+        """Changes every trained value a little. Until the trial ends, the weights are of `trial_version` and may be published."""
 
     async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
         """Scores the pieces (as `score`) under the changed weights, and under those with single kinds of parameters unchanged. Then changes all

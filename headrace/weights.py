@@ -6,9 +6,6 @@ from typing import Any, Literal
 
 from headrace.types import Struct
 
-TRIAL = -2
-"""The version of weights that are published for a trial, before the first ones that serve (`trainer/step/trial.py`). -1 stands for none."""
-
 
 class AdapterSpec(Struct, frozen=True):
     """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms.
@@ -87,3 +84,13 @@ class Manifest(Struct, frozen=True):
     def payload(self) -> int:
         """Bytes of the parameters alone."""
         return sum(spec.nbytes for spec in self.tensors)
+
+
+def trial_version(version: int) -> int:
+    """Returns the number of the weights that are published for a trial before `version` (`trainer/step/trial.py`). It is below -1, which stands
+    for none, and odd where the other is even: of two packed buffers, which are used in turns by the version, each has its own.
+
+    >>> trial_version(0), trial_version(7)
+    (-3, -2)
+    """
+    return -2 - (version + 1) % 2

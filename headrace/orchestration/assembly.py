@@ -174,4 +174,4 @@ async def _try_weights(parts: Parts, adapter: str) -> None:
         scores = await parts.trainer.end_trial(parts.probe.trial, adapter)
     await parts.turns.over()
     await parts.engine.load(update)
-    await parts.probe.try_weights(parts.engine, scores)
+    await parts.probe.try_weights(parts.engine, update.version, scores)

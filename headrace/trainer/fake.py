@@ -13,7 +13,7 @@ from typing import Any, Literal
 from headrace.batches import Batch
 from headrace.errors import WorkerDied
 from headrace.reports import LagStats, Noise, SleepReport, TrainReport, TrialScores
-from headrace.weights import TRIAL, AdapterSpec, WeightUpdate
+from headrace.weights import AdapterSpec, WeightUpdate, trial_version
 
 
 @dataclass
@@ -83,7 +83,8 @@ class FakeTrainer:
         return [-1.0] * (len(tokens) - 1)
 
     async def begin_trial(self, adapter: str = "") -> None:
-        self._tried[adapter], self.versions[adapter] = self.versions.get(adapter, 0), TRIAL
+        version = self._tried[adapter] = self.versions.get(adapter, 0)
+        self.versions[adapter] = trial_version(version)
 
     async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
         self.versions[adapter] = self._tried.pop(adapter)

@@ -24,7 +24,9 @@ from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import Trial, hypotheses, kind_of
 from headrace.types import Completion, VersionSpan
-from headrace.weights import TRIAL
+from headrace.weights import trial_version
+
+TRIAL = trial_version(0)
 
 MODELS = [
     "llama",
@@ -150,6 +152,12 @@ def test_an_adapter_is_tried_alone() -> None:
     assert {label.split(".")[-2] for label in scores.kept if "lora" in label} == {"lora_A", "lora_B"}
 
 
+@given(st.integers(0, 10**6))
+def test_the_version_of_a_trial_has_a_packed_buffer_of_its_own(version: int) -> None:
+    """An engine that sleeps loads its weights again from the buffer that it had."""
+    assert trial_version(version) < -1 and trial_version(version) % 2 != version % 2
+
+
 # -- what it finds ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +174,7 @@ def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: s
         engine.load(new | {n: old[n] for n in kept})
         probe, facts = probe_of(pieces)
         try:
-            asyncio.run(probe.try_weights(engine, scores))  # type: ignore[arg-type]
+            asyncio.run(probe.try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
         except IdentityError as error:
             assert facts[0].stale in str(error) and not facts[0].ok
         return facts[0]
@@ -189,7 +197,7 @@ def test_weights_that_are_ignored_altogether_are_found() -> None:
     trainer.begin_trial()
     scores = trainer.end_trial(pieces)
     with pytest.raises(IdentityError, match="a trial update changed every trained value"):
-        asyncio.run(probe_of(pieces)[0].try_weights(engine, scores))  # type: ignore[arg-type]
+        asyncio.run(probe_of(pieces)[0].try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
 
 
 def test_log_probs_that_are_no_numbers_are_no_pass() -> None:
@@ -199,7 +207,7 @@ def test_log_probs_that_are_no_numbers_are_no_pass() -> None:
     engine.load({n: one.detach().clone() for n, one in trainer.parameters()})
     scores, engine.off = trainer.end_trial(pieces), float("nan")
     with pytest.raises(IdentityError):
-        asyncio.run(probe_of(pieces)[0].try_weights(engine, scores))  # type: ignore[arg-type]
+        asyncio.run(probe_of(pieces)[0].try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
 
 
 def test_pieces_fit_the_engine() -> None:

@@ -20,7 +20,6 @@ from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.telemetry import Telemetry
 from headrace.protocols import Engine, Trainer
 from headrace.reports import TrialScores
-from headrace.weights import TRIAL
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
 """The probe's text, the same in all runs."""
@@ -116,13 +115,13 @@ class IdentityProbe:
             return await engine.examine(version, check, self._adapter)
         return await self._difference(engine, version, expected, first)
 
-    async def try_weights(self, engine: Engine, scores: TrialScores) -> None:
+    async def try_weights(self, engine: Engine, version: int, scores: TrialScores) -> None:
         """Raises IdentityError if some engine computes as though a kind of parameter, or a block of layers, had kept its old values."""
         members = [one.engine for one in engine.members if one.serves] if isinstance(engine, Fleet) else [engine]
         for member in members:
             found: list[float] = []
             for piece in self.trial:
-                found += await self._scored(member, piece, TRIAL)
+                found += await self._scored(member, piece, version)
             self.judge_trial(found, scores)
 
     def judge_trial(self, found: Sequence[float], scores: TrialScores) -> None:

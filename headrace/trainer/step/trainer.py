@@ -50,7 +50,7 @@ from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.sums import Sums
 from headrace.trainer.step.trial import Trial
-from headrace.weights import TRIAL, AdapterSpec
+from headrace.weights import AdapterSpec, trial_version
 
 
 class TorchTrainer:
@@ -140,7 +140,8 @@ class TorchTrainer:
         return self._version_of(adapter) if adapter else self.version
 
     def _version_of(self, adapter: str) -> int:
-        return TRIAL if adapter in self._trials else self._learners[adapter].version
+        version = self._learners[adapter].version
+        return trial_version(version) if adapter in self._trials else version
 
     @property
     def dtype(self) -> str:
