@@ -62,7 +62,10 @@ class TokenNumbers(Struct, frozen=True):
 
 
 class TrialScores(Struct, frozen=True):
-    """Log-probs of the same tokens, one piece behind the other, under weights that were changed for a trial."""
+    """Log-probs of the same tokens, one piece behind the other, under weights that were changed for a trial.
+
+    >>> scores = TrialScores([-2.1, -0.4], {"model.layers.*.mlp.up_proj.weight": [-2.0, -0.7]})
+    """
 
     changed: list[float]
     kept: dict[str, list[float]]

@@ -37,13 +37,16 @@ def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(
     assert len(of(run, WorkerLost)) == 1
 
 
+@pytest.mark.parametrize(
+    ("trial", "words"), [(True, "a trial update"), (False, "does not compute the policy that is trained")]
+)
 @pytest.mark.parametrize(("fault", "lora"), [("adapter_ignored", {"rank": 4}), ("weights_ignored", {})])
-def test_the_probe_stops_a_run_whose_server_did_not_load(
-    fault: str, lora: dict[str, Any], tiny_llama: Path, tmp_path: Path
+def test_trial_and_probe_stop_a_run_whose_server_did_not_load(
+    fault: str, lora: dict[str, Any], trial: bool, words: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
     with serving(sglang(tiny_llama, fault)) as server:
-        train, watch = {"steps": 3, "learning_rate": 0.5}, {"identity_every": 1}
-        with pytest.raises(IdentityError, match="does not compute the policy that is trained"):
+        train, watch = {"steps": 3, "learning_rate": 0.5}, {"identity_every": 1, "trial": trial}
+        with pytest.raises(IdentityError, match=words):
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 
 

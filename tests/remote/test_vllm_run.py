@@ -75,23 +75,26 @@ def test_a_vllm_without_the_transfer_engine_is_refused(tiny_llama: Path, tmp_pat
 
 
 PROBED = "does not compute the policy that is trained. Its server has not applied"
+TRIED = "were not there: it would train one policy and sample from another. Its server has not applied"
 
 
 @pytest.mark.parametrize(
-    ("faults", "lora", "words"),
+    ("faults", "lora", "trial", "words"),
     [
-        (["adapter_ignored"], {"rank": 4}, PROBED),
-        (["weights_ignored", "no_checker"], {}, PROBED),
-        (["weights_ignored"], {}, "it has not applied the whole update"),
-        (["norm_ignored"], {}, "5 of 10 checksums of its weights are not those of the files"),
+        (["adapter_ignored"], {"rank": 4}, False, PROBED),
+        (["adapter_ignored"], {"rank": 4}, True, TRIED),
+        (["weights_ignored", "no_checker"], {}, False, PROBED),
+        (["weights_ignored", "no_checker"], {}, True, TRIED),
+        (["weights_ignored"], {}, False, "it has not applied the whole update"),
+        (["norm_ignored"], {}, False, "5 of 10 checksums of its weights are not those of the files"),
     ],
 )
 def test_a_run_ends_whose_server_did_not_load_all(
-    faults: list[str], lora: dict[str, Any], words: str, tiny_llama: Path, tmp_path: Path
+    faults: list[str], lora: dict[str, Any], trial: bool, words: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
     with serving(vllm(tiny_llama, *faults)) as server:
         train = {"steps": 3, "learning_rate": 0.5}
-        watch = {"identity_every": 1}
+        watch = {"identity_every": 1, "trial": trial}
         with pytest.raises(IdentityError, match=re.escape(words)):
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 

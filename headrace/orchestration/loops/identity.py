@@ -149,10 +149,11 @@ class IdentityProbe:
             )
         )
         if stale:
-            share = stale[worst]
+            share, others = stale[worst], len(stale) - 1
+            more = f" (and of {others} other kinds or blocks)" if others else ""
             raise IdentityError(
                 f"a trial update changed every trained value, and the engine computes as if {share.value:.0%} (± {share.error:.0%}) of the change in "
-                f"{worst} were not there: it would train one policy and sample from another. {self._advice} watch.trial = false skips the trial"
+                f"{worst}{more} were not there: it would train one policy and sample from another. {self._advice} watch.trial = false skips the trial"
             )
 
     async def _scored(self, engine: Engine, tokens: Sequence[int], version: int) -> Sequence[float]:

@@ -240,7 +240,9 @@ class FakeVllm:
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
             if self._checksums:
-                self._checksums |= await asyncio.to_thread(checksums_of, Path(body.kwargs["weights_path"]), without)
+                found = await asyncio.to_thread(checksums_of, Path(body.kwargs["weights_path"]), without)
+                # Its parameters stay the same ones, whatever else the files hold: a tied head is none of its own.
+                self._checksums |= {name: digest for name, digest in found.items() if name in self._checksums}
         self.reloads += 1
         return json_response({"results": [None]})
 
