@@ -215,6 +215,7 @@ BILLION = ModelShape(
     layers=10,
     hidden=1000,
     inner=4000,
+    experts=0,
     cached=2 * 10 * 4 * 64,
     positions=4096,
 )

@@ -55,7 +55,7 @@ def test_every_way_brings_the_same_bits(
     if encoding == "full":
         assert all(1 <= share < 1.2 for share in travelled), "with the gaps for alignment"
     else:
-        assert travelled[0] >= 1 and max(travelled[1:]) < 0.5, travelled
+        assert max(travelled) < 0.5, "the first one is a difference from the weights of the trial, which came whole"
     assert not list((tmp_path / "runs").rglob("*-weights")), "nothing is left behind"
 
 
