@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from headrace.observe.diagnosis.travel import travelled
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated
 from headrace.observe.numbers.choices import POOLS, Choices
@@ -227,6 +228,14 @@ def identity(state: RunState) -> Verdict:
             title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"
         )
     return Verdict(title, f"{plural(state.probed.count, 'probe')} ok", f"{spread}; {swaps}", "good")
+
+
+def weight_sync(state: RunState) -> Verdict:
+    """Says what travels to the engines for each version. It is no judgement."""
+    title, found = "Weight sync", travelled(state)
+    if found is None:
+        return Verdict(title, "not measured", "no version was delivered", "unknown")
+    return Verdict(title, *found, "plain")
 
 
 def record(state: RunState) -> Verdict:
