@@ -208,7 +208,9 @@ class LoadReport(Struct, frozen=True):
     mixed_tokens: int = 0
     """Tokens sampled between the first and the last part of a streamed update."""
     received: int = 0
-    """Bytes that travelled to this engine for the update. 0 where none do, and where it is not known."""
+    """Bytes that travelled to this engine for the update, to all of them in a fleet. 0 where none do, and where it is not known."""
+    engines: int = 0
+    """Engines of a fleet that `received` is the sum over. 0: one engine, or a fleet of a run from before 2026-11-28."""
 
 
 class SleepReport(Struct, frozen=True):

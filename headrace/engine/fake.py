@@ -123,6 +123,8 @@ class FakeEngine(_Presence):
     load_seconds: float = 0.0
     length: Callable[[random.Random], int] = lambda rng: rng.randint(1, 8)
     _: KW_ONLY
+    receives: int = 0
+    """Bytes that it reports of every version."""
     failure_rate: float = 0.0
     """Share of requests that end with `stop = "error"`."""
     outage_rate: float = 0.0
@@ -294,7 +296,7 @@ class FakeEngine(_Presence):
             self.adapters[update.adapter.name] = update.version
         else:
             self.version = update.version
-        return LoadReport(update.version, self.load_seconds, 0.0, mixed_tokens)
+        return LoadReport(update.version, self.load_seconds, 0.0, mixed_tokens, received=self.receives)
 
     async def _stream(self, parts: int) -> int:
         """The first part is live: until the last is. Tokens that were sampled meanwhile."""

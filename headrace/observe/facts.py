@@ -19,6 +19,15 @@ class Fact(Struct, frozen=True, tag_field="fact", tag=True):
     t: float
 
 
+class WeightWay(Struct, frozen=True):
+    """The way of weights from the trainer to the engines."""
+
+    transport: str
+    """As `weight_sync.kind`, `auto` resolved."""
+    encoding: str
+    """As `weight_sync.encoding`."""
+
+
 class RunStarted(Fact, frozen=True):
     """A process of the run begins."""
 
@@ -47,6 +56,8 @@ class RunStarted(Fact, frozen=True):
     """The settings that headrace chose, and why (`ChosenConfig.why`)."""
     prices: dict[str, float] = {}
     """Dollars an hour, `engine` of each engine and `trainer` of all its devices; empty if no price was set."""
+    weights: WeightWay | None = None
+    """None in runs that recorded it only in words (`where["weights"]`)."""
 
 
 class TicketDrawn(Fact, frozen=True):

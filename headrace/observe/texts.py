@@ -42,6 +42,14 @@ def short_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
+def size(count: float) -> str:
+    """Formats bytes: `640 bytes`, `4.31 MB`, `269 MB`, `15 GB`."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= 0.9995 * unit:
+            return f"{count / unit:,.0f} {name}" if count >= 1000 * unit else f"{count / unit:.3g} {name}"
+    return f"{count:.0f} bytes"
+
+
 def counted(counts: Mapping[str, int]) -> str:
     """Formats counts: `no_contrast 12, reward_timeout 1`, the commonest first."""
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))

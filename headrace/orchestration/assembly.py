@@ -35,6 +35,7 @@ from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout_session import Decode
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
+from headrace.weight_sync.delta.watch import DeltaWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ def assemble(
     probe: IdentityProbe,
     turns: Turns | None = None,
     noise: NoiseWatch | None = None,
+    deltas: DeltaWatch | None = None,
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
     elsewhere: GroupSource | None = None,
@@ -139,6 +141,7 @@ def assemble(
         evaluator=Evaluator(groups=groups, prompts=held_out, telemetry=telemetry),
         turns=turns or Turns(),
         noise=noise or NoiseWatch(),
+        deltas=deltas or DeltaWatch(),
         minutes=minutes or Minutes(),
         sentinels=sentinels,
     )

@@ -42,7 +42,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
 from headrace.orchestration.user_sites import ONLY_HERE, UserSites, user_sites
-from headrace.orchestration.wording import headline, placement
+from headrace.orchestration.wording import headline, placement, weight_way
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
@@ -55,6 +55,7 @@ from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
 from headrace.types import Prompt
+from headrace.weight_sync.delta.watch import DeltaWatch
 
 
 def open_telemetry(config: RunConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
@@ -100,6 +101,7 @@ class BuiltRun:
             max_tokens=config.rollout.max_tokens,
             chosen=config.chosen.why,
             prices=config.observe.prices,
+            weights=weight_way(config),
         )
 
     async def go_live(self) -> None:
@@ -273,6 +275,7 @@ def _built(
         probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
+        deltas=DeltaWatch(config.weight_sync.form, config.engine.serving_dtype),
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
         elsewhere=pools.engine.groups(restored.buffer.in_flight) if isinstance(pools.engine, BusEngine) else None,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from headrace.config import RunConfig
 from headrace.native.cores import usable_cores
-from headrace.observe.facts import RunStarted
+from headrace.observe.diagnosis.travel import transport_name
+from headrace.observe.facts import RunStarted, WeightWay
 from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of
 from headrace.scoring.config import RewardConfig
@@ -93,6 +94,10 @@ def _scorer(reward: RewardConfig) -> str:
     return ", ".join(filter(None, [processes, *(f"{one.name} at {one.url}" for one in reward.endpoints)]))
 
 
+def weight_way(config: RunConfig) -> WeightWay:
+    return WeightWay(way_of(config.weight_sync, config.ends).kind, config.weight_sync.encoding)
+
+
 def _weights(config: RunConfig) -> str:
     way, settings = way_of(config.weight_sync, config.ends), config.weight_sync
     if config.ends.adapters:
@@ -103,10 +108,7 @@ def _weights(config: RunConfig) -> str:
         form = {"files": "two versions", "shared_memory": "two packed buffers", "cuda_ipc": "two packed buffers"}.get(
             way.kind, "full"
         )
-    return f"{_WAYS.get(way.kind, way.kind)}: {form} ({way.why})"
-
-
-_WAYS = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
+    return f"{transport_name(way.kind)}: {form} ({way.why})"
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

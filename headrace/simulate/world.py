@@ -44,6 +44,7 @@ from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.rollout_session import Decode
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
+from headrace.weight_sync.delta.watch import DeltaWatch
 
 
 @dataclass
@@ -90,6 +91,7 @@ class World:
     earlier: EarlierMetrics = EarlierMetrics()
     """The metrics of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
+    deltas: DeltaWatch = field(default_factory=DeltaWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     shared: Callable[[Telemetry], SharedDevices] | None = None
     """Makes the devices that engine and trainer share; None if each has its own."""
@@ -146,6 +148,7 @@ class World:
             probe=IdentityProbe([1, 2, 3], self.identity_every, 1e-3, telemetry),
             turns=Turns(self.shared(telemetry) if self.shared else None),
             noise=self.noise,
+            deltas=self.deltas,
             sentinels=self.sentinels,
             elsewhere=self.elsewhere(self.restored.buffer.in_flight) if self.elsewhere else None,
         )

@@ -319,6 +319,14 @@ def test_a_version_is_live_when_every_member_in_rotation_has_it() -> None:
     run(case, engine(), slow)
 
 
+def test_a_fleet_says_how_many_engines_its_bytes_are_the_sum_of() -> None:
+    async def case(flock: Flock) -> None:
+        report = await flock.fleet.load(update(1))
+        assert (report.received, report.engines) == (90, 2), "the third one does not say what it received"
+
+    run(case, engine(receives=40), engine(receives=50), engine())
+
+
 def test_a_slow_member_delays_nobody_beyond_the_deadline() -> None:
     slow = engine(load_seconds=3 * SILENCE)
 

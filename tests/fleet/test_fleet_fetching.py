@@ -138,6 +138,6 @@ def test_an_engine_that_is_killed_with_half_of_a_version(kind: str, wide_llama: 
     live = of(run, WeightsLive)
     assert {"base" in fact.update.where for fact in live} == {True, False}, "full copies, and differences between them"
     engines = [round(fact.load.received / fact.update.where.get("delta", fact.update.nbytes)) for fact in live]
-    assert engines[0] == engines[-1] == 2
+    assert engines[0] == engines[-1] == live[0].load.engines == live[-1].load.engines == 2
     alone = [count for fact, count in zip(live, engines, strict=True) if away < fact.t < back]
     assert set(alone) <= {1}, "what went live meanwhile did so in the other one; nothing did if it was back before"

@@ -14,7 +14,7 @@ import headrace
 from headrace import cli
 from headrace.config import load_config
 from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, WeightsLive
+from headrace.observe.facts import RunEnded, RunStarted, WeightsLive, WeightWay
 from headrace.orchestration.wording import placement
 
 WAYS = list(itertools.product(("tcp", "http", "files", "broadcast"), ("full", "delta")))
@@ -51,6 +51,8 @@ def test_every_way_brings_the_same_bits(
     assert headrace.train(config_of(tmp_path, tiny_llama, kind, encoding)).reason == "finished"
     live = of(tmp_path / "runs" / "tiny", WeightsLive)
     assert [fact.update.fingerprint for fact in live] == published and len(set(published)) == 5
+    (started,) = of(tmp_path / "runs" / "tiny", RunStarted)
+    assert started.weights == WeightWay(kind, encoding)
     travelled = [fact.load.received / fact.update.nbytes for fact in live]
     if encoding == "full":
         assert all(1 <= share < 1.2 for share in travelled), "with the gaps for alignment"

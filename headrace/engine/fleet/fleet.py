@@ -109,6 +109,7 @@ class Fleet:
             swap_seconds=max(one.swap_seconds for one in reports),
             mixed_tokens=sum(one.mixed_tokens for one in reports),
             received=sum(one.received for one in reports),
+            engines=sum(one.received > 0 for one in reports),
         )
 
     async def _load_everywhere(self, name: str, update: WeightUpdate, parts: int) -> dict[Member, Exception]:

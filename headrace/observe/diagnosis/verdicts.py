@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from headrace.observe.diagnosis.travel import travelled
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated, TrialChecked
 from headrace.observe.numbers.choices import POOLS, Choices
@@ -236,6 +237,14 @@ def _tried(trial: TrialChecked) -> str:
     seen = trial.kinds - len(trial.unseen)
     said = f"trial: {seen} of {trial.kinds} kinds and blocks of weights proven to arrive"
     return said + (f" (too weak to be told from rounding: {', '.join(trial.unseen[:3])})" if trial.unseen else "")
+
+
+def weight_sync(state: RunState) -> Verdict:
+    """Says what travels to the engines for each version. It is no judgement."""
+    title, found = "Weight sync", travelled(state)
+    if found is None:
+        return Verdict(title, "not measured", "no version was delivered", "unknown")
+    return Verdict(title, *found, "plain")
 
 
 def record(state: RunState) -> Verdict:

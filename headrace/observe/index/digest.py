@@ -27,7 +27,7 @@ from headrace.observe.numbers.fates import Fate, Fates, Histogram, Sieve
 from headrace.observe.numbers.scorers import ScorerUse
 from headrace.observe.numbers.shares import Recent, Shares, Tally
 from headrace.observe.numbers.state import RunState, WaitTotal, stride_of
-from headrace.observe.numbers.step_totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals
+from headrace.observe.numbers.step_totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals, TravelSums
 from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.records import METRICS, MetricsFact
 from headrace.reports import EngineStats
@@ -42,7 +42,7 @@ SPANS = 128
 """Samples of the engine at the end that are kept."""
 OBJECTS: tuple[type, ...] = (
     *(RunState, WaitTotal, Sieve, Histogram, Fates, Fate, Shares, Tally, Recent, Choices, Costs, ScorerUse, Tickets),
-    *(EngineUse, Naps, StepTotals, SwapTotals, ProbeTotals, LagSums, LagSum),
+    *(EngineUse, Naps, StepTotals, SwapTotals, TravelSums, ProbeTotals, LagSums, LagSum),
 )
 """Classes that are their attributes."""
 STRUCTS: tuple[type, ...] = (*get_args(MetricsFact), EngineStats, MemberSample)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
 from headrace.observe.records import StepRow
-from headrace.reports import LagStats
+from headrace.reports import LagStats, LoadReport
+from headrace.weights import WeightUpdate
 
 
 class LagSum:
@@ -108,6 +109,40 @@ def trimmed(row: StepRow, bound: float) -> int:
     return sum(count for lag, count in row.outside.items() if lag > bound)
 
 
+class TravelSums:
+    """Sums over versions of what travelled to the engines."""
+
+    def __init__(self) -> None:
+        self.versions = 0
+        self.whole = 0
+        """Versions that were offered as full copies only."""
+        self.nbytes = 0
+        """Bytes of the versions."""
+        self.offered = 0
+        """Bytes of what the trainer offered, or wrote: the difference where there is one."""
+        self.reported = 0
+        """Versions whose engines said how many bytes they received. The next four are sums over these."""
+        self.received = 0
+        self.engines = 0
+        self.wanted = 0
+        """Bytes that the engines would have received in full copies."""
+        self.uncounted = 0
+        """Those whose engines were not counted."""
+
+    def add(self, update: WeightUpdate, load: LoadReport) -> None:
+        self.versions += 1
+        self.whole += "delta" not in update.where
+        self.nbytes += update.nbytes
+        self.offered += int(update.where.get("delta", update.nbytes))
+        if load.received:
+            engines = max(1, load.engines)
+            self.reported += 1
+            self.received += load.received
+            self.engines += engines
+            self.wanted += engines * update.nbytes
+            self.uncounted += not load.engines
+
+
 class SwapTotals:
     """Sums over the versions that went live, and over the checkpoints."""
 
@@ -117,12 +152,15 @@ class SwapTotals:
         """Time for which swaps stopped generation; for which they held it back or stopped it."""
         self.busy = 0.0
         """Time that the trainer published and saved during training."""
+        self.travels: dict[str, TravelSums] = {}
+        """By `WeightUpdate.kind`: a base travels once, its adapters at every step."""
 
     def swap(self, fact: WeightsLive, training: bool) -> None:
         self.count += 1
         self.swap_seconds += fact.load.swap_seconds
         self.pauses += max(fact.pause, fact.load.swap_seconds)
         self.busy += fact.update.seconds * training
+        self.travels.setdefault(fact.update.kind, TravelSums()).add(fact.update, fact.load)
 
     def save(self, fact: CheckpointSaved, training: bool) -> None:
         self.busy += fact.seconds * training

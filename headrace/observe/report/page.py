@@ -10,7 +10,7 @@ from typing import NamedTuple
 from headrace.observe.costs import dollars
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
-from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons
+from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons, weight_sync
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.choices import POOLS
 from headrace.observe.numbers.state import RunState
@@ -146,7 +146,7 @@ def cards(state: RunState) -> str:
     cards = "".join(
         f'<div class="card {one.mood}"><h3>{escape(one.title)}<i>{MARKS[one.mood]}</i></h3><b>{escape(one.value)}</b>'
         f"<p>{escape(one.detail)}</p></div>"
-        for one in all_verdicts(state)
+        for one in (*all_verdicts(state), weight_sync(state))
     )
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in _tiles(state))
     return f'<div class="cards">{cards}</div><div class="tiles">{tiles}</div>'

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.observe.diagnosis.verdicts import before_and_after, pool_shares
+from headrace.observe.diagnosis.verdicts import before_and_after, pool_shares, weight_sync
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
@@ -123,6 +123,7 @@ def _lines(state: RunState) -> list[Line]:
         ("engine", engine(state)),
         *line_of(state),
         ("trainer", trainer(state)),
+        *weights(state),
         ("groups", _groups(state)),
         ("shares", _shares(state)),
         *_prompts(state),
@@ -209,6 +210,17 @@ def trainer(state: RunState) -> list[Text]:
     return [*parts, Text(numbers)]
 
 
+def weights(state: RunState) -> list[Line]:
+    """Shows the swaps, and what travels for each."""
+    gap, sync = measures.mean_swap(state), weight_sync(state)
+    if gap is None:
+        return []
+    parts = [Text(f"{plural(state.swapped.count, 'swap')}, mean gap {1000 * gap:.2g} ms")]
+    if sync.mood != "unknown":
+        parts += [Text(sync.value), Text(sync.detail, FAINT)]
+    return [("weights", parts)]
+
+
 def _groups(state: RunState) -> list[Text]:
     counts, started = state.tickets, state.started
     assert started is not None
@@ -259,9 +271,6 @@ def _checks(state: RunState) -> list[Text]:
     ok = len(state.checks) - failed
     probed = f"identity {ok} ok (max diff {number(worst)})" if worst is not None else "identity not probed yet"
     parts.append(Text(probed))
-    gap = measures.mean_swap(state)
-    if gap is not None:
-        parts.append(Text(f"{plural(len(state.swaps), 'swap')}, mean gap {1000 * gap:.2g} ms"))
     if state.deaths:
         parts.append(Text(plural(len(state.deaths), "death"), WARN))
     if (saved := measures.saved_step(state)) is not None:

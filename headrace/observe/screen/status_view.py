@@ -71,6 +71,7 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
             ("engine", live.engine(state)),
             *line_of(state),
             ("trainer", live.trainer(state)),
+            *live.weights(state),
             ("tickets", [_tickets(state)]),
         ]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]

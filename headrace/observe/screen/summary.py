@@ -24,6 +24,7 @@ from headrace.observe.diagnosis.verdicts import (
     prompts,
     reasons,
     record,
+    weight_sync,
 )
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import DISCARDED
@@ -167,6 +168,8 @@ def _spent(table: Table, state: RunState) -> None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
         mean = f"{len(state.swaps)} swaps   generation was stopped {short_time(gap)} for each; publish {short_time(publish)}"
         _more(table, "Weight sync", mean)
+        if (sync := weight_sync(state)).mood != "unknown":
+            _more(table, "", Text(sync.value, "bold").append(f"   {sync.detail}", "not bold"))
         if words := _interruptions(state):
             _more(table, "", words)
     if lost := shares(state.shares.total):

@@ -24,6 +24,7 @@ from headrace.protocols import Engine, Scorer, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
+from headrace.weight_sync.delta.watch import DeltaWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Parts:
     turns: Turns = field(default_factory=Turns)
     """The turns at the trainer, if several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
+    deltas: DeltaWatch = field(default_factory=DeltaWatch)
     minutes: Minutes = field(default_factory=Minutes)
     """The time limit of the run."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()

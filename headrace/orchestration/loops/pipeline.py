@@ -269,6 +269,8 @@ class Pipeline:
         async with parts.telemetry.waits.named("delivery", "the swap in the engine"):
             delivery = await parts.interrupts.deliver(update)
         parts.ledger.live(update, delivery, self._cancel_stale(version))
+        for sentence in parts.deltas.check(update):
+            self._warn(sentence)
         async with parts.telemetry.waits.named("delivery", "the engine (probe)"):
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every

@@ -54,6 +54,7 @@ from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
 from headrace.types import Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
+from headrace.weight_sync.delta.watch import poor_settings
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -322,6 +323,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     problems += nothing_to_lend(config, plan.engine_device, plan.train_device)
     for problem in problems:
         found.doubt(problem, certain=True)
+    form, dtype = config.weight_sync.form, config.engine.serving_dtype
+    found.notes += poor_settings(form, dtype, adapted=bool(config.lora.rank))
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:

@@ -1,0 +1,67 @@
+"""What travels to the engines for a version of the weights, in words."""
+
+from __future__ import annotations
+
+from headrace.observe.numbers.state import RunState
+from headrace.observe.numbers.step_totals import TravelSums
+from headrace.observe.texts import number, percent, size
+
+_NAMES = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
+SHARED = ("shared_memory", "cuda_ipc")
+"""Transports over memory that both ends share."""
+
+
+def transport_name(kind: str) -> str:
+    """`kind`: a value of `weight_sync.kind`."""
+    return _NAMES.get(kind, kind)
+
+
+def travelled(state: RunState) -> tuple[str, str] | None:
+    """Returns the bytes that travelled a version, and how: `4.3 MB a version`, `TCP, delta: 1.6 % of 269 MB`. None if it is not known.
+
+    Not every engine reports what it received: servers of vLLM and SGLang and rollout hosts do not. What the trainer offered is told
+    instead, and in files what it wrote."""
+    way, sums = _way(state), _sums(state)
+    if way is None or sums is None:
+        return None
+    transport, delta = way
+    name = transport_name(transport)
+    if transport in SHARED:
+        return "no bytes travel", name
+    form = "adapters" if "adapter" in state.swapped.travels else "delta" if delta else "full"
+    known = transport != "files" and sums.reported and not (state.members and sums.uncounted)
+    if known:
+        sent, of, versions, each = sums.received, sums.wanted, sums.reported, sums.engines / sums.reported
+    else:
+        sent, of, versions, each = sums.offered, sums.nbytes, sums.versions, 1.0
+    fleet = f" to {number(each)} engines" if each > 1 else ""
+    said = []
+    if delta:
+        whole = f"{sums.whole} of {sums.versions} whole"
+        said = [f"{_share(sent / of)} of {size(sums.nbytes / sums.versions)}{' each' if fleet else ''} ({whole})"]
+    said += [] if known or transport == "files" else ["as offered by the trainer"]
+    done = " written" if transport == "files" else ""
+    return f"{size(sent / versions)} a version{fleet}{done}", f"{name}, {form}{': ' * bool(said)}{', '.join(said)}"
+
+
+def _way(state: RunState) -> tuple[str, bool] | None:
+    """Returns the transport, and whether differences are sent."""
+    if state.started is None:
+        return None
+    if way := state.started.weights:
+        return way.transport, way.encoding == "delta"
+    # Runs from before 2026-11-28 have it in words: `TCP: deltas, full every 50 (the reason)`.
+    name, _, form = state.started.where.get("weights", "").partition(": ")
+    kinds = {words: kind for kind, words in _NAMES.items()}
+    return (kinds.get(name, name), form.startswith("deltas")) if form else None
+
+
+def _sums(state: RunState) -> TravelSums | None:
+    """Returns those of the adapters where adapters are published: their base travels once."""
+    travels = state.swapped.travels
+    sums = travels.get("adapter") or travels.get("full")
+    return sums if sums and sums.nbytes else None
+
+
+def _share(share: float) -> str:
+    return percent(share) if share >= 0.1 else f"{100 * share:.2g} %"
