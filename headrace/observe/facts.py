@@ -23,9 +23,9 @@ class WeightWay(Struct, frozen=True):
     """The way of weights from the trainer to the engines."""
 
     transport: str
-    """As `weight_sync.kind`, `auto` resolved."""
+    """The value of `weight_sync.kind`, with `auto` resolved."""
     encoding: str
-    """As `weight_sync.encoding`."""
+    """The value of `weight_sync.encoding`."""
 
 
 class RunStarted(Fact, frozen=True):

@@ -107,13 +107,11 @@ def assemble(
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
     elsewhere: GroupSource | None = None,
 ) -> Parts:
-    """`scorer` scores training rollouts; `evaluated_by` scores the held-out ones, without penalties and teachers' log-probs. `elsewhere`:
-    where rollouts are sampled and scored, if not in this process."""
-    curriculum, buffer, interrupts = restored.curriculum, restored.buffer, restored.interrupts
+    """`evaluated_by` scores held-out rollouts, without penalties and teachers' log-probs. `elsewhere`: where rollouts are sampled, if not here."""
     groups = elsewhere or OwnGroups(
         plan=plan,
         evaluation=evaluation,
-        interrupts=interrupts,
+        interrupts=restored.interrupts,
         environment=environment,
         scorer=scorer,
         evaluated_by=evaluated_by,
@@ -123,9 +121,9 @@ def assemble(
         context_length=engine.capabilities.context_length,
     )
     return Parts(
-        curriculum=curriculum,
+        curriculum=restored.curriculum,
         engine=engine,
-        interrupts=interrupts,
+        interrupts=restored.interrupts,
         notebook=restored.notebook,
         trainer=trainer,
         groups=groups,
@@ -133,8 +131,8 @@ def assemble(
         scorer=scorer,
         telemetry=telemetry,
         journal=journal,
-        buffer=buffer,
-        ledger=Ledger(journal, buffer, curriculum, telemetry),
+        buffer=restored.buffer,
+        ledger=Ledger(journal, restored.buffer, restored.curriculum, telemetry),
         algorithm=algorithm,
         snapshots=snapshots,
         probe=probe,

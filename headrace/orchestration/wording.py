@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.config import RunConfig
 from headrace.native.cores import usable_cores
-from headrace.observe.diagnosis.travel import transport_name
+from headrace.observe.diagnosis.deliveries import transport_name
 from headrace.observe.facts import RunStarted, WeightWay
 from headrace.observe.texts import plural
 from headrace.orchestration.fleets.core_shares import in_words, members_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from headrace.observe.diagnosis.travel import travelled
+from headrace.observe.diagnosis.deliveries import travelled
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated, TrialChecked
 from headrace.observe.numbers.choices import POOLS, Choices

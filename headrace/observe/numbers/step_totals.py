@@ -153,7 +153,7 @@ class SwapTotals:
         self.busy = 0.0
         """Time that the trainer published and saved during training."""
         self.travels: dict[str, TravelSums] = {}
-        """By `WeightUpdate.kind`: a base travels once, its adapters at every step."""
+        """The sums of each `WeightUpdate.kind`: a base travels once, its adapters at every step."""
 
     def swap(self, fact: WeightsLive, training: bool) -> None:
         self.count += 1

@@ -143,10 +143,11 @@ def banner(state: RunState) -> str:
 
 
 def cards(state: RunState) -> str:
+    sync = weight_sync(state)
     cards = "".join(
         f'<div class="card {one.mood}"><h3>{escape(one.title)}<i>{MARKS[one.mood]}</i></h3><b>{escape(one.value)}</b>'
         f"<p>{escape(one.detail)}</p></div>"
-        for one in (*all_verdicts(state), weight_sync(state))
+        for one in (*all_verdicts(state), *([sync] if sync.mood != "unknown" else []))
     )
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in _tiles(state))
     return f'<div class="cards">{cards}</div><div class="tiles">{tiles}</div>'

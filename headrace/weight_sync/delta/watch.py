@@ -15,7 +15,7 @@ _REMEDY = {
     "float32": 'in float32 nearly every value changes in every step; set engine.dtype = "bfloat16", or weight_sync.encoding = "full"',
     "bfloat16": 'at this learning rate most values change in a step; set weight_sync.encoding = "full"',
 }
-"""By the dtype that weights are published in."""
+"""The remedy for each dtype that weights are published in."""
 
 
 def poor_settings(encoding: Encoding, dtype: str, adapted: bool) -> list[str]:

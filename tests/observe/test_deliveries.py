@@ -13,7 +13,7 @@ from fact_stream import FactStream
 from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
-from headrace.observe.diagnosis.travel import travelled
+from headrace.observe.diagnosis.deliveries import travelled
 from headrace.observe.facts import Fact, FleetSample, MemberSample, RunStarted, StepTrained, WeightsLive, WeightWay
 from headrace.observe.health.live_status import Status
 from headrace.observe.index.digest import frozen, thawed

@@ -1,4 +1,4 @@
-"""What travels to the engines for a version of the weights, in words."""
+"""The bytes that travel to the engines for a version of the weights, in words."""
 
 from __future__ import annotations
 
