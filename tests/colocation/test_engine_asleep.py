@@ -69,6 +69,22 @@ def test_it_may_begin_asleep_and_be_told_twice():
     driver.check("a")
 
 
+def test_a_version_that_was_loaded_by_a_wake_that_was_cut_off_may_come_again_and_an_older_one_never():
+    driver = CoreDriver(max_adapters=1)
+    for version in (0, 1, 1):
+        driver.adapters["north"] = version - 1
+        driver.swap_adapter("north")
+    driver._put(driver.version, 0)
+    driver.run(request("a", prompt(8), 4, adapter="north"), request("b", prompt(8), 4))
+    driver.check("a", adapter="north")
+    driver.check("b")
+    driver.adapters["north"] = -1
+    with pytest.raises(AssertionError, match="versions never go back"):
+        driver.swap_adapter("north")
+    with pytest.raises(AssertionError, match="versions never go back"):
+        driver._put(driver.version - 1, 0)
+
+
 def test_those_who_are_aborted_in_their_sleep_say_so_at_once():
     driver = CoreDriver()
     driver.add(request("a", prompt(8), 20), request("b", prompt(5), 20))

@@ -78,16 +78,16 @@ class Served:
             )
 
     def set_base(self, update: WeightUpdate) -> None:
-        again = update.version == self.base and (self.mixed or not self.there)
+        again = update.version == self.base and update.fingerprint == self.fingerprint
         first = not self.fingerprint  # may be those of a trial, whose version is below all others
         assert update.version > self.base or again or first, "versions never go back"
         self.base, self.fingerprint, self.mixed, self.there = update.version, update.fingerprint, False, True
         self._versions[-1] = update.version
 
     def set_adapter(self, spec: AdapterSpec, version: int) -> int:
-        """The slot that it has."""
+        """The slot that it has. The same version may come again: from a wake that was cut off while it was loaded."""
         before = self.adapters.get(spec.name)
-        assert before is None or version > before.version, "versions never go back"
+        assert before is None or version >= before.version, "versions never go back"
         taken = {loaded.slot for loaded in self.adapters.values()}
         slot = before.slot if before else next(slot for slot in range(len(self._versions)) if slot not in taken)
         self.adapters[spec.name] = AdapterSlot(slot, version, spec.base)

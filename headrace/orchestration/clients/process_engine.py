@@ -52,6 +52,8 @@ class ProcessEngine:
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights of each adapter; those of the base model have the empty name."""
         self._live: dict[str, LoadReport] = {}
+        self._loading = asyncio.Lock()
+        """Two may want one version to be loaded at once: who publishes it, and the wake of an engine that slept meanwhile."""
         self._held: Literal["", "drain", "pause"] = ""
         self._awake, self._owes_requests = asyncio.Event(), False
         """Whether it has its devices; and whether a process that began asleep has not been given the requests yet."""
@@ -240,15 +242,20 @@ class ProcessEngine:
     async def _load_newest(self, worker: Worker, name: str) -> None:
         """An update may be published over while a new process loads it, if nobody waits for that process (as in a fleet)."""
         while True:
-            update = self._wanted[name]
-            try:
-                await self._load(worker, name, update)
-                return
-            except IdentityError:
-                if self._wanted.get(name) is update:
-                    raise
+            async with self._loading:
+                update = self._wanted[name]
+                try:
+                    await self._load_once(worker, name, update)
+                    return
+                except IdentityError:
+                    if self._wanted.get(name) is update:
+                        raise
 
-    async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
+    async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int) -> LoadReport:
+        async with self._loading:
+            return await self._load_once(worker, name, update, parts)
+
+    async def _load_once(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """Loads nothing where the process has this version already: a new process is given the newest updates at its start."""
         if name not in self._live or self._live[name].version != update.version:
             self._live[name] = await worker.call("load", (update, parts), LoadReport)

@@ -21,7 +21,7 @@ from headrace.orchestration.workers.launch.local import LocalLauncher
 from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Heard, Job
-from headrace.reports import Capabilities, LoadReport
+from headrace.reports import Capabilities, LoadReport, SleepReport
 from headrace.simulate import virtual_time
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Sampling
@@ -331,3 +331,30 @@ def test_deaths_in_a_row_end_an_engine_and_those_before_an_hour_of_work_are_forg
 
     over(*[dying_after(4000.0)] * 5, use=works_on)
     over(*[dying_after(60.0)] * 5, use=is_given_up)
+
+
+def test_a_version_published_while_the_engine_wakes_is_loaded_once() -> None:
+    """Both ask for it: who publishes it, and the wake, which loads what is wanted by then. Engines refuse the second."""
+    loaded: list[int] = []
+
+    async def script(line: Line) -> None:
+        while True:
+            frame = await line.receive()
+            if frame.method == "load":
+                update, _ = unpack(frame.payload, tuple[WeightUpdate, int])
+                await asyncio.sleep(5)
+                loaded.append(update.version)
+                line.reply(frame, LoadReport(update.version, 0.0, 0.0))
+            elif frame.id:
+                answers = {"start": Capabilities(64), "sleep": SleepReport(), "wake": SleepReport()}
+                line.reply(frame, answers.get(frame.method))
+
+    async def use(engine: ProcessEngine, facts: Facts) -> None:
+        await engine.sleep(keep=False)
+        newer = asyncio.ensure_future(
+            engine.load(WeightUpdate(version=1, kind="full", fingerprint="", nbytes=0, seconds=0.0))
+        )
+        await asyncio.gather(newer, engine.wake(replaced=False))
+        assert newer.result().version == 1 and loaded == [0, 1]
+
+    over(script, use=use)
