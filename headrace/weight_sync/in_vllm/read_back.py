@@ -46,11 +46,11 @@ def _multiplies_by(module: Any, parts: list[Tensor], version: int) -> bool | Non
     if method is None or not type(method).__name__.startswith("Unquantized") or getattr(module, "tp_size", 1) > 1:
         return None
     rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
-    if hasattr(module, "num_embeddings") and not type(module).__name__.endswith("Head"):  # a table is not multiplied by
-        values = module.weight
-        return None if len(values) < rows else torch.equal(values[:rows], torch.cat(parts).to(values))
     chosen = [(version + number * max(1, columns // COLUMNS)) % columns for number in range(min(COLUMNS, columns))]
     expected = torch.cat([part[:, chosen] for part in parts]).T
+    if hasattr(module, "num_embeddings") and not type(module).__name__.endswith("Head"):  # a table is not multiplied by
+        found = module.weight[:rows, chosen].T
+        return torch.equal(found, expected.to(found))
     unit = torch.zeros(len(chosen), columns, dtype=expected.dtype, device=module.weight.device)
     unit[range(len(chosen)), chosen] = 1
     found = method.apply(module, unit, None)[:, :rows]  # a vocabulary is padded
