@@ -2,7 +2,7 @@
 
 A step changes weights by so little that log-probs in bfloat16 hardly show a layer that kept its old ones. A trial changes each value by 3 to 12 %,
 which shows at any precision, and changes it back, bit for bit. What log-probs would look like if one kind of parameter had kept its old values is
-computed here, by changing that kind back alone; `loop/identity` compares the engine's with each.
+computed here, by changing that kind back alone; `orchestration/loops/identity.py` compares the engine's with each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Trial:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         held = ((name, local(parameter.detach())) for name, parameter in parameters.items())
-        self._values = {name: values for name, values in held if not values.is_meta}  # others are another stage's
+        # Others are another stage's, or integers of a quantised model, which are not trained.
+        self._values = {name: one for name, one in held if not one.is_meta and one.dtype in _BITS}
         self._filled = {name for name, values in self._values.items() if not values.any()}
         self._hypotheses = hypotheses(list(parameters))
         for name in self._values:
@@ -77,11 +78,13 @@ class Trial:
 
     @torch.no_grad()
     def _change(self, name: str) -> None:
-        if name in self._filled:
-            self._values[name].fill_(FILL)
-            self._values[name].view(-1)[::2].neg_()
-        else:
-            _flip(self._values[name])
+        values = self._values[name]
+        if name not in self._filled:
+            _flip(values)
+            return
+        values.fill_(FILL)
+        if values.dim():  # equal biases of the output head would change no log-prob
+            values[..., ::2].neg_()
 
     @torch.no_grad()
     def _change_back(self, name: str) -> None:
