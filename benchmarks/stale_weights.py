@@ -34,7 +34,7 @@ from headrace.models.resolve import resolve_model
 from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.identity import PROBE, TEXT, TOLERANCE, IdentityProbe, Missing, pieces_of
+from headrace.orchestration.loops.identity import PROBE, TEXT, IdentityProbe, Missing, pieces_of
 from headrace.reports import TrialScores
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
@@ -162,7 +162,7 @@ def probe_of(
     tokens: Sequence[int], dtype: str, pieces: Sequence[Sequence[int]], record: Callable[[Any], None]
 ) -> IdentityProbe:
     telemetry = Telemetry(record, lambda: 0.0, Waits(record, lambda: 0.0, 1e9, 2e9))
-    return IdentityProbe(tokens, 1, TOLERANCE[dtype], telemetry, dtype=dtype, trial=pieces)
+    return IdentityProbe(tokens, 1, dtype, telemetry, trial=pieces)
 
 
 async def trial_of(

@@ -240,7 +240,7 @@ class Life:
             decode=lambda tokens: "",
             journal=cast(Journal, referee.journal),
             snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
+            probe=IdentityProbe([1, 2, 3], 2, "float32", self._telemetry),
             turns=self._turns(trainer, engine),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step

@@ -30,7 +30,7 @@ from headrace.orchestration.assembly import RestoredState, assemble, go_live, re
 from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.clients.bus_engine import BusEngine
 from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.identity import PROBE, TEXT, TOLERANCE, IdentityProbe, pieces_of
+from headrace.orchestration.loops.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
@@ -295,14 +295,13 @@ def _built(
 
 def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
     room = pools.engine.capabilities.context_length
-    dtype = max(config.engine.serving_dtype, pools.trainer_dtype, key=TOLERANCE.__getitem__)
+    dtype = max(config.engine.serving_dtype, pools.trainer_dtype, key=ROUNDING.__getitem__)
     return IdentityProbe(
         encoder.encode_text(PROBE)[:room],
         config.watch.identity_every,
-        TOLERANCE[dtype],
+        dtype,
         telemetry,
         adapter=adapter,
-        dtype=dtype,
         # Rollout hosts come and go: those that come later would not have been tried.
         trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial and not config.orchestration.bus else (),
         served=config.engine.is_server,

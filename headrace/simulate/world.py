@@ -145,7 +145,7 @@ class World:
             decode=self.decode,
             journal=journal,
             snapshots=snapshots,
-            probe=IdentityProbe([1, 2, 3], self.identity_every, 1e-3, telemetry),
+            probe=IdentityProbe([1, 2, 3], self.identity_every, "float32", telemetry),
             turns=Turns(self.shared(telemetry) if self.shared else None),
             noise=self.noise,
             deltas=self.deltas,

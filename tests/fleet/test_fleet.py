@@ -319,6 +319,30 @@ def test_a_version_is_live_when_every_member_in_rotation_has_it() -> None:
     run(case, engine(), slow)
 
 
+def test_all_members_are_asked_at_once_and_one_that_fails_stays() -> None:
+    """A trial is judged by its caller: who fails it does not come back with another version."""
+
+    async def case(flock: Flock) -> None:
+        await flock.fleet.load(update(1))
+        asked: list[Any] = []
+        everybody = asyncio.Event()
+
+        async def check(part: Any) -> float:
+            asked.append(part)
+            if len(asked) == 3:
+                everybody.set()
+            await everybody.wait()
+            if part is asked[1]:
+                raise IdentityError("kept old weights")
+            return 0.5
+
+        found, errors = await flock.fleet.ask_serving(check)
+        assert list(found.values()) == [0.5, 0.5] and [str(one) for one in errors.values()] == ["kept old weights"]
+        assert all(member.serves for member in flock.fleet.members)
+
+    run(case, engine(), engine(), engine())
+
+
 def test_a_fleet_says_how_many_engines_its_bytes_are_the_sum_of() -> None:
     async def case(flock: Flock) -> None:
         report = await flock.fleet.load(update(1))

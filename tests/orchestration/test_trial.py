@@ -18,7 +18,7 @@ from headrace.models.lora import LoraConfig
 from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.identity import ABOVE, LEAST, TOLERANCE, IdentityProbe, pieces_of
+from headrace.orchestration.loops.identity import ROUNDING, IdentityProbe, pieces_of
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
@@ -75,7 +75,7 @@ class HuggingFaceEngine:
 def probe_of(pieces: Sequence[Sequence[int]], dtype: str = "float32") -> tuple[IdentityProbe, list[Any]]:
     facts: list[Any] = []
     telemetry = Telemetry(facts.append, lambda: 0.0, Waits(facts.append, lambda: 0.0, 1e9, 2e9))
-    return IdentityProbe(pieces[0], 1, TOLERANCE[dtype], telemetry, dtype=dtype, trial=pieces), facts
+    return IdentityProbe(pieces[0], 1, dtype, telemetry, trial=pieces), facts
 
 
 # -- the change ---------------------------------------------------------------------------------------------------------------
@@ -231,10 +231,10 @@ def test_what_is_allowed_later_follows_from_the_first_version(dtype: str) -> Non
         engine.off = later
         asyncio.run(probe.engine_side(engine, 0, expected))  # type: ignore[arg-type]
         allowed: list[IdentityChecked] = facts
-        assert allowed[0].tolerance == TOLERANCE[dtype]
+        assert allowed[0].tolerance == ROUNDING[dtype].most
         return allowed[1].tolerance
 
-    least, above, most = LEAST[dtype], ABOVE[dtype], TOLERANCE[dtype]
+    most, least, above = ROUNDING[dtype]
     assert checked(0.0, 0.5 * least) == least
     assert checked(0.8 * least, 0.8 * least) == pytest.approx(above * 0.8 * least, rel=0.1)
     assert checked(0.9 * most, 0.9 * most) == most
@@ -242,3 +242,21 @@ def test_what_is_allowed_later_follows_from_the_first_version(dtype: str) -> Non
         checked(0.8 * least, 1.3 * above * 0.8 * least)
     with pytest.raises(IdentityError, match="on average"):
         checked(0.0, 2 * least)
+
+
+def test_members_that_round_differently_have_floors_of_their_own() -> None:
+    """The first one to answer decides nothing for the others."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, probe = trainer.score(pieces[0]), probe_of(pieces, "bfloat16")[0]
+    fine, coarse = (HuggingFaceEngine("llama", version=0) for _ in range(2))
+    coarse.off = 0.04
+
+    def check(engine: HuggingFaceEngine, first: bool) -> None:
+        asyncio.run(probe.engine_side(engine, 0, expected, first=first))  # type: ignore[arg-type]
+
+    check(fine, True)
+    check(coarse, True)
+    check(coarse, False)
+    fine.off = 0.04
+    with pytest.raises(IdentityError, match="on average"):
+        check(fine, False)

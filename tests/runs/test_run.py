@@ -42,7 +42,7 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.records import StepRow
-from headrace.orchestration.loops.identity import LEAST, TOLERANCE
+from headrace.orchestration.loops.identity import ROUNDING
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.snapshots import load_controller
 
@@ -330,8 +330,8 @@ def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_score
 def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config: Config) -> None:
     config["train"] |= {"steps": 2, "dtype": "bfloat16"}
     checks = of(headrace.train(config).directory, IdentityChecked)
-    assert [one.version for one in checks] == [0, 1, 2] and checks[0].tolerance == TOLERANCE["bfloat16"]
-    assert all(LEAST["bfloat16"] <= one.tolerance < TOLERANCE["bfloat16"] for one in checks[1:]), (
+    assert [one.version for one in checks] == [0, 1, 2] and checks[0].tolerance == ROUNDING["bfloat16"].most
+    assert all(ROUNDING["bfloat16"].least <= one.tolerance < ROUNDING["bfloat16"].most for one in checks[1:]), (
         "what the floor allows"
     )
 

@@ -158,10 +158,22 @@ class Fleet:
         rotation = self._rotation
         rotation.examinations[adapter] = Examination(version, check)
         rotation.announce()  # for members that have failed an earlier one
+        found, errors = await self.ask_serving(check)
+        if errors and not found:
+            raise next(iter(errors.values()))
+        for member, error in errors.items():
+            rotation.distrust(member, version, error)
+        while not rotation.serving:  # whoever comes back has passed
+            await rotation.change()
+        return max(found.values(), default=0.0)
+
+    async def ask_serving(self, check: Check) -> tuple[dict[Member, float], dict[Member, IdentityError]]:
+        """Returns what the check finds at each member in the rotation, all at once, and the members that fail it. Those that are lost meanwhile
+        are in neither."""
         found: dict[Member, float] = {}
         errors: dict[Member, IdentityError] = {}
 
-        async def examine(member: Member) -> None:
+        async def ask(member: Member) -> None:
             try:
                 difference = await member.while_serving(check(member.engine))
             except IdentityError as error:
@@ -172,14 +184,8 @@ class Fleet:
             if difference is not None:
                 found[member] = difference
 
-        await asyncio.gather(*map(examine, rotation.serving))
-        if errors and not found:
-            raise next(iter(errors.values()))
-        for member, error in errors.items():
-            rotation.distrust(member, version, error)
-        while not rotation.serving:  # whoever comes back has passed
-            await rotation.change()
-        return max(found.values(), default=0.0)
+        await asyncio.gather(*map(ask, self._rotation.serving))
+        return found, errors
 
     # -- control ------------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.engine.fleet.fleet import Fleet
 from headrace.errors import IdentityError
@@ -34,12 +34,19 @@ TRIAL_TOKENS = 256
 PIECE = 128
 """The most tokens that are scored in one request."""
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Largest mean |difference| per token, in nats, that rounding can cause, by serving dtype (0.01 to 0.06 is usual in bf16)."""
-LEAST = {"float32": 5e-6, "bfloat16": 0.02}
-"""A mean |difference| that is always allowed: an engine that computes as the trainer does begins with a floor of zero."""
-ABOVE = {"float32": 10.0, "bfloat16": 3.0}
-"""How many times the floor is allowed: the rounding of later weights is drawn anew."""
+
+class Rounding(NamedTuple):
+    """The mean |difference| per token, in nats, that rounding may cause."""
+
+    most: float
+    """The largest in any model (0.01 to 0.06 is usual in bf16)."""
+    least: float
+    """Always allowed: an engine that computes as the trainer does begins with a floor of zero."""
+    above: float
+    """How many times the floor is allowed: the rounding of later weights is drawn anew."""
+
+
+ROUNDING = {"float32": Rounding(1e-3, 5e-6, 10.0), "bfloat16": Rounding(0.15, 0.02, 3.0)}
 
 CERTAIN = 6.0
 """Standard errors beyond which a finding is no chance."""
@@ -52,8 +59,7 @@ ADVICE_SERVER = (
 )
 
 
-@dataclass(frozen=True)
-class Missing:
+class Missing(NamedTuple):
     """The share of an expected change that is missing, by least squares, with its standard error."""
 
     value: float
@@ -75,19 +81,17 @@ class IdentityProbe:
         self,
         tokens: Sequence[int],
         every: int,
-        tolerance: float,
+        dtype: str,
         telemetry: Telemetry,
         adapter: str = "",
         *,
-        dtype: str = "bfloat16",
         trial: Sequence[Sequence[int]] = (),
         served: bool = False,
     ) -> None:
-        """`every`: versions between two probes; 0 switches all of them off. `adapter`: the policy that is probed. `dtype`: the less precise of
-        those of engine and trainer. `trial`: the tokens of the trial, in pieces; without any there is none. `served`: whether the engine is
+        """`every`: versions between two probes; 0 switches all of them off. `dtype`: the less precise of those of engine and trainer. `adapter`:
+        the policy that is probed. `trial`: the tokens of the trial, in pieces; without any there is none. `served`: whether the engine is
         a server."""
-        self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
-        self._dtype = dtype
+        self._tokens, self._every, self._rounding = tuple(tokens), every, ROUNDING[dtype]
         self._telemetry, self._adapter = telemetry, adapter
         self._advice = ADVICE_SERVER if served else ADVICE
         self.trial = [list(piece) for piece in trial] if every else []
@@ -117,14 +121,22 @@ class IdentityProbe:
 
     async def try_weights(self, engine: Engine, version: int, scores: TrialScores) -> None:
         """Raises IdentityError if some engine computes as though a kind of parameter, or a block of layers, had kept its old values."""
-        members = [one.engine for one in engine.members if one.serves] if isinstance(engine, Fleet) else [engine]
-        for member in members:
+
+        async def check(part: Engine) -> float:
             found: list[float] = []
             for piece in self.trial:
-                found += await self._scored(member, piece, version)
-            self.judge_trial(found, scores)
+                found += await self._scored(part, piece, version)
+            return self._judge_trial(found, scores)
 
-    def judge_trial(self, found: Sequence[float], scores: TrialScores) -> None:
+        if not isinstance(engine, Fleet):
+            await check(engine)
+            return
+        _, errors = await engine.ask_serving(check)
+        if errors:  # no member may be left out and come back: another version shows nothing of what it has not loaded
+            raise next(iter(errors.values()))
+
+    def _judge_trial(self, found: Sequence[float], scores: TrialScores) -> float:
+        """Returns the mean difference. Raises IdentityError if something has kept its old values."""
         expected = scores.changed
         gaps = [a - b for a, b in zip(found, expected, strict=True)]
         shares = {
@@ -137,11 +149,11 @@ class IdentityProbe:
             if share and not share.value <= max(STALE, CERTAIN * share.error)  # NaN is one, too
         }
         unseen = [label for label, share in shares.items() if share is None or CERTAIN * share.error > 1]
-        worst = max(stale, key=lambda label: _certainty(stale[label]), default="")
+        mean, worst = _mean(found, expected), max(stale, key=lambda label: _certainty(stale[label]), default="")
         self._telemetry.record(
             TrialChecked(
                 t=self._telemetry.clock(),
-                mean_abs_diff=_mean(found, expected),
+                mean_abs_diff=mean,
                 kinds=len(shares),
                 unseen=tuple(unseen),
                 stale=worst,
@@ -155,6 +167,7 @@ class IdentityProbe:
                 f"a trial update changed every trained value, and the engine computes as if {share.value:.0%} (± {share.error:.0%}) of the change in "
                 f"{worst}{more} were not there: it would train one policy and sample from another. {self._advice} watch.trial = false skips the trial"
             )
+        return mean
 
     async def _scored(self, engine: Engine, tokens: Sequence[int], version: int) -> Sequence[float]:
         completion = await engine.score(tokens, self._adapter)
@@ -168,7 +181,7 @@ class IdentityProbe:
 
     async def _difference(self, engine: Engine, version: int, expected: Sequence[float], first: bool) -> float:
         found = await self._scored(engine, self._tokens, version)
-        mean, limit = _mean(found, expected), self._limit(engine)
+        mean, limit = _mean(found, expected), self._limit(engine, first)
         ok = mean <= limit  # False for NaN too
         self._telemetry.record(
             IdentityChecked(
@@ -191,12 +204,13 @@ class IdentityProbe:
             self._floors[id(engine)] = mean
         return math.sqrt(sum((a - b) ** 2 for a, b in zip(found, expected, strict=True)) / len(expected))
 
-    def _limit(self, engine: Engine) -> float:
+    def _limit(self, engine: Engine, first: bool) -> float:
         """The largest mean |difference|: before there is a floor, what rounding can cause in any model."""
-        if not self._floors:
-            return self._tolerance
+        most, least, above = self._rounding
+        if first or not self._floors:
+            return most
         floor = self._floors.get(id(engine), max(self._floors.values()))  # a member that came later has none
-        return min(self._tolerance, max(LEAST[self._dtype], ABOVE[self._dtype] * floor))
+        return min(most, max(least, above * floor))
 
 
 def pieces_of(tokens: Sequence[int], context_length: int) -> list[Sequence[int]]:
