@@ -1,11 +1,11 @@
 """How soon is it found that an engine keeps old weights of one kind?
 
-    python benchmarks/stale_weights.py [--model smollm2-135m-instruct] [--mixture] [--dtype bfloat16] [--path auto] [--learning-rate 1e-6]
+    python benchmarks/stale_weights.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--engine native] [--way auto] [--learning-rate 1e-6]
 
-The native engine is given each version as in a run, but for the parameters that a planted fault leaves at the values that it had first. The
-trial and the probes of a run (`orchestration/loops/identity.py`) then judge what it computes. A row is one fault: the share of its effect that the trial
-found missing with the standard error, and the version at which a probe found it where there is no trial. The trainer takes real optimizer steps
-on rows that the engine sampled, with random rewards.
+The engine of a run is given each version as in a run, but for the parameters that a planted fault leaves at the values that they had first: these
+are published in place of the new ones. The trial and the probes of a run (`orchestration/loops/identity.py`) then judge what it computes. A row is
+one fault: the share of its effect that the trial found missing with the standard error, and the version at which a probe found it where there
+is no trial. The trainer takes real optimizer steps on rows that the engine sampled, with random rewards.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from capabilities import upcycle
 from engine import tokenised
@@ -26,22 +29,23 @@ from trainer_headrace import batch_of, sampled_groups
 from transformers import AutoTokenizer
 
 from headrace.algo.config import AlgoConfig
-from headrace.engine.config import EngineConfig
-from headrace.engine.native.core import NativeEngine
-from headrace.engine.scoring_request import scoring
+from headrace.config import load_config
 from headrace.errors import IdentityError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration import starting
 from headrace.orchestration.loops.identity import PROBE, TEXT, IdentityProbe, Missing, pieces_of
+from headrace.orchestration.workers.build import open_launcher
+from headrace.protocols import Engine, WeightSender
 from headrace.reports import TrialScores
-from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import kind_of
 from headrace.types import Completion, VersionSpan
-from headrace.weights import WeightUpdate, trial_version
+from headrace.weight_sync.packed import lay_out
+from headrace.weights import trial_version
 
 Weights = Mapping[str, torch.Tensor]
 Keeps = Callable[[str, torch.Tensor], Any]
@@ -52,15 +56,13 @@ CONTEXT = 512
 class FaultyEngine:
     """As much of the protocol `Engine` as a probe asks for."""
 
-    def __init__(self, model: Path, dtype: str, path: str) -> None:
-        config: dict[str, Any] = {"dtype": dtype, "path": path, "kv_gib": 0.5, "max_running": 16}
-        self._core = NativeEngine(model, EngineConfig(context_length=CONTEXT, **config))
-        self._loads, self._old = 0, dict[str, torch.Tensor]()
-        self.path = self._core.capabilities.path
+    def __init__(self, engine: Engine, sender: WeightSender) -> None:
+        self._engine, self._sender = engine, sender
+        self._loads, self._old = itertools.count(), dict[str, torch.Tensor]()
         self.version = 0
         """The version that it says it serves."""
 
-    def load(self, version: int, weights: Weights, keeps: Keeps | None = None) -> None:
+    async def load(self, version: int, weights: Weights, keeps: Keeps | None = None) -> None:
         """`keeps`: None for weights that are all loaded."""
         loaded = {name: tensor.clone() for name, tensor in weights.items()}
         if keeps:
@@ -68,23 +70,48 @@ class FaultyEngine:
                 if (part := keeps(name, tensor)) is not None:
                     tensor[part] = self._old[name][part]
         self._old = loaded
-        update = WeightUpdate(version=self._loads, kind="full", fingerprint=f"{self._loads}", nbytes=0, seconds=0.0)
-        self._core.swap(self._core.prepare(update, loaded))
-        self._loads += 1
+        await self._engine.load(self._sender.send(next(self._loads), loaded.items()))
         self.version = version
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
-        request = scoring("score", tokens)
-        transcript = Transcript(request=request)
-        self._core.add(request)
-        while self._core.has_work():
-            output = self._core.step()
-            write_down(output, {"score": transcript}.get)
-            ends = list(output.finished)
-        found = transcript.completion(ends[0])
-        return Completion(
-            (), (), (VersionSpan(0, self.version, self.version),), "stop", prompt_logprobs=found.prompt_logprobs
-        )
+        found = await self._engine.score(tokens)
+        return msgspec.structs.replace(found, spans=(VersionSpan(0, self.version, self.version),))
+
+
+@asynccontextmanager
+async def started(
+    model: Path, options: argparse.Namespace, directory: Path, trainer: TorchTrainer
+) -> AsyncIterator[FaultyEngine]:
+    """The engine that a run would start, and the way of weights to it."""
+    engine: dict[str, Any] = {"kind": options.engine, "dtype": options.dtype, "kv_gib": 0.5, "context_length": CONTEXT}
+    engine |= {"path": options.path} if options.engine == "native" else {"patience": 1800.0}
+    engine |= {"python": options.python} if options.python else {}
+    config = load_config(
+        {
+            "name": "stale",
+            "model": {"path": str(model)},
+            "task": {"kind": "arithmetic"},
+            "engine": engine,
+            "weight_sync": {"kind": options.way},
+        }
+    )
+    manifests = {"": lay_out(trainer.parameters(), getattr(torch, options.dtype), trainer.tied)}
+    transport, record = starting.transport_of(config, directory), lambda fact: None
+    begun = starting.start_engine(
+        config,
+        model_dir=model,
+        launcher=open_launcher(directory),
+        transport=transport,
+        logs=directory,
+        telemetry=Telemetry(record, lambda: 0.0, Waits(record, lambda: 0.0, 1e9, 2e9)),
+    )
+    try:
+        await begun.launch()
+        await begun.finish(manifests, 0)
+        yield FaultyEngine(begun.engine, transport.sender(manifests))
+    finally:
+        await begun.engine.close()
+        transport.close()
 
 
 def faults(weights: Weights) -> dict[str, Keeps]:
@@ -111,6 +138,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--mixture", action="store_true", help="a mixture made of it")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--engine", choices=["native", "headrace", "vllm"], default="native", help="engine.kind")
+    parser.add_argument("--python", default="", help="engine.python: vLLM's interpreter")
+    parser.add_argument("--way", default="auto", help="weight_sync.kind")
     parser.add_argument("--path", default="auto", help="engine.path; hf rounds otherwise than the trainer's kernels")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--versions", type=int, default=10)
@@ -124,10 +154,12 @@ def main() -> None:
             for file in model.glob("tokenizer*"):
                 (Path(directory) / file.name).symlink_to(file)
             model = Path(directory)
-        asyncio.run(run(model, options))
+        logs = Path(directory, "logs")
+        logs.mkdir()
+        asyncio.run(run(model, options, logs))
 
 
-async def run(model: Path, options: argparse.Namespace) -> None:
+async def run(model: Path, options: argparse.Namespace, logs: Path) -> None:
     trainer = TorchTrainer(
         model, TrainConfig(learning_rate=options.learning_rate, dtype=options.dtype), AlgoConfig(name="grpo"), seed=0
     )
@@ -147,15 +179,15 @@ async def run(model: Path, options: argparse.Namespace) -> None:
         versions.append(published())
         expected.append(trainer.score(tokens))
 
-    engine = FaultyEngine(model, options.dtype, options.path)
     print(
-        f"{model.name} in {options.dtype}, engine {engine.path}, trainer {trainer.path}, learning rate {options.learning_rate:g}"
+        f"{model.name} in {options.dtype}, {options.engine} engine by {options.way}, trainer {trainer.path}, learning rate {options.learning_rate:g}"
     )
     print("| kept | trial: share missing | found | without a trial found at version |\n|---|---|---|---|")
-    for label, keeps in {"nothing": lambda name, tensor: None, **faults(first)}.items():
-        share, found = await trial_of(engine, first, changed, keeps, pieces, scores)
-        later = await found_by_probes(engine, versions, expected, keeps, tokens, options.dtype)
-        print(f"| {label} | {share} | {'yes' if found else 'no'} | {later} |", flush=True)
+    async with started(model, options, logs, trainer) as engine:
+        for label, keeps in {"nothing": lambda name, tensor: None, **faults(first)}.items():
+            share, found = await trial_of(engine, first, changed, keeps, pieces, scores)
+            later = await found_by_probes(engine, versions, expected, keeps, tokens, options.dtype)
+            print(f"| {label} | {share} | {'yes' if found else 'no'} | {later} |", flush=True)
 
 
 def probe_of(
@@ -174,8 +206,8 @@ async def trial_of(
     scores: TrialScores,
 ) -> tuple[str, str]:
     """Returns the most certain share that was found missing, and what it was taken for; empty if the trial was passed."""
-    engine.load(0, first)
-    engine.load(trial_version(0), changed, keeps)
+    await engine.load(0, first)
+    await engine.load(trial_version(0), changed, keeps)
     found = [value for piece in pieces for value in (await engine.score(piece)).prompt_logprobs or ()]
     gaps = [a - b for a, b in zip(found, scores.changed, strict=True)]
     shares = {
@@ -201,10 +233,10 @@ async def found_by_probes(
 ) -> str:
     facts = list[Any]()
     probe = probe_of(tokens, dtype, (), facts.append)
-    engine.load(0, versions[0])
+    await engine.load(0, versions[0])
     await probe.engine_side(engine, 0, expected[0], first=True)  # type: ignore[arg-type]
     for version, weights in enumerate(versions[1:], 1):
-        engine.load(version, weights, keeps)
+        await engine.load(version, weights, keeps)
         try:
             await probe.engine_side(engine, version, expected[version])  # type: ignore[arg-type]
         except IdentityError:

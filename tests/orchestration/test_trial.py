@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.identity import ROUNDING, IdentityProbe, pieces_of
+from headrace.reports import TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
@@ -198,6 +200,29 @@ def test_weights_that_are_ignored_altogether_are_found() -> None:
     scores = trainer.end_trial(pieces)
     with pytest.raises(IdentityError, match="a trial update changed every trained value"):
         asyncio.run(probe_of(pieces)[0].try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 1 << 30), st.floats(0.003, 3.0))
+def test_what_is_neither_found_nor_named_as_unseen_has_arrived(seed: int, rounding: float) -> None:
+    """Whatever the size of an effect beside that of rounding: here it is missing, and rounding takes a tenth of it away."""
+    draw = torch.Generator().manual_seed(seed)
+    changed, effect, noise = (torch.randn(200, generator=draw, dtype=torch.float64) for _ in range(3))
+    found = (changed + 0.9 * effect + rounding * noise).tolist()
+    engine, (probe, facts) = Told(found), probe_of([range(201)])
+    scores = TrialScores(changed.tolist(), {"kind": (changed + effect).tolist()})
+    with contextlib.suppress(IdentityError):
+        asyncio.run(probe.try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
+    assert facts[0].stale == "kind" or facts[0].unseen == ("kind",)
+
+
+class Told:
+    """An engine that says these log-probs."""
+
+    def __init__(self, logprobs: Sequence[float]) -> None:
+        self._logprobs = tuple(logprobs)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return Completion((), (), (VersionSpan(0, TRIAL, TRIAL),), "stop", prompt_logprobs=self._logprobs)
 
 
 def test_log_probs_that_are_no_numbers_are_no_pass() -> None:

@@ -50,6 +50,8 @@ ROUNDING = {"float32": Rounding(1e-3, 5e-6, 10.0), "bfloat16": Rounding(0.15, 0.
 
 CERTAIN = 6.0
 """Standard errors beyond which a finding is no chance."""
+SEEN = CERTAIN + 4
+"""Standard errors that a share of 1 has to be away from 0, so that it would be found: three lower by chance, and a tenth by rounding."""
 STALE = 0.15
 """The share of an effect that may be missing: what kept its old values has a share of 1, and one layer of a block about 0.25."""
 ADVICE = 'Run with engine.path = "hf"; if that agrees, the fused decoder is wrong for this model: please report it.'
@@ -148,7 +150,7 @@ class IdentityProbe:
             for label, share in shares.items()
             if share and not share.value <= max(STALE, CERTAIN * share.error)  # NaN is one, too
         }
-        unseen = [label for label, share in shares.items() if share is None or CERTAIN * share.error > 1]
+        unseen = [label for label, share in shares.items() if share is None or SEEN * share.error > 1]
         mean, worst = _mean(found, expected), max(stale, key=lambda label: _certainty(stale[label]), default="")
         self._telemetry.record(
             TrialChecked(

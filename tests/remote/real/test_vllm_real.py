@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from planted import check_named, findings
 from processes import alive
 from real_vllm import KINDS, MARKS, changed, config_for, reference, save_model, started, updates, when
 from server_processes import servers
@@ -89,6 +90,13 @@ def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_u
     killer.join()
     checked(run, steps=5, deaths=2)
     assert [one.update.version for one in of(run, WeightsLive)] == list(range(6))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, dtype: str) -> None:
+    config = config_for(tmp_path, model)
+    config["engine"]["dtype"] = dtype
+    check_named(findings(config, model, tmp_path))
 
 
 def test_an_adapter_is_trained(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from planted import check_named, findings
 from real_vllm import MARKS, PYTHON, config_for, save_model
 from tiny_run import Config, of
 
@@ -55,7 +56,17 @@ def run(directory: Path, config: Config) -> list[WeightsLive]:
 def test_full_copies_and_differences(model: Path, tmp_path: Path) -> None:
     ways = {"kind": "http", "encoding": "delta", "anchor_every": 2}
     live = run(tmp_path, config_for(tmp_path, model, weight_sync=ways, train={"learning_rate": 1e-5}))
-    assert ["base" in one.update.where for one in live] == [False, True, True, False, True]
+    differs = ["base" in one.update.where for one in live]
+    assert differs == [True, True, False, True, True], (
+        "version 0 is sent as what differs from the trial, which was sent whole"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, dtype: str) -> None:
+    config = config_for(tmp_path, model, weight_sync={"kind": "http"})
+    config["engine"] |= {"python": str(with_headrace(tmp_path)), "dtype": dtype}
+    check_named(findings(config, model, tmp_path))
 
 
 def test_an_adapter_whose_files_are_deleted_when_the_server_ends(model: Path, tmp_path: Path) -> None:

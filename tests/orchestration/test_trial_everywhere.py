@@ -1,0 +1,68 @@
+"""The trial with every engine and every way of weights: whichever kind of parameter an engine leaves at its old values, it is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import check_named, findings
+from tiny_run import tiny_config
+
+PLACES: dict[str, dict[str, Any]] = {
+    "shared memory": {"weight_sync": {"kind": "shared_memory"}},
+    "TCP": {"weight_sync": {"kind": "tcp"}},
+    "differences over TCP": {"weight_sync": {"kind": "tcp", "encoding": "delta"}},
+    "HTTP": {"weight_sync": {"kind": "http"}},
+    "files": {"weight_sync": {"kind": "files"}},
+    "broadcast": {"weight_sync": {"kind": "broadcast"}},
+    "headrace serve, files": {"engine": {"kind": "headrace", "patience": 300.0}, "weight_sync": {"kind": "files"}},
+    "headrace serve, HTTP": {
+        "engine": {"kind": "headrace", "patience": 300.0},
+        "weight_sync": {"kind": "http", "encoding": "delta"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """A tied Llama whose attention looks somewhere: of the usual random weights, queries and keys change next to nothing."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("model")
+    shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+TRIED = [*((place, "bfloat16") for place in PLACES), ("shared memory", "float32"), ("headrace serve, HTTP", "float32")]
+
+
+@pytest.mark.parametrize(("place", "dtype"), TRIED)
+def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, place: str, dtype: str) -> None:
+    config = tiny_config(tmp_path, model, **PLACES[place])
+    config["engine"] |= {"dtype": dtype, "context_length": 128}
+    check_named(findings(config, model, tmp_path))
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_one_member_of_a_fleet(model: Path, tmp_path: Path, member: int) -> None:
+    engine = {"replicas": 2, "context_length": 128}
+    config = tiny_config(tmp_path, model, engine=engine, weight_sync={"kind": "tcp"})
+    check_named(findings(config, model, tmp_path, member))
