@@ -90,7 +90,7 @@ async def started(
         {
             "name": "stale",
             "model": {"path": str(model)},
-            "task": {"kind": "arithmetic"},
+            "task": {"kind": "reasoning_gym", "name": "chain_sum"},
             "engine": engine,
             "weight_sync": {"kind": options.way},
         }
