@@ -36,7 +36,7 @@ from headrace.observe.facts import IdentityChecked, TrialChecked
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration import starting
-from headrace.orchestration.loops.identity import PROBE, TEXT, IdentityProbe, Missing, pieces_of
+from headrace.orchestration.loops.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of, shares_of
 from headrace.orchestration.workers.build import open_launcher
 from headrace.protocols import Engine, WeightSender
 from headrace.reports import TrialScores
@@ -209,11 +209,7 @@ async def trial_of(
     await engine.load(0, first)
     await engine.load(trial_version(0), changed, keeps)
     found = [value for piece in pieces for value in (await engine.score(piece)).prompt_logprobs or ()]
-    gaps = [a - b for a, b in zip(found, scores.changed, strict=True)]
-    shares = {
-        label: Missing.of(gaps, [a - b for a, b in zip(kept, scores.changed, strict=True)])
-        for label, kept in scores.kept.items()
-    }
+    shares = shares_of(found, scores, ROUNDING["bfloat16"])
     label = max(shares, key=lambda one: share.value / max(share.error, 1e-9) if (share := shares[one]) else 0.0)
     share, facts = shares[label], list[Any]()
     with contextlib.suppress(IdentityError):

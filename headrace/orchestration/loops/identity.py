@@ -66,16 +66,29 @@ class Missing(NamedTuple):
 
     value: float
     error: float
+    effect: float
+    """The share of the expected change that is more than the trainer's own rounding, 0 to 1."""
 
     @classmethod
-    def of(cls, found: Sequence[float], expected: Sequence[float]) -> Missing | None:
-        """None where no change is expected."""
+    def of(cls, found: Sequence[float], expected: Sequence[float], rounding: float = 0.0) -> Missing | None:
+        """None where no change is expected. Both are differences from the same log-probs of the trainer, so that these log-probs' own `rounding`
+        (its mean square) is in both, and would be taken for a share of a half where there is no other change."""
         square = sum(one * one for one in expected)
         if square == 0 or len(expected) < 2:
             return None
-        value = sum(a * b for a, b in zip(found, expected, strict=True)) / square
+        shared = rounding * len(expected)
+        value = (sum(a * b for a, b in zip(found, expected, strict=True)) - shared) / square
         rest = sum((a - value * b) ** 2 for a, b in zip(found, expected, strict=True))
-        return cls(value, math.sqrt(rest / (len(expected) - 1) / square))
+        return cls(value, math.sqrt(rest / (len(expected) - 1) / square), 1 - 2 * shared / square)
+
+    @property
+    def is_stale(self) -> bool:
+        return not self.value <= max(STALE, CERTAIN * self.error)  # NaN is one, too
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it would have been found if all of the change were missing."""
+        return SEEN * self.error < self.effect
 
 
 class IdentityProbe:
@@ -139,19 +152,11 @@ class IdentityProbe:
 
     def _judge_trial(self, found: Sequence[float], scores: TrialScores) -> float:
         """Returns the mean difference. Raises IdentityError if something has kept its old values."""
-        expected = scores.changed
-        gaps = [a - b for a, b in zip(found, expected, strict=True)]
-        shares = {
-            label: Missing.of(gaps, [a - b for a, b in zip(kept, expected, strict=True)])
-            for label, kept in scores.kept.items()
-        }
-        stale = {
-            label: share
-            for label, share in shares.items()
-            if share and not share.value <= max(STALE, CERTAIN * share.error)  # NaN is one, too
-        }
-        unseen = [label for label, share in shares.items() if share is None or SEEN * share.error > 1]
-        mean, worst = _mean(found, expected), max(stale, key=lambda label: _certainty(stale[label]), default="")
+        shares = shares_of(found, scores, self._rounding)
+        stale = {label: share for label, share in shares.items() if share and share.is_stale}
+        unseen = [label for label, share in shares.items() if not (share and share.is_seen)]
+        mean = _mean(found, scores.changed)
+        worst = max(stale, key=lambda label: _certainty(stale[label]), default="")
         self._telemetry.record(
             TrialChecked(
                 t=self._telemetry.clock(),
@@ -215,6 +220,16 @@ class IdentityProbe:
         return min(most, max(least, above * floor))
 
 
+def shares_of(found: Sequence[float], scores: TrialScores, rounding: Rounding) -> dict[str, Missing | None]:
+    """Returns the share of each kind's and block's change that is missing in what an engine computed."""
+    gaps = [a - b for a, b in zip(found, scores.changed, strict=True)]
+    changes = {label: [a - b for a, b in zip(kept, scores.changed, strict=True)] for label, kept in scores.kept.items()}
+    # The rounding of the trainer's log-probs is no larger than any of these, and than what it can be in any model.
+    seen = [_square(gaps), *(_square(one) / 2 for one in changes.values() if any(one))]
+    own = min(*seen, rounding.most**2)
+    return {label: Missing.of(gaps, change, own) for label, change in changes.items()}
+
+
 def pieces_of(tokens: Sequence[int], context_length: int) -> list[Sequence[int]]:
     """Cuts the tokens of the trial into pieces that an engine with this context can score."""
     tokens, length = tokens[:TRIAL_TOKENS], min(PIECE, context_length)
@@ -224,6 +239,11 @@ def pieces_of(tokens: Sequence[int], context_length: int) -> list[Sequence[int]]
 
 def _certainty(share: Missing) -> float:
     return abs(share.value) / share.error if share.error else math.inf
+
+
+def _square(values: Sequence[float]) -> float:
+    """The mean square."""
+    return sum(one * one for one in values) / len(values)
 
 
 def _mean(found: Sequence[float], expected: Sequence[float]) -> float:

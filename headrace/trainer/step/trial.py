@@ -82,9 +82,9 @@ class Trial:
         if name not in self._filled:
             _flip(values)
             return
-        values.fill_(FILL)
-        if values.dim():  # equal biases of the output head would change no log-prob
-            values[..., ::2].neg_()
+        # Signs by chance, the same in every process: what is equal for all tokens, or for all of a layer's outputs, changes no log-prob.
+        draw = torch.Generator().manual_seed(values.numel())
+        values.copy_(torch.randint(2, values.shape, generator=draw) * 2 * FILL - FILL)
 
     @torch.no_grad()
     def _change_back(self, name: str) -> None:
