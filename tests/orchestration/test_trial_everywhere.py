@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import check_named, findings
+from stale_kinds import check_named, findings
 from tiny_run import tiny_config
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -54,7 +54,6 @@ LARGE = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.1,  # of the usual random weights, queries and keys change next to nothing
 }
 """Heads of 64 dimensions: fewer vLLM does not serve on a CPU. Heads do not fill the hidden size, keys are shared by two heads, and the
 vocabulary, that of the tokenizer, is a multiple of nothing that vLLM pads it to."""
@@ -71,9 +70,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 cannot reload the experts."""
 
 
-def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int = 64) -> Path:
+WIDE = 0.1
+"""The spread of matrices of whose attention something is seen: of the usual ones, queries and keys change next to nothing."""
+
+
+def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int = 64, spread: float = 0.02) -> Path:
     """Saves a random model of this kind. Whatever is zero or one in a new model, biases and norms, has other values. `head`: the dimensions of
-    a head."""
+    a head; `spread`: the standard deviation of matrices."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -81,7 +84,9 @@ def save_model(directory: Path, tokenizer: Path, kind: str = "qwen2", head: int 
     torch.manual_seed(0)
     name, settings = KINDS[kind]
     vocabulary = len(AutoTokenizer.from_pretrained(directory))
-    config = AutoConfig.for_model(name, vocab_size=vocabulary, **{**LARGE, **settings, "head_dim": head})
+    config = AutoConfig.for_model(
+        name, vocab_size=vocabulary, **{**LARGE, **settings, "head_dim": head, "initializer_range": spread}
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,8 +136,9 @@ async def started(config: dict[str, Any], model: Path, directory: Path, facts: F
 
 
 def changed(model: Path, to: Path, seed: int = 1) -> Path:
-    """The same model with other weights."""
+    """The same model with other weights. A tied head is in the file once more, as in a version of a run: vLLM's reload goes by names."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(model, to)
@@ -142,6 +148,9 @@ def changed(model: Path, to: Path, seed: int = 1) -> Path:
         for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     other.save_pretrained(to)
+    weights = load_file(to / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if "lm_head.weight" not in weights else {}
+    save_file(weights | head, to / "model.safetensors", {"format": "pt"})
     return to
 
 

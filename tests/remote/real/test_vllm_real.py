@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from planted import check_named, findings
 from processes import alive
-from real_vllm import KINDS, MARKS, changed, config_for, reference, save_model, started, updates, when
+from real_vllm import KINDS, MARKS, WIDE, changed, config_for, reference, save_model, started, updates, when
 from server_processes import servers
+from stale_kinds import check_named, findings
 from tiny_run import of, when_step
 
 import headrace
@@ -93,7 +93,8 @@ def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_u
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, dtype: str) -> None:
+def test_each_kind_that_stays_is_named(tiny_tokenizer: Path, tmp_path: Path, dtype: str) -> None:
+    model = save_model(tmp_path / "model", tiny_tokenizer, spread=WIDE)
     config = config_for(tmp_path, model)
     config["engine"]["dtype"] = dtype
     check_named(findings(config, model, tmp_path))

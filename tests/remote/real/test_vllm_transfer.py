@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from planted import check_named, findings
-from real_vllm import MARKS, PYTHON, config_for, save_model
+from real_vllm import MARKS, PYTHON, WIDE, config_for, save_model
+from stale_kinds import check_named, findings
 from tiny_run import Config, of
 
 import headrace
@@ -63,7 +63,8 @@ def test_full_copies_and_differences(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_kind_that_stays_is_named(model: Path, tmp_path: Path, dtype: str) -> None:
+def test_each_kind_that_stays_is_named(tiny_tokenizer: Path, tmp_path: Path, dtype: str) -> None:
+    model = save_model(tmp_path / "model", tiny_tokenizer, spread=WIDE)
     config = config_for(tmp_path, model, weight_sync={"kind": "http"})
     config["engine"] |= {"python": str(with_headrace(tmp_path)), "dtype": dtype}
     check_named(findings(config, model, tmp_path))
