@@ -51,6 +51,8 @@ class TurnEncoder(Protocol):
 
     def written(self, tokens: Sequence[int]) -> str: ...
 
+    def has_ended(self, completion: Completion) -> bool: ...
+
 
 class _Past(NamedTuple):
     """A message that the path holds."""
@@ -218,7 +220,7 @@ class Conversation:
 
     def _keep(self, given: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
         last = done.tokens[-1:]
-        ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
+        ended = self._encoder.has_ended(done)
         content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
         self._past += [_Past(one, one) for one in given]
         sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply)

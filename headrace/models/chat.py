@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.chat.formats import CallFormat
 from headrace.chat.probing import format_of
 from headrace.errors import ConfigError
-from headrace.models.endings import end_tokens
+from headrace.models.endings import Endings, endings_of
 from headrace.models.resolve import resolve_model
+from headrace.models.tokenizer import load_tokenizer
+from headrace.types import Completion
 
+SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
-
-_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Tokenizer classes that add nothing to tokenizer.json."""
 
 
 class ChatEncoder:
@@ -28,7 +28,16 @@ class ChatEncoder:
     def __init__(self, model_dir: str | Path) -> None:
         """Raises ConfigError if `model_dir` holds no tokenizer that can be loaded."""
         self.directory = Path(model_dir)
-        self._tokenizer = _load_tokenizer(self.directory)
+        self._tokenizer = load_tokenizer(self.directory)
+        self._special: SpecialTokens = "show"
+
+    def with_special_tokens(self, special: SpecialTokens) -> ChatEncoder:
+        """Returns an encoder of the same tokenizer, which shows or hides special tokens in the text that it decodes."""
+        other = copy.copy(self)
+        other._special = special
+        for cached in ("_hidden", "_hidden_beside_calls"):
+            vars(other).pop(cached, None)
+        return other
 
     @property
     def has_template(self) -> bool:
@@ -54,11 +63,32 @@ class ChatEncoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}. Some templates "
-                "have no system role: put the text of task.system into the prompts instead"
+                f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}{self._remedy(messages, tools)}"
             ) from None
         # The template has already written the special tokens: adding them again would double the start token.
         return text, self._tokens(text, add_special_tokens=False)
+
+    def _remedy(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """A change of the messages with which the template accepts them, as the end of a sentence; empty if none is known."""
+
+        def accepts(changed: Sequence[Message], tools: Sequence[Mapping[str, Any]] = tools) -> bool:
+            try:
+                self._rendered(changed, tools, opened=True)
+            except Exception:  # as above
+                return False
+            return bool(changed)
+
+        joined = [
+            one for one, before in zip(messages, [{}, *messages], strict=False) if one.get("role") != before.get("role")
+        ]
+        system = [one for one in messages if one.get("role") != "system"]
+        if len(joined) < len(messages) and accepts(joined):
+            return ". It wants users and assistants to take turns: make one message of those that follow each other with the same role"
+        if len(system) < len(messages) and accepts(system):
+            return ". It has no system role: put that text (task.system) into the first question"
+        if tools and accepts(messages, ()):
+            return '. It shows no tools: set environment.tools = "hermes", which writes them into the system message'
+        return ""
 
     def written_messages(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the conversation as the template writes it, without opening another turn. For messages that `encode_messages` accepts."""
@@ -80,36 +110,61 @@ class ChatEncoder:
         )
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of plain text, with the special tokens that the tokenizer adds (usually a start token)."""
-        return self._tokens(text, add_special_tokens=True)
+        """Returns the tokens of plain text, with the special tokens that the tokenizer adds (usually a start token). A start token that the text
+        begins with is not added once more."""
+        tokens = self._tokens(text, add_special_tokens=True)
+        return tokens[1:] if self.bos is not None and tokens[:2] == (self.bos, self.bos) else tokens
+
+    @property
+    def bos(self) -> int | None:
+        """The start token; None if the tokenizer has none."""
+        return self._tokenizer.bos_token_id
 
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]:
         """Returns the tokens of an assistant's answer, which follow those of `encode_messages`. `ended`: whether to add the end of turn."""
-        end = self._tokenizer.eos_token_id
-        return (*self._tokens(text, add_special_tokens=False), *((end,) if ended and end is not None else ()))
+        end = self.endings.written if ended else None
+        return (*self._tokens(text, add_special_tokens=False), *(() if end is None else (end,)))
+
+    @cached_property
+    def endings(self) -> Endings:
+        """The tokens that end a completion, by the files of the model."""
+        return endings_of(self.directory, self._tokenizer)
 
     def end_tokens(self) -> frozenset[int]:
-        """Returns the tokens that end a completion, by the files of the model."""
-        return end_tokens(self.directory)
+        """Returns every token that ends a completion."""
+        return self.endings.all
+
+    def has_ended(self, completion: Completion) -> bool:
+        """Whether the model itself has written an end, rather than a stop string or the limit of tokens."""
+        return completion.stop == "stop" and not self.endings.all.isdisjoint(completion.tokens[-1:])
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the id of every token, added tokens included."""
         return dict(self._tokenizer.get_vocab())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns text for rewards and reports: without special tokens, otherwise unchanged."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Returns text for rewards, environments and reports: without the tokens that end a completion and, if they are hidden, without all
+        special tokens; otherwise unchanged."""
+        return self.written([token for token in tokens if token not in self._hidden])
 
     def decode_with_calls(self, tokens: Sequence[int]) -> str:
         """Returns the text of `decode`, with the special tokens that mark a tool call. Raises ConfigError without a `call_format`."""
-        hidden = self._hidden_beside_calls
-        shown = [token for token in tokens if token not in hidden]
-        return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.written([token for token in tokens if token not in self._hidden_beside_calls])
+
+    @cached_property
+    def special(self) -> Mapping[int, str]:
+        """The tokenizer's special tokens, by id."""
+        added = {token: one.content for token, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        return added | dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        return self.endings.all | (frozenset(self.special) if self._special == "hide" else frozenset())
 
     @cached_property
     def _hidden_beside_calls(self) -> frozenset[int]:
-        added, markers = self._tokenizer.added_tokens_decoder, self.call_format.markers
-        return frozenset(token for token, one in added.items() if one.special and one.content not in markers)
+        markers = self.call_format.markers
+        return frozenset(token for token in self._hidden if self.special.get(token) not in markers)
 
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
@@ -119,35 +174,7 @@ class ChatEncoder:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def _load_tokenizer(directory: Path) -> Any:
-    if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
-    try:
-        if _is_generic(directory):
-            # AutoTokenizer gives the same, but imports torch: 2 s and 300 MB in the controller.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # transformers raises OSError, ValueError, TypeError, ... for the same mistake
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(
-            f"{directory} has no tokenizer that can be loaded ({type(error).__name__}: {said}); save it beside the model with "
-            "tokenizer.save_pretrained(directory)"
-        ) from None
-
-
-def _is_generic(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return (directory / "tokenizer.json").exists() and config.get("tokenizer_class") in _GENERIC
-
-
-async def open_model(path: str) -> tuple[Path, ChatEncoder]:
+async def open_model(path: str, special: SpecialTokens = "show") -> tuple[Path, ChatEncoder]:
     """Returns the model's directory (fetched if it is not in the cache) and its tokenizer."""
     model_dir = await asyncio.to_thread(resolve_model, path)
-    return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)
+    return model_dir, (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(special)

@@ -144,6 +144,7 @@ async def prepare(
     sites: UserSites = ONLY_HERE,
 ) -> PreparedRun:
     """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
+    encoder = encoder.with_special_tokens(config.reward.special_tokens)
     if config.orchestration.bus and inputs.rewards:
         raise ConfigError(
             "a function that was passed from Python cannot be called by rollout hosts (orchestration.bus); put it into a file, and name it there and "
@@ -206,6 +207,7 @@ async def join(
         serves_base=bool(adapter),
         shadow=pools.shadow,
         launcher=pools.launcher,
+        has_ended=prepared.encoder.has_ended,
     )
     pools.teaching = await open_teaching(config, prepared.planned_teachers, student, telemetry)
     restored = restore_state(

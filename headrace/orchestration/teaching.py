@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_
 from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row, read_rows
-from headrace.types import Prompt
+from headrace.types import Completion, Prompt
 from headrace.weight_sync.directory import offer
 from headrace.weights import Manifest, WeightUpdate
 
@@ -305,6 +305,8 @@ class Student:
     """Whether the run's own engine also serves the initial model (LoRA). The reference then needs no process of its own."""
     shadow: Shadowing | None
     launcher: Launcher
+    has_ended: Callable[[Completion], bool]
+    """Whether the policy has ended a completion itself."""
 
 
 async def open_teaching(
@@ -333,7 +335,9 @@ async def open_teaching(
         engines=engines,
         teachers=[_teacher(planned, engine, top) for planned, engine in pairs if planned.config.mode == "tokens"],
         texts=[
-            _text_teacher(planned, engine, config.task) for planned, engine in pairs if planned.config.mode == "text"
+            _text_teacher(planned, engine, config.task, student.has_ended)
+            for planned, engine in pairs
+            if planned.config.mode == "text"
         ],
         reference=reference,
         self_teaching=self_teaching,
@@ -369,7 +373,9 @@ def _teacher(planned: PlannedTeacher, engine: Engine, top: int) -> Teacher:
     return Teacher(planned.config.name, engine, lambda prompt: planned.config.takes(prompt.columns), top)
 
 
-def _text_teacher(planned: PlannedTeacher, engine: Engine, task: TaskConfig) -> TextTeacher:
+def _text_teacher(
+    planned: PlannedTeacher, engine: Engine, task: TaskConfig, has_ended: Callable[[Completion], bool]
+) -> TextTeacher:
     encoder, config = planned.encoder, planned.config
     assert encoder is not None
     system = config.system or task.system
@@ -390,6 +396,7 @@ def _text_teacher(planned: PlannedTeacher, engine: Engine, task: TaskConfig) -> 
         encode_prompt=encode_prompt,
         encode_messages=encode_messages,
         encode_completion=encoder.encode_completion,
+        has_ended=has_ended,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, replace
+from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
@@ -101,6 +102,9 @@ class RewardConfig:
     """Short for `functions` with one entry of weight 1."""
     extract: Extract = ""
     """The part of a completion that this function receives; see `reward.functions`."""
+    special_tokens: Literal["show", "hide"] = "show"
+    """Whether rewards and environments see the special tokens of a completion, such as `<think>` where that is one. They never see
+    the token that ends it."""
     extract_truncated: bool = False
     """Whether an answer is extracted from completions cut off at rollout.max_tokens too. By default nothing is: the
     last number of an unfinished sentence is not its answer."""

@@ -80,7 +80,7 @@ async def training(
 @contextlib.asynccontextmanager
 async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncIterator[Serving]:
     """The model's own weights are live in it as version 0."""
-    encoder = await asyncio.to_thread(ChatEncoder, directory)
+    encoder = (await asyncio.to_thread(ChatEncoder, directory)).with_special_tokens("hide")  # as other servers
     await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
     job, limit = Job("engine", "engine", config.engine.cores), config.engine.max_deaths
     suspects = Suspects(config.engine.ticket_deaths)

@@ -382,13 +382,14 @@ def test_the_template_is_applied_once_with_the_assistant_s_turn_opened(tmp_path:
     assert tokens.count(2) == 1 and tokens[-1] == 3 and 1 not in tokens, (
         "no start token that the template did not write"
     )
-    assert encoder.decode(tokens) == "\nadd1 2"
+    assert encoder.with_special_tokens("hide").decode(tokens) == "\nadd1 2"
+    assert encoder.decode(tokens) == "\n<|system|>add<|user|>1 2<|assistant|>", "all but what ends a completion"
 
 
 def test_plain_text_gets_what_the_tokenizer_puts_around_it(tmp_path: Path) -> None:
     encoder = ChatEncoder(save_tokenizer(tmp_path, template=None))
     tokens = encoder.encode_text("a 1")
-    assert tokens[0] == 1 and encoder.decode(tokens) == "a 1"
+    assert tokens[0] == 1 and encoder.decode(tokens) == "<s>a 1"
     assert encoder.decode([]) == ""
 
 

@@ -411,6 +411,7 @@ async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         encode_prompt=lambda prompt: (1,),
         encode_messages=lambda messages: (1,),
         encode_completion=lambda said, ended: (2, 3),
+        has_ended=lambda done: True,
     )
     inner = TextScorer(FakeScorer(), [text], waits)
     await TraceScorer(inner, [Teacher("token", engine, everybody)], engine, waits, print).score(PROMPT, [an_episode()])

@@ -256,6 +256,7 @@ def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt
         encode_prompt=lambda prompt: (1, *map(ord, prompt.text)),
         encode_messages=written,
         encode_completion=pairs,
+        has_ended=lambda done: done.stop == "stop",
     )
 
 
@@ -401,6 +402,7 @@ def test_a_template_that_refuses_is_data():
         encode_prompt=refuse,
         encode_messages=written,
         encode_completion=pairs,
+        has_ended=lambda done: done.stop == "stop",
     )
     (one,) = run(TextScorer(NoReward(), [teacher], waits()), PROMPT, [single(1, text="x")])
     assert one == Failure("teacher_refused", "critic: the chat template refuses messages of the roles tool")

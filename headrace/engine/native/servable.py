@@ -14,7 +14,8 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.runners import skeleton, weight_tensors
 from headrace.engine.native.sampling.stopping import Decode
 from headrace.errors import ConfigError
-from headrace.models.endings import end_tokens
+from headrace.models.endings import endings_of
+from headrace.models.tokenizer import load_tokenizer
 
 GIB = 2**30
 
@@ -44,14 +45,14 @@ class ServableModel:
 def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
     """Raises ConfigError for a model that cannot be served."""
     device, dtype = find_device(config.device), getattr(torch, config.serving_dtype)
-    model = skeleton.read(model_dir, dtype, device)
+    model, tokenizer = skeleton.read(model_dir, dtype, device), _tokenizer(model_dir)
     context = min(config.context_length, model.context_length or config.context_length)
     return ServableModel(
         runner=_runner(model, config, context, dtype, device),
         context_length=context,
         vocabulary=model.vocabulary,
-        ends=end_tokens(model_dir),
-        decode=_decoder(model_dir),
+        ends=endings_of(model_dir, tokenizer).all,
+        decode=_decoder(tokenizer) if tokenizer else None,
         shapes=model.shapes,
         dtype=dtype,
         device=device,
@@ -98,12 +99,14 @@ def count_blocks(model: ServableModel, kv_gib: float) -> int:
     return fit
 
 
-def _decoder(model_dir: Path) -> Decode | None:
-    """Tokens to text with special tokens in it, so that they can be stop strings. None without a tokenizer."""
-    from transformers import AutoTokenizer
-
+def _tokenizer(model_dir: Path) -> Any:
+    """None if the model has none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except Exception:  # transformers raises OSError, ValueError, TypeError, ... for the same thing: there is none
+        return load_tokenizer(model_dir)
+    except ConfigError:
         return None
+
+
+def _decoder(tokenizer: Any) -> Decode:
+    """Tokens to text with special tokens in it, so that they can be stop strings."""
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

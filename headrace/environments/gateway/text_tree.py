@@ -31,6 +31,8 @@ class TextEncoder(Protocol):
 
     def written(self, tokens: Sequence[int]) -> str: ...
 
+    def has_ended(self, completion: Completion) -> bool: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Path:
@@ -117,8 +119,7 @@ class TextTree:
         return [one for one in self._paths if prompt[: len(one.tokens)] == one.tokens]
 
     def _keep(self, prompt: str | Sequence[int], place: _Next, done: Completion) -> None:
-        text, last = self._encoder.decode(done.tokens), done.tokens[-1:]
-        ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
+        text, ended = self._encoder.decode(done.tokens), self._encoder.has_ended(done)
         whole = prompt + text if isinstance(prompt, str) else ""
         self._paths.append(_Path(text=whole, tokens=(*place.before, *done.tokens), ended=ended, completion=done))
 

@@ -40,7 +40,6 @@ _OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "stop_token_ids": ((None, []), "leave it out, and set rollout.stop to strings"),
     "ignore_eos": ((False,), "leave it out: a turn ends where the model ends it"),
-    "skip_special_tokens": ((None, True), "leave it out: replies have no special tokens"),
     "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
     "echo": ((None, False), "leave it out: an answer has only what was sampled"),
 }
@@ -79,6 +78,11 @@ def check_drawing(body: Drawing, rules: GatewayRules) -> None:
     for name, (neutral, remedy) in _OF_THE_RUN.items():
         if hasattr(body, name) and getattr(body, name) not in neutral:
             raise Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
+    if getattr(body, "skip_special_tokens", None) is not None:
+        rules.remark(
+            "skip_special_tokens",
+            f"the agent asks for skip_special_tokens = {body.skip_special_tokens}; replies show special tokens as reward.special_tokens says",
+        )
     refuse_unserved(body)
     check_sampling(
         rules, stops(body), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}

@@ -96,7 +96,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
         telemetry = open_telemetry(config, _Stderr(), time.monotonic)
         waits = telemetry.waits
         async with waits.named("start", "the files of models, task and reward", endless=True):
-            model_dir, encoder = await open_model(config.model.path)
+            model_dir, encoder = await open_model(config.model.path, config.reward.special_tokens)
             reading = for_reading(config)
             planned_teachers = await plan_teachers(reading, model_dir, encoder)
         task = build_task(config.task, encoder, config.seed, inputs.rows)
@@ -117,6 +117,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
                 serves_base=bool(adapter),
                 shadow=pools.shadow,
                 launcher=pools.launcher,
+                has_ended=encoder.has_ended,
             )
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             rewarding = pools.teaching.rewarding(scorer)

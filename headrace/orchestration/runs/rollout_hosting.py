@@ -126,7 +126,7 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
         raise ConfigError(agreed.unable)
     assert notice.transport is not None
     model_dir = Path(agreed.model_dir)
-    encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+    encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
     telemetry = open_telemetry(config, _Stderr(), run_clock(0.0))
     async with AsyncExitStack() as undo:
         scorer = await asyncio.to_thread(

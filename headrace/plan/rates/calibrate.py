@@ -71,7 +71,7 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with temporary_logs() as logs:
-        model_dir, encoder = await open_model(config.model.path)
+        model_dir, encoder = await open_model(config.model.path, config.reward.special_tokens)
         config = await asyncio.to_thread(
             settle_here, config, model_dir
         )  # what a run would use is what has to be measured

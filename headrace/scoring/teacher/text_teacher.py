@@ -14,7 +14,7 @@ from headrace.batches import Failure
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine, Scorer
 from headrace.scoring.teacher.stage import REFUSED, Takes, ask, slice_of
-from headrace.types import Episode, Prompt, Scored, Turn
+from headrace.types import Completion, Episode, Prompt, Scored, Turn
 
 Message = dict[str, Any]
 _FOR_TEMPLATES = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -34,7 +34,9 @@ class TextTeacher:
     encode_messages: Callable[[Sequence[Message]], tuple[int, ...]]
     """Encodes a conversation with them, with the assistant's turn opened. Raises ValueError if the template refuses it."""
     encode_completion: Callable[[str, bool], tuple[int, ...]]
-    """Encodes a text and, if the flag says that it ended by itself, the teacher's end of turn."""
+    """Encodes a text and, if the flag says so, the end of an answer in the teacher's template."""
+    has_ended: Callable[[Completion], bool]
+    """Whether the policy itself has written an end: a stop string is none, and a teacher that expects more text would punish it."""
 
     async def judge(self, prompt: Prompt, episode: Episode) -> float | Failure:
         """Returns the mean log-prob in nats per byte of UTF-8, of the completions of all turns; the end of a turn counts as one byte.
@@ -54,7 +56,7 @@ class TextTeacher:
             if isinstance(answer, Failure):
                 return Failure(answer.reason, f"{self.name}: {answer.detail}")
             total += sum(sum(slice_of(answer, start, count).logprobs) for start, count in path.scored)
-        return total / sum(_bytes(turn) for turn in episode.turns)
+        return total / sum(map(self._bytes, episode.turns))
 
     def _read(self, prompt: Prompt, episode: Episode) -> list[_ReadPath]:
         """Returns the teacher's tokens of the episode in few paths: a turn lengthens the path of the turn before it where the template writes
@@ -63,7 +65,7 @@ class TextTeacher:
         path_of: dict[int, _ReadPath] = {}
         for number, turn in enumerate(episode.turns):
             front = self._front(prompt, episode, number)
-            behind = self.encode_completion(turn.completion.text, turn.completion.stop == "stop")
+            behind = self.encode_completion(turn.completion.text, self.has_ended(turn.completion))
             if not behind:
                 continue
             before = next(iter((*turn.parents, *turn.rewrites)), -1)
@@ -75,6 +77,9 @@ class TextTeacher:
             path.tokens = (*front, *behind)
             path_of[number] = path
         return paths
+
+    def _bytes(self, turn: Turn) -> int:
+        return len(turn.completion.text.encode()) + self.has_ended(turn.completion)
 
     def _front(self, prompt: Prompt, episode: Episode, number: int) -> tuple[int, ...]:
         if len(episode.turns) == 1 and not episode.turns[0].messages:
@@ -106,10 +111,6 @@ def _conversation(episode: Episode, number: int, *, as_calls: bool) -> list[Mess
         reply = dict(said.reply) if as_calls else {"role": "assistant", "content": said.completion.text}
         return [*_conversation(episode, before, as_calls=as_calls), reply, *messages]
     return messages
-
-
-def _bytes(turn: Turn) -> int:
-    return len(turn.completion.text.encode()) + (turn.completion.stop == "stop")
 
 
 class TextScorer:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.errors import ConfigError
+from headrace.models.endings import name_all
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -133,6 +134,7 @@ def export_model(
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
+    name_all(directory)
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -170,7 +170,7 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
     said: list[str] = []
 
     async def case(asks: Asks) -> None:
-        await asks.chat(user("?"), temperature=0.2, top_p=1, stop=["END"])
+        await asks.chat(user("?"), temperature=0.2, top_p=1, stop=["END"], extra_body={"skip_special_tokens": True})
         said.extend(asks.gateway.remarks())
         for more, words in (
             ({"n": 2}, "send as many requests"),
@@ -182,7 +182,6 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
             ({"seed": 7}, "all rollouts of a prompt would be equal"),
             ({"extra_body": {"ignore_eos": True}}, "ignore_eos is not served"),
             ({"extra_body": {"stop_token_ids": [3]}}, "stop_token_ids is not served"),
-            ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens is not served"),
         ):
             with pytest.raises(openai.BadRequestError, match=words.replace("[", r"\[")):
                 await asks.chat(user("?"), **more)
@@ -191,7 +190,10 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
 
     found = played(model, case, stop=["END"])
     assert len(parents(found)) == 1
-    assert said == ["the agent asks for temperature = 0.2; all its turns are sampled with rollout.temperature = 1.0"]
+    assert said == [
+        "the agent asks for skip_special_tokens = True; replies show special tokens as reward.special_tokens says",
+        "the agent asks for temperature = 0.2; all its turns are sampled with rollout.temperature = 1.0",
+    ]
 
 
 def test_a_stranger_gets_401_and_no_turn(tmp_path: Path) -> None:
