@@ -24,6 +24,7 @@ from headrace.commands.finding import is_config, run_directory
 from headrace.commands.installed.completion_command import add_completion
 from headrace.commands.installed.doctor_command import add_doctor
 from headrace.commands.looking import looking_commands
+from headrace.commands.looking.preflight_command import add_preflight
 from headrace.commands.publishing.export_command import add_export
 from headrace.commands.running import demo_command as starting
 from headrace.commands.running import gateway_command as handing
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     starting.add_demo_arguments(add_command(commands, "demo", starting.demo(train_command.train), starting.DEMO_IS))
     starting.add_recipes_arguments(add_command(commands, "recipes", starting.recipes, starting.RECIPES_ARE))
     train_command.add_eval(commands)
+    add_preflight(commands)
     looking_commands.add_ls(commands)
     looking_commands.add_report(commands)
     boarding.add_arguments(add_command(commands, "board", boarding.board, "a live page of all runs, in the browser"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from headrace.types import Struct
 
 
@@ -317,3 +319,46 @@ class PromptChoice(Struct, frozen=True):
     """Mean reward of the prompt's last group; NaN if it has none."""
     offered: float
     """Mean of the same over the candidates that have one; NaN if none has."""
+
+
+class Finding(Struct, frozen=True):
+    """One check of the preflight (`rehearsal/preflight.py`).
+
+    >>> finding = Finding("ends", "agrees", "<|im_end|> (2) ends an answer in the template, and a completion by the configs")
+    """
+
+    what: str
+    """The subject, in one or two words."""
+    verdict: Literal["agrees", "remark", "refused"]
+    text: str
+
+
+class TextPart(Struct, frozen=True):
+    """A piece of a rendered prompt or completion.
+
+    >>> part = TextPart("<|im_start|>", "special")
+    """
+
+    text: str
+    kind: str
+    """special: a special token; template: text that the chat template wrote; else the role of who wrote it."""
+
+
+class Sight(Struct, frozen=True):
+    """One row as the model sees it, and as the reward sees it.
+
+    >>> sight = Sight("sums/7", (TextPart("2+3=", "user"),), (TextPart("5", "assistant"),), prompt="2+3=", completion="5")
+    """
+
+    row: str
+    """Its id."""
+    asked: tuple[TextPart, ...]
+    """The prompt of the model, token for token."""
+    answered: tuple[TextPart, ...]
+    """A completion of the model, with its end: the row's own answer, or a sentence in its place."""
+    prompt: str
+    """`prompts` of a reward function."""
+    completion: str
+    """`completions` of a reward function."""
+    reward: str = ""
+    """The rewards that it gave, in words; empty if there is none yet."""

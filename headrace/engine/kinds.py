@@ -25,6 +25,10 @@ COPIES_TIED = ("vllm",)
 packs weights for the products of a CPU, and its reload goes module by module (vLLM 0.32, `model_loader/reload/layerwise.py`)."""
 
 
+OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
+"""Values of `model_type` whose forward pass the native engine has itself. Only beside these it serves adapters."""
+
+
 def core_class(kind: str) -> Callable[[Path, Any, bool], EngineCore]:
     module, _, name = ENGINES[kind].partition(":")
     found: Callable[[Path, Any, bool], EngineCore] = getattr(importlib.import_module(module), name)

@@ -125,6 +125,15 @@ LONGEST_HEADER = 100_000_000
 """Longest header in bytes that the format allows."""
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files that the index names, if there is one: some repositories hold the weights twice."""
+    for index in directory.glob("*.safetensors.index.json"):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [directory / shard for shard in sorted(shards)]
+    one = directory / "model.safetensors"
+    return [one] if one.exists() else sorted(directory.glob("*.safetensors"))
+
+
 class Stored(NamedTuple):
     dtype: str
     """The dtype in the format's spelling: BF16, F32."""

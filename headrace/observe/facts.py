@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.batches import Group
-from headrace.reports import EngineStats, LoadReport, PromptChoice, SleepReport, TrainReport
+from headrace.reports import EngineStats, Finding, LoadReport, PromptChoice, Sight, SleepReport, TrainReport
 from headrace.types import Struct
 from headrace.weights import WeightUpdate
 
@@ -175,6 +175,14 @@ class ScorerAsked(Fact, frozen=True, kw_only=True):
     """Tokens that a judge read and wrote."""
     failures: dict[str, int] = {}
     """Completions without a score, by reason."""
+
+
+class FilesChecked(Fact, frozen=True):
+    """The preflight of the model's files, before anything was loaded."""
+
+    findings: tuple[Finding, ...]
+    sight: Sight | None = None
+    """One row as the model and as the reward see it."""
 
 
 class IdentityChecked(Fact, frozen=True):

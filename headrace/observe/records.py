@@ -19,6 +19,7 @@ from headrace.observe.facts import (
     EngineSample,
     Evaluated,
     Fact,
+    FilesChecked,
     FirstFailure,
     FirstText,
     FleetSample,
@@ -101,6 +102,7 @@ MetricsFact = (
     | StepRow
     | WeightsLive
     | IdentityChecked
+    | FilesChecked
     | TrialChecked
     | ScorerAsked
     | EngineSample

@@ -32,6 +32,12 @@ class RewardTrial(NamedTuple):
     reward: float
     rewards: dict[str, float]
 
+    @property
+    def words(self) -> str:
+        """The rewards by name, and their weighted sum if there are several."""
+        parts = ", ".join(f"{name} = {value:g}" for name, value in self.rewards.items())
+        return parts + (f"; weighted sum {self.reward:g}" if len(self.rewards) > 1 else "")
+
 
 def stand_in(prompt: Prompt, *, answer: str, extracts: Collection[str] = ()) -> tuple[str, bool]:
     """Returns the text that stands for a completion, and whether it is the row's own answer. `extracts`: kinds of `scoring.extract` that
@@ -120,7 +126,5 @@ def _short(text: str, most: int = 60) -> str:
 
 def reward_lines(tried: RewardTrial, named: Sequence[str] = ()) -> list[str]:
     """Returns the lines of the page."""
-    parts = ", ".join(f"{name} = {value:g}" for name, value in tried.rewards.items())
-    total = f"; weighted sum {tried.reward:g}" if len(tried.rewards) > 1 else ""
     given = "the row's own answer" if tried.is_answer else "a sentence"
-    return [f"{parts}{total}", f"for {given} as the completion, {_short(tried.text)} (row {tried.prompt.id})", *named]
+    return [tried.words, f"for {given} as the completion, {_short(tried.text)} (row {tried.prompt.id})", *named]

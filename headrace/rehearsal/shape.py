@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.models.lora import LoraConfig
-from headrace.models.model_files import read_header
+from headrace.models.model_files import read_header, weight_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def read_shape(directory: Path) -> ModelShape:
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
-    stored = {name: one for path in _weight_files(directory) for name, one in read_header(path).items()}
+    stored = {name: one for path in weight_files(directory) for name, one in read_header(path).items()}
     parameters = sum(one.elements for one in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
     return ModelShape(
@@ -69,15 +69,6 @@ def read_shape(directory: Path) -> ModelShape:
         cached=2 * layers * kv_heads * head,
         positions=_number(text, "max_position_embeddings", "n_positions"),
     )
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Returns the files that the index names, if there is one: some repositories hold the weights twice."""
-    for index in directory.glob("*.safetensors.index.json"):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [directory / shard for shard in sorted(shards)]
-    one = directory / "model.safetensors"
-    return [one] if one.exists() else sorted(directory.glob("*.safetensors"))
 
 
 def _from_pickles(directory: Path) -> int:

@@ -97,3 +97,13 @@ def _is_empty(path: Path) -> bool:
         return json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"] == []
     except (OSError, ValueError, KeyError):
         return False
+
+
+def kind_of(data: str) -> str:
+    """Returns the kind of task that reads this file, directory or family of problems."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return "datasets"
+    if path.suffix in (".parquet", ".jsonl", ".json"):
+        return "parquet" if path.suffix == ".parquet" else "jsonl"
+    return "jsonl" if path.is_file() else "reasoning_gym"

@@ -271,7 +271,7 @@ def test_experts_of_another_size_are_refused():
 
 
 def test_the_hugging_face_path_refuses_adapters_at_start():
-    with pytest.raises(ConfigError, match="engine.max_adapters = 2.*known family"):
+    with pytest.raises(ConfigError, match='serves no adapters.*lora.publish = "merged"'):
         HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=2)
     runner = HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=0)
     with pytest.raises(ValueError, match="hugging face gpt2 serves no adapters"):

@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.models.known_models import KNOWN_MODELS
 from headrace.scoring.config import BUILTIN, IN_SANDBOX
 from headrace.scoring.extract import last_number
+from headrace.tasks.read import kind_of, read_rows
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response")
@@ -49,7 +50,7 @@ class StarterData:
 
 def default_reward(data: str) -> str:
     """Returns what usually gives the reward of such data."""
-    return "reasoning_gym" if _kind_of(data) == "reasoning_gym" else "rewards.py:exact"
+    return "reasoning_gym" if kind_of(data) == "reasoning_gym" else "rewards.py:exact"
 
 
 def write_starter(config: Path, *, model: str, data: str, reward: str) -> list[Path]:
@@ -79,22 +80,11 @@ def write_starter(config: Path, *, model: str, data: str, reward: str) -> list[P
     return [config, *written]
 
 
-def _kind_of(data: str) -> str:
-    path = Path(data).expanduser()
-    if path.is_dir():
-        return "datasets"
-    if path.suffix in (".parquet", ".jsonl", ".json"):
-        return "parquet" if path.suffix == ".parquet" else "jsonl"
-    return "jsonl" if path.is_file() else "reasoning_gym"
-
-
 def look_at(data: str) -> StarterData:
     """Reads the prompts' source. Raises ConfigError if there is none, or if it has no column of prompts."""
-    kind = _kind_of(data)
+    kind = kind_of(data)
     if kind == "reasoning_gym":
         return _gym(data.removeprefix("reasoning_gym:"))
-    from headrace.tasks.read import read_rows
-
     rows = read_rows(kind, data)
     if not rows:
         raise ConfigError(

@@ -48,11 +48,15 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
     """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
     import asyncio
 
+    from rich.console import Console
+
     from headrace.config import dump_config
+    from headrace.observe.screen.preflight_view import show_preflight
     from headrace.orchestration.runs.rehearse import rehearse
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
-    print(f"{dump_config(done.config)}\n{done.page()}")
+    print(f"{dump_config(done.config)}\n{done.page()}\n\nFiles")
+    show_preflight(Console(highlight=False), done.findings, done.sight)
     return 0
 
 

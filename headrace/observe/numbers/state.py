@@ -14,6 +14,7 @@ from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
     Evaluated,
+    FilesChecked,
     FirstFailure,
     FirstText,
     FleetSample,
@@ -105,6 +106,8 @@ class RunState:
         self.totals, self.swapped, self.probed = StepTotals(), SwapTotals(), ProbeTotals()
         self.evals: list[Evaluated] = []
         self.checks: list[IdentityChecked] = []
+        self.files: FilesChecked | None = None
+        """The newest preflight of the model's files."""
         self.swaps: list[WeightsLive] = []
         self.checkpoints: list[CheckpointSaved] = []
         self.deaths: list[WorkerLost] = []
@@ -158,6 +161,8 @@ class RunState:
                 self.failures.setdefault(fact.kind, fact)
             case Evaluated():
                 self.evals.append(fact)
+            case FilesChecked():
+                self.files = fact
             case IdentityChecked() | TrialChecked():
                 self._check(fact)
             case ScorerAsked():

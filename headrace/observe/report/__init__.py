@@ -1,7 +1,7 @@
 """`report.html`: one self-contained file, made from a run's directory at any time, finished or not.
 
 Read `data.py` (the data), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (their common parts),
-`gantt.py`, `lag_charts.py`, `sieves.py`, `rollouts.py` with `episode_graph.py`, `side_by_side.py` with `apart.py` (several runs compared),
+`gantt.py`, `lag_charts.py`, `sieves.py`, `files_page.py` (the preflight), `rollouts.py` with `episode_graph.py`, `side_by_side.py` with `apart.py` (several runs compared),
 and `draw/` (the elements of all charts).
 """
 

@@ -16,6 +16,7 @@ from headrace.observe.numbers.choices import POOLS
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import ReportData
 from headrace.observe.report.draw.tables import table
+from headrace.observe.report.files_page import files_page
 from headrace.observe.report.gantt import gantt
 from headrace.observe.report.lag_charts import lag_table
 from headrace.observe.report.plots import all_plots
@@ -80,6 +81,11 @@ def setup(data: ReportData) -> str:
     return _where(data.state) + _config(data.config)
 
 
+def files(data: ReportData) -> str:
+    checked = data.state.files
+    return files_page(checked) if checked else '<p class="empty">The run recorded no preflight of its model.</p>'
+
+
 class ReportPart(NamedTuple):
     """A section of the page."""
 
@@ -91,6 +97,7 @@ PARTS = {
     "curves": ReportPart("Learning and staleness", _curves),
     "pools": ReportPart("Both pools over time", pools),
     "accounting": ReportPart("What became of every prompt", accounting),
+    "files": ReportPart("What the model sees, what the reward sees", files),
     "rollouts": ReportPart("Rollouts", _rollouts),
     "warnings": ReportPart("Warnings", warnings),
     "setup": ReportPart("What ran where", setup),

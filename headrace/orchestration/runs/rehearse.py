@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
@@ -24,6 +26,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
+from headrace.observe.facts import FilesChecked, Warned
 from headrace.orchestration.build import build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
@@ -45,14 +48,18 @@ from headrace.rehearsal.memory_needs import (
     refusals,
 )
 from headrace.rehearsal.place import place_problem
+from headrace.rehearsal.preflight import preflight
 from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
-from headrace.rehearsal.reward import reward_lines, try_reward
+from headrace.rehearsal.reward import RewardTrial, reward_lines, stand_in, try_reward
 from headrace.rehearsal.shape import ModelShape, read_shape
+from headrace.rehearsal.two_columns import sight_of
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
+from headrace.reports import Finding, Sight
+from headrace.scoring.extract import Extractor
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
-from headrace.types import Episode, Prompt
+from headrace.types import Completion, Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
 from headrace.weight_sync.delta.watch import poor_settings
 
@@ -72,6 +79,10 @@ class Rehearsal:
     resumes: bool = False
     planned_teachers: list[PlannedTeacher] = field(default_factory=list)
     """The teachers whose models were found."""
+    findings: list[Finding] = field(default_factory=list)
+    """The preflight of the model's files."""
+    sight: Sight | None = None
+    """One row, as the model and as the reward see it."""
     prompt_tokens: int = 0
     """Length of a usual prompt."""
     unmeasured: str = ""
@@ -82,6 +93,11 @@ class Rehearsal:
         return page(
             dict(sorted(self.sections.items(), key=lambda item: _ORDER.index(item[0].split(",")[0]))), self.notes
         )
+
+    def facts(self, t: float) -> list[FilesChecked | Warned]:
+        """The facts with which a run begins. `t`: now, in the run's seconds."""
+        checked = [FilesChecked(t, tuple(self.findings), self.sight)] if self.findings else []
+        return [*checked, *(Warned(t, note) for note in self.notes)]
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -96,6 +112,16 @@ class Rehearsal:
         if certain and not self.resumes:
             raise ConfigError(problem)
         self.notes.append(problem)
+
+    def agree(self, findings: Sequence[Finding], model_dir: Path) -> None:
+        """Takes what the preflight of a model found: contradictions are refused, remarks noted."""
+        self.findings = [*findings]
+        for one in findings:
+            with self.part():
+                if one.verdict == "refused":
+                    self.doubt(f"{model_dir}: {one.text}", certain=True)
+            if one.verdict == "remark" and one.text not in self.notes:
+                self.notes.append(one.text)
 
 
 async def rehearse(
@@ -135,6 +161,15 @@ async def rehearse(
     return found
 
 
+async def try_files(config: RunConfig, inputs: PythonInputs = NO_INPUTS) -> Rehearsal:
+    """Returns the part of a rehearsal that concerns the files of the model, the rows and the reward. Its `problems` are not raised."""
+    found = Rehearsal(config=config)
+    with found.part():
+        model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        await _task_and_reward(found, config, model_dir, inputs, needs_reward=False)
+    return found
+
+
 def _end(probe: subprocess.Popen[str] | None) -> None:
     if probe and probe.poll() is None:
         probe.kill()
@@ -168,7 +203,9 @@ def _run(config: RunConfig) -> Lines:
 # --- the task and the reward -------------------------------------------------------------------------------------------
 
 
-async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs) -> None:
+async def _task_and_reward(
+    found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs, *, needs_reward: bool = True
+) -> None:
     several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         _own_functions(config.algo)
@@ -177,8 +214,9 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         return
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
-        encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+        encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
         task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
+        found.agree(await asyncio.to_thread(_preflight, config, encoder), model_dir)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
@@ -188,7 +226,32 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         elif config.environment.in_processes:
             episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
-        found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
+        tried: RewardTrial | None = None
+        if needs_reward or config.reward.given:
+            lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
+            found.sections[f"Reward{several}"] = lines
+        found.sight = _sight(config, encoder, prompts[0], episode, tried)
+
+
+def _preflight(config: RunConfig, encoder: ChatEncoder) -> list[Finding]:
+    turns, engine = config.environment.in_processes, config.engine.kind
+    return preflight(encoder, chat=config.task.chat, turns=turns, lora=config.lora, engine=engine)
+
+
+def _sight(
+    config: RunConfig, encoder: ChatEncoder, prompt: Prompt, episode: Episode | None, tried: RewardTrial | None
+) -> Sight:
+    if episode:  # what an environment made of the row
+        turn = episode.turns[0]
+        prompt, completion = msgspec.structs.replace(prompt, tokens=turn.context), turn.completion.tokens
+    else:
+        text, _ = stand_in(prompt, answer=config.task.answer, extracts=config.reward.extracts)
+        completion = encoder.encode_completion(text, True)
+    given = None
+    if len(config.reward.specs) == 1 and (kind := config.reward.specs[0].extract) and not episode:
+        given = Extractor(kind)(Completion(completion, (), (), "stop", encoder.decode(completion)))
+    said = tried.words if tried else ""
+    return sight_of(encoder, prompt, completion, system=config.task.system, given=given, reward=said)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -245,11 +308,10 @@ async def _reward(
     prompt: Prompt,
     encoder: ChatEncoder,
     episode: Episode | None,
-) -> Lines:
+) -> tuple[Lines, RewardTrial | None]:
     if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
-        return [
-            ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
-        ]
+        said = "an async function from Python: it is called once when the run starts, before the model is loaded"
+        return [("", said)], None
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
         scorer = await asyncio.to_thread(
@@ -262,7 +324,7 @@ async def _reward(
                     if config.environment.rewards
                     else "none: the run learns only from its teachers"
                 )
-                return [("", alone)]
+                return [("", alone)], None
             size = config.rollout.group_size
             tried = await try_reward(
                 scorer,
@@ -278,8 +340,8 @@ async def _reward(
         finally:
             await scorer.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    said = [("it printed", line) for line in printed[:3]]
-    return [*(("" if number else "returned", line) for number, line in enumerate(reward_lines(tried))), *said]
+    lines = [("" if number else "returned", line) for number, line in enumerate(reward_lines(tried))]
+    return [*lines, *(("it printed", line) for line in printed[:3])], tried
 
 
 # --- the machine and its memory ----------------------------------------------------------------------------------------

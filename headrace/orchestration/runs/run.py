@@ -66,10 +66,8 @@ def _until_it_ends(
     if config.adapters:
         lanes = train_together(config, inputs, resume, callbacks, measurer)
         return result_of(resume or config.run_dir, lanes)
-    notes: list[str] = []
-    if not resume:
-        rehearsed = complete(rehearse(config, inputs, measurer=measurer))
-        config, notes = rehearsed.config, rehearsed.notes
+    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=measurer))
+    config = rehearsed.config if rehearsed else config
     with (
         full_disk_as_error(resume or config.run_dir),
         RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
@@ -79,10 +77,10 @@ def _until_it_ends(
             report_finished(directory.path, [lane])
             return result_of(directory.path, {"": lane})
         try:
-            if resume:  # only now, since a finished run needs no rehearsal; its directory is still unchanged
-                notes = complete(rehearse(config, inputs, resume)).notes
-            for note in notes:
-                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
+            if rehearsed is None:  # only now, since a finished run needs no rehearsal; its directory is still unchanged
+                rehearsed = complete(rehearse(config, inputs, resume))
+            for fact in rehearsed.facts(lane.storage.seconds):
+                lane.storage.recorder.record(fact)
             _train(lane, inputs, callbacks, writes=not resume)
         except HeadraceError as error:
             lane.add_resume_hint(error)

@@ -22,7 +22,6 @@ from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config,
 from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.models.chat import open_model
-from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
@@ -47,10 +46,8 @@ def train_together(
     measurer: Measurer | None = None,
 ) -> dict[str, Lane]:
     """Trains all adapters to their last step. If one fails, the others stop with a checkpoint, and its error is raised."""
-    notes: list[str] = []
-    if not resume:
-        rehearsed = complete(rehearse(config, inputs, measurer=measurer))
-        config, notes = rehearsed.config, rehearsed.notes
+    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=measurer))
+    config = rehearsed.config if rehearsed else config
     with full_disk_as_error(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
@@ -65,11 +62,11 @@ def train_together(
         if all(lane.finished for lane in lanes.values()):
             report_finished(directory.path, list(lanes.values()))
             return lanes
-        if resume:
-            notes = complete(rehearse(config, inputs, resume)).notes
+        if rehearsed is None:
+            rehearsed = complete(rehearse(config, inputs, resume))
         for lane in lanes.values():
-            for note in notes:
-                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
+            for fact in rehearsed.facts(lane.storage.seconds):
+                lane.storage.recorder.record(fact)
         watchdog = Watchdog(
             directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not resume
         )

@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.weight_tensors import fuse
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """Weight [out, in] and bias [out]."""
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE = ("default", "linear", "llama3", "yarn")
@@ -123,7 +122,7 @@ class Weights:
 def serves(skeleton: Skeleton) -> bool:
     """Whether a `Spec` can describe the model to the last parameter. Other models use Hugging Face's forward."""
     config = skeleton.config
-    if config.model_type not in FAMILIES or _activation(config) not in _ACTIVATIONS:
+    if config.model_type not in OWN_FAMILIES or _activation(config) not in _ACTIVATIONS:
         return False
     if any(getattr(config, name, None) for name in ("final_logit_softcapping", "attn_logit_softcapping", "clip_qkv")):
         return False

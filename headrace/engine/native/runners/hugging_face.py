@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.padding import EXACT_ROWS
@@ -39,8 +40,8 @@ class HuggingFaceRunner(PagedRunner):
         self._model = model.model
         if max_adapters:
             raise ConfigError(
-                f"engine.max_adapters = {max_adapters}, but {self.path} runs through a forward pass that is not ours; serve a "
-                "model of a known family (llama, mistral, qwen2, qwen3, gemma3, qwen3_moe, mixtral, olmoe) or set it to 0"
+                f"{self.path} runs through a forward pass that is not ours, and serves no adapters (they are served beside "
+                f'{", ".join(OWN_FAMILIES)}); in a run set lora.publish = "merged", in a server leave out --adapters'
             )
         if exact and model.model._can_set_experts_implementation():
             raise ConfigError(

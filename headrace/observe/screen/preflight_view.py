@@ -1,0 +1,109 @@
+"""The output of `headrace preflight`, which is also the last part of `headrace train --dry-run`: what agrees, and one row in two columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.screen.layout import FAINT, LABEL, printable
+from headrace.observe.texts import plural
+from headrace.reports import Finding, Sight, TextPart
+
+MARKS = {"agrees": ("✓", "green"), "remark": ("!", "yellow"), "refused": ("✗", "bold red")}
+STYLES = {
+    "special": "bold magenta",
+    "template": FAINT,
+    "system": "yellow",
+    "user": "cyan",
+    "assistant": "green",
+    "tool": "blue",
+}
+"""Colours by the kind of text. Roles that are not named are written as they are."""
+LINES = 16
+"""The most lines of a prompt or a completion; a longer one loses its middle."""
+
+
+def show_preflight(console: Console, findings: Sequence[Finding], sight: Sight | None) -> None:
+    console.print(_findings(findings))
+    if sight:
+        console.print(_columns(console, sight))
+    console.print(_verdict(findings))
+
+
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(style=LABEL, no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in findings:
+        mark, style = MARKS[one.verdict]
+        table.add_row(Text(mark, style), one.what, Text(printable(one.text)))
+    return table
+
+
+def _columns(console: Console, sight: Sight) -> RenderableType:
+    left = console.width * 11 // 20
+    right = console.width - left - 3
+    table = Table(box=None, padding=0, pad_edge=False, show_header=False, width=console.width)
+    for width in (left, 3, right):
+        table.add_column(width=width, overflow="fold")
+    line = Text(" │ ", FAINT)
+
+    def row(one: RenderableType, other: RenderableType) -> None:
+        one, other = Group(one), Group(other)
+        height = max(
+            len(console.render_lines(side, console.options.update(width=w)))
+            for side, w in ((one, left), (other, right))
+        )
+        table.add_row(one, Text("\n").join([line] * height), other)
+
+    row(Text("What the model sees", "bold"), Text("What the reward sees", "bold"))
+    row(Text("─" * left, FAINT), Text("─" * right, FAINT))
+    row(_seen(console, sight.asked, left), _given("prompts", sight.prompt, console, right))
+    row(Text(), Text())
+    answer = _given("completions", sight.completion, console, right)
+    row(
+        _seen(console, sight.answered, left),
+        Group(answer, Text(f"→ {printable(sight.reward)}", "bold")) if sight.reward else answer,
+    )
+    legend = Text(" ").join(
+        [Text(kind, STYLES[kind]) for kind in ("special", "template", "system", "user", "assistant", "tool")]
+    )
+    return Group(Text(), table, Text(), Text(f"row {printable(sight.row)} · ", FAINT) + legend)
+
+
+def _seen(console: Console, parts: Sequence[TextPart], width: int) -> Text:
+    text = Text()
+    for part in parts:
+        for number, line in enumerate(part.text.split("\n")):
+            if number:
+                text.append("⏎\n", FAINT)
+            text.append(printable(line), STYLES.get(part.kind, ""))
+    return _shortened(text, console, width)
+
+
+def _given(name: str, value: str, console: Console, width: int) -> RenderableType:
+    text = Text("\n").join(Text(printable(line)) for line in value.split("\n"))
+    shown = _shortened(text, console, width) if value else Text("(nothing)", FAINT)
+    return Group(Text(f"{name}:", FAINT), shown)
+
+
+def _shortened(text: Text, console: Console, width: int) -> Text:
+    lines = text.wrap(console, width, overflow="fold")
+    if len(lines) > LINES:
+        tail = LINES // 3
+        left_out = Text(f"… {len(lines) - LINES + 1} lines …", FAINT)
+        return Text("\n").join([*lines[: LINES - tail - 1], left_out, *lines[len(lines) - tail :]])
+    return Text("\n").join(lines)
+
+
+def _verdict(findings: Sequence[Finding]) -> Text:
+    refused, remarks = (sum(one.verdict == verdict for one in findings) for verdict in ("refused", "remark"))
+    if refused:
+        said = f"✗ {plural(refused, 'contradiction')}: a run with this model is refused until {'they are' if refused > 1 else 'it is'} mended"
+        return Text(f"\n{said}", "bold red")
+    more = f", with {plural(remarks, 'remark')}" if remarks else ""
+    return Text(f"\n✓ Config, tokenizer, template and weights agree{more}.", "bold green")
