@@ -43,6 +43,11 @@ class ChatEncoder:
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def template(self) -> str:
+        """The chat template, a program in Jinja; empty without one."""
+        return str(self._tokenizer.chat_template or "")
+
     @cached_property
     def call_format(self) -> CallFormat:
         """The format in which the model writes tool calls. Raises ConfigError if the template shows it no tools."""

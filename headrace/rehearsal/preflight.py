@@ -247,6 +247,12 @@ def _template(files: ModelFiles, turns: bool) -> Iterator[Finding]:
         )
         if not _accepts(files, *roles)
     ]
+    if "strftime_now" in files.encoder.template:
+        yield Finding(
+            "date",
+            "remark",
+            "the template writes the date of the day into prompts, so that a run that goes on tomorrow has other prompts",
+        )
     yield Finding("roles", "agrees", f"the template refuses {', '.join(refused)}" if refused else "all are accepted")
     first = [{"role": "user", "content": QUESTION}]
     next_turn = [{"role": "user", "content": QUESTION}]

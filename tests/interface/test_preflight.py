@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SIZE, edit, save_tokenizer, save_weights
+from checkpoints import CHATML, SIZE, edit, save_tokenizer, save_weights
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_endings import LLAMA
@@ -192,6 +192,13 @@ FORGETS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')[-1].lstrip() if not loop.last else m['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+
+
+def test_a_template_that_writes_the_date_is_remarked_on(tmp_path: Path) -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    found = looked_at(save_weights(save_tokenizer(tmp_path, dated)))["date"]
+    assert found.verdict == "remark" and "tomorrow" in found.text
+    assert "date" not in looked_at(sound(tmp_path / "other"))
 
 
 def test_templates_say_what_they_refuse_and_rewrite(tmp_path: Path) -> None:

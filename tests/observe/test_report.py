@@ -13,7 +13,7 @@ from fact_stream import FactStream, records_of, standing, write_journal
 
 from headrace.batches import Group
 from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
+from headrace.observe.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
 from headrace.observe.numbers.state import RunState
 from headrace.observe.numbers.step_totals import over_steps
 from headrace.observe.recorder import Recorder
@@ -21,6 +21,7 @@ from headrace.observe.records import summarise
 from headrace.observe.report import write_report
 from headrace.observe.report.data import bins, load
 from headrace.observe.resume import Resume
+from headrace.reports import Finding, Sight, TextPart
 from headrace.types import Episode
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -96,8 +97,11 @@ def test_text_of_models_and_users_is_escaped(tmp_path: Path) -> None:
             fact = msgspec.structs.replace(fact, groups=groups)
         facts.append(fact)
     started = msgspec.structs.replace(stream.start(), name=evil, headline=evil, where={evil: evil})
+    seen = Sight(evil, (TextPart(evil, "user"),), (TextPart(evil, evil),), prompt=evil, completion=evil, reward=evil)
+    checked = FilesChecked(0.0, (Finding(evil, "remark", evil),), seen)
     html = report(
-        tmp_path, [started, *facts[1:-1], Warned(stream.t, evil), msgspec.structs.replace(facts[-1], reason=evil)]
+        tmp_path,
+        [started, checked, *facts[1:-1], Warned(stream.t, evil), msgspec.structs.replace(facts[-1], reason=evil)],
     )
     assert "<script>alert" not in html and "<img" not in html
     assert html.count("&lt;script&gt;alert") >= 8

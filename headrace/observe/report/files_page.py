@@ -24,10 +24,10 @@ def _sight(sight: Sight) -> str:
     given = f"<b>→ {escape(sight.reward)}</b>" if sight.reward else ""
     return (
         f'<p class="note">Row {escape(sight.row)}. In the place of a completion: its own answer, or a sentence.</p><div class="sight">'
-        f"<div><h3>The model sees</h3><pre>{_parts(sight.asked)}</pre></div>"
+        f"<div><h3>The model sees: the prompt</h3><pre>{_parts(sight.asked)}</pre></div>"
         f"<div><h3>The reward sees: prompts</h3><pre>{escape(sight.prompt)}</pre></div>"
-        f"<div><pre>{_parts(sight.answered)}</pre></div>"
-        f"<div><h3>completions</h3><pre>{escape(sight.completion)}</pre>{given}</div></div>"
+        f"<div><h3>The model sees: an answer</h3><pre>{_parts(sight.answered)}</pre></div>"
+        f"<div><h3>The reward sees: completions</h3><pre>{escape(sight.completion)}</pre>{given}</div></div>"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -62,11 +63,11 @@ def _columns(console: Console, sight: Sight) -> RenderableType:
 
     row(Text("What the model sees", "bold"), Text("What the reward sees", "bold"))
     row(Text("─" * left, FAINT), Text("─" * right, FAINT))
-    row(_seen(console, sight.asked, left), _given("prompts", sight.prompt, console, right))
+    row(_seen(sight.asked, left), _given("prompts", sight.prompt, right))
     row(Text(), Text())
-    answer = _given("completions", sight.completion, console, right)
+    answer = _given("completions", sight.completion, right)
     row(
-        _seen(console, sight.answered, left),
+        _seen(sight.answered, left),
         Group(answer, Text(f"→ {printable(sight.reward)}", "bold")) if sight.reward else answer,
     )
     legend = Text(" ").join(
@@ -75,29 +76,39 @@ def _columns(console: Console, sight: Sight) -> RenderableType:
     return Group(Text(), table, Text(), Text(f"row {printable(sight.row)} · ", FAINT) + legend)
 
 
-def _seen(console: Console, parts: Sequence[TextPart], width: int) -> Text:
+def _seen(parts: Sequence[TextPart], width: int) -> Text:
     text = Text()
     for part in parts:
         for number, line in enumerate(part.text.split("\n")):
             if number:
                 text.append("⏎\n", FAINT)
             text.append(printable(line), STYLES.get(part.kind, ""))
-    return _shortened(text, console, width)
+    return _shortened(text, width)
 
 
-def _given(name: str, value: str, console: Console, width: int) -> RenderableType:
+def _given(name: str, value: str, width: int) -> RenderableType:
     text = Text("\n").join(Text(printable(line)) for line in value.split("\n"))
-    shown = _shortened(text, console, width) if value else Text("(nothing)", FAINT)
+    shown = _shortened(text, width) if value else Text("(nothing)", FAINT)
     return Group(Text(f"{name}:", FAINT), shown)
 
 
-def _shortened(text: Text, console: Console, width: int) -> Text:
-    lines = text.wrap(console, width, overflow="fold")
+def _shortened(text: Text, width: int) -> Text:
+    lines = [piece for line in text.split("\n", allow_blank=True) for piece in _folded(line, width)]
     if len(lines) > LINES:
         tail = LINES // 3
         left_out = Text(f"… {len(lines) - LINES + 1} lines …", FAINT)
         return Text("\n").join([*lines[: LINES - tail - 1], left_out, *lines[len(lines) - tail :]])
     return Text("\n").join(lines)
+
+
+def _folded(line: Text, width: int) -> list[Text]:
+    """Cuts a line at the width, wherever that is: a break between words would look like one that the text has."""
+    cuts, used = list[int](), 0
+    for at, letter in enumerate(line.plain):
+        if (used := used + cell_len(letter)) > width:
+            cuts.append(at)
+            used = cell_len(letter)
+    return list(line.divide(cuts)) if cuts else [line]
 
 
 def _verdict(findings: Sequence[Finding]) -> Text:
