@@ -14,6 +14,7 @@ from headrace.algo.noise import NoiseWatch
 from headrace.curriculum.chooser import open_curriculum
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal, JournalStep
+from headrace.errors import IdentityError
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.groups.group_source import GroupSource
@@ -151,7 +152,17 @@ async def go_live(
     """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3).
 
     `serve_base`: loads the base weights first, where an adapter is served. Returns the root mean square of the probe's differences,
-    in nats; None if the probe is switched off."""
+    in nats; None if the probe is switched off. Raises IdentityError where the engine's model has other parameters than the trainer's."""
+    try:
+        return await _go_live(parts, adapter, serve_base)
+    except ValueError as error:
+        raise IdentityError(
+            f"the engine cannot hold what the trainer publishes: {error}. The files of the model may contradict each other: `headrace preflight MODEL` "
+            "compares them"
+        ) from None
+
+
+async def _go_live(parts: Parts, adapter: str, serve_base: Callable[[], Awaitable[None]] | None) -> float | None:
     telemetry = parts.telemetry
     async with telemetry.waits.named("start", "the first weights to be live"):
         if serve_base:

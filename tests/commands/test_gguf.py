@@ -144,7 +144,7 @@ def test_settings_and_tokenizer_are_in_the_file(tmp_path: Path) -> None:
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert len(tokens) == len(kinds) == 320 and tokens[:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert kinds[:4] == [3, 3, 3, 1] and (tokens[319], kinds[319]) == ("[PAD319]", 5)
-    assert [fields[f"tokenizer.ggml.{role}_token_id"] for role in ("bos", "eos", "padding")] == [1, 2, 2]
+    assert [fields[f"tokenizer.ggml.{role}_token_id"] for role in ("bos", "eos", "eot", "padding")] == [1, 2, 2, 2]
     assert fields["tokenizer.ggml.add_bos_token"] is False and fields["tokenizer.chat_template"] == TEMPLATE
 
 

@@ -16,7 +16,7 @@ from tiny_run import tiny_config
 
 import headrace
 from headrace.cli import main
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, IdentityError
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
 from headrace.observe.screen.preflight_view import show_preflight
@@ -306,3 +306,15 @@ def test_it_costs_little(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_the_preflight_cannot_see_ends_with_a_sentence_where_trainer_and_engine_meet(tmp_path: Path) -> None:
+    """Weights that are no safetensors have no header that could be compared."""
+    import torch
+
+    model = other_head(tmp_path / "model")
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    assert "head" not in looked_at(model)
+    with pytest.raises(IdentityError, match=r"cannot hold what the trainer publishes: .*lm_head.*headrace preflight"):
+        trains(tmp_path, model)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError
+from headrace.models.endings import end_of_turn
+from headrace.models.tokenizer import load_tokenizer
 
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +29,7 @@ class GgufTokenizer(NamedTuple):
     splitting: str
     """The name of its pre-tokenizer."""
     special: dict[str, int]
-    """Ids by role: bos, eos, pad, as far as the model has them."""
+    """Ids by role: bos, eos, pad, and eot, the end of a turn in the template, as far as the model has them."""
     adds_bos: bool
     template: str
     """The chat template; empty if there is none."""
@@ -54,6 +56,8 @@ def read_tokenizer(directory: Path, rows: int) -> GgufTokenizer:
     special = {
         role: ids[text] for role in ("bos", "eos", "pad") if (text := _text(settings.get(f"{role}_token"))) in ids
     }
+    if (turn := end_of_turn(load_tokenizer(directory))) is not None:
+        special["eot"] = turn  # llama.cpp ends there too
     return GgufTokenizer(
         tokens=[by_id.get(number, f"[PAD{number}]") for number in range(rows)],
         kinds=[kinds.get(number, UNUSED) for number in range(rows)],
