@@ -256,8 +256,12 @@ def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt
         encode_prompt=lambda prompt: (1, *map(ord, prompt.text)),
         encode_messages=written,
         encode_completion=pairs,
-        has_ended=lambda done: done.stop == "stop",
+        has_ended=lambda done: done.stop == "stop" and done.tokens[-1] != PLAIN,
     )
+
+
+PLAIN = 99
+"""A token that is no end of the policy's: a completion behind it was ended by a stop string."""
 
 
 def written(messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -285,6 +289,10 @@ def test_a_text_teacher_reads_the_text_with_its_own_tokens_and_is_a_named_reward
     (cut,) = run(TextScorer(NoReward(), [text_teacher(asked)], waits()), PROMPT, [single(41, text="hé", stop="length")])
     assert asked.requests[1].prompt[-1] != 2 and cut.rewards["critic"] == pytest.approx(opinion((*front, ord("h"))) / 3)
     assert list(cut.rewards) == ["critic"]
+    stopped = single(41, PLAIN, text="hé")
+    (by_string,) = run(TextScorer(NoReward(), [text_teacher(asked)], waits()), PROMPT, [stopped])
+    assert asked.requests[2].prompt == asked.requests[1].prompt, "a stop string is no end that the teacher is asked for"
+    assert by_string.rewards == cut.rewards
 
 
 def test_a_text_teacher_that_is_not_asked_leaves_the_reward_alone():
