@@ -51,6 +51,7 @@ from headrace.rehearsal.shape import ModelShape, read_shape
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.types import Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
@@ -170,6 +171,7 @@ def _run(config: RunConfig) -> Lines:
 
 async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs) -> None:
     several = f", {config.name}" if found.config.adapters else ""
+    found.notes += [f"{config.name}: {remark}" if several else remark for remark in rate_remarks(config)]
     with found.part():
         _own_functions(config.algo)
         found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))
