@@ -125,9 +125,9 @@ def _reward_tip(one: Bin) -> str:
     ]
     names = sorted({name for row in one.rows for name in row.components})
     if len(names) > 1:
-        lines += [
-            f"{name} {reward_text(one.mean(lambda row, n=name: row.components.get(n, math.nan)))}" for name in names
-        ]  # type: ignore[misc]
+        for name in names:
+            mean = one.mean(lambda row, name=name: row.components.get(name, math.nan))  # type: ignore[misc]
+            lines.append(f"{name} {reward_text(mean)}")
     return "\n".join(lines)
 
 
