@@ -5,6 +5,9 @@ The examples go on with the values of those in `types.py`.
 
 from __future__ import annotations
 
+from msgspec.structs import force_setattr
+
+from headrace.errors import encodable
 from headrace.types import Prompt, RoutingTrace, SamplingMask, Scored, Struct, TeacherTrace
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
@@ -24,6 +27,11 @@ class Failure(Struct, frozen=True):
     detail: str = ""
     traceback: str = ""
     """The frames of the user's own function, and the exception as the last line; empty if nothing was raised."""
+
+    def __post_init__(self) -> None:
+        for name in ("detail", "traceback"):  # they may quote anything, and are sent and written down
+            if (text := getattr(self, name)) != (written := encodable(text)):
+                force_setattr(self, name, written)
 
     @property
     def kind(self) -> str:

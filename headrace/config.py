@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES
@@ -47,6 +47,7 @@ from headrace.settings.process_config import (
     elsewhere_problems,
     trainer_problems,
 )
+from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
@@ -54,7 +55,7 @@ from headrace.trainer.parallel import parallel_problems
 from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunConfig:
     """One run, with all settings resolved. Each section belongs to the part that it configures."""
 
@@ -93,6 +94,10 @@ class RunConfig:
     @field_validator("name")
     @classmethod
     def _names_a_directory(cls, name: str) -> str:
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f'name = "{name[:20]}..." has {len(name)} characters, and names a directory and other files; use at most {LONGEST_NAME}'
+            )
         if name != (near := _directory_name(name)):
             raise ValueError(
                 f'name = "{name}" names a directory and is used in commands: letters, digits, ".", "_" and "-" only, with a letter or '
@@ -334,4 +339,4 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
 
 def _directory_name(text: str) -> str:
     """Returns the nearest name that can be a run's: `my run` -> `my-run`."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:LONGEST_NAME] or "run"

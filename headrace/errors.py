@@ -61,6 +61,12 @@ class RolloutFailed(Exception):
         self.reason, self.detail, self.traceback = reason, detail, traceback
 
 
+def encodable(text: str) -> str:
+    """Returns the text with half characters (lone surrogates) written as `\\ud800`: UTF-8 cannot hold them, and so neither can a journal, a
+    frame or a terminal."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def first_error(group: BaseException) -> BaseException:
     """The exception of a group that the user should read: the first of our own, else the first of all."""
     leaves = _leaves(group)

@@ -30,6 +30,7 @@ FLOORS = {
     "native": 2,
     "weights": 2,
     "reports": 2,
+    "rewards": 2,
     "steps": 2,
     "settings": 2,
     "durable": 3,

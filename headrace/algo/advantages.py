@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from headrace.algo.user_functions import load_function
 from headrace.errors import ConfigError
+from headrace.rewards import Unusable, number_of, shown
+from headrace.settings.user_code import one_line
 
 EPSILON = 1e-6
 ROUNDING = 1e-9
@@ -249,24 +251,32 @@ def penalised(
 
 
 def user_advantage(spec: str) -> AdvantageFunction:
-    """Loads the user's function GroupRewards -> [G] numbers. Raises ConfigError if it cannot be loaded, or returns a
-    wrong result."""
+    """Loads the user's function GroupRewards -> [G] numbers. Raises ConfigError if it cannot be loaded, raises, or
+    returns a wrong result."""
     function = load_function(spec, "advantage")
 
     def advantage(group: GroupRewards) -> list[float]:
-        return _checked(spec, function(group), len(group.rewards))
+        try:
+            result = function(group)
+        except Exception as error:
+            raise ConfigError(
+                f"algo.advantage = {spec} raised {one_line(error)} for the rewards {shown(group.rewards, 200)}"
+            ) from error
+        return _checked(spec, result, len(group.rewards))
 
     return advantage
 
 
 def _checked(spec: str, result: object, count: int) -> list[float]:
     try:
-        values = [float(value) for value in result]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        values = []
-    if len(values) != count or not all(abs(value) < float("inf") for value in values):
+        numbers = [number_of(value) for value in result]  # type: ignore[attr-defined]
+    except TypeError:
+        numbers = []
+    values = [value for value in numbers if isinstance(value, float)]
+    if len(values) != count or len(numbers) != count:
+        bad = next((f": one {number.said}" for number in numbers if isinstance(number, Unusable)), "")
         raise ConfigError(
-            f"algo.advantage = {spec} returned {result!r} for a group of {count}; return one finite number per rollout, in "
-            "the order of group.rewards"
+            f"algo.advantage = {spec} returned {shown(result, 200)} for a group of {count}{bad}; return one finite number per rollout, "
+            "in the order of group.rewards"
         )
     return values

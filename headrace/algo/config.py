@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.advantages import ADVANTAGES, PER_TURN
@@ -27,16 +27,15 @@ from headrace.algo.recipe_parts import (
 )
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 from headrace.algo.rules.table import RULES
+from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     P = TypeVar("P", bound=DataclassInstance)
 
-_STRICT = ConfigDict(extra="forbid")
 
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 @settings_of(LOSSES.values(), before="correction")
 class AlgoConfig:
     """A recipe, and settings that replace its values. Every constant of a loss is one of them."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.rules.rule import Rule
 from headrace.algo.rules.table import with_thresholds
+from headrace.settings.strict import STRICT
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum", "pair_mean"]
 Denominator = Literal["all", "kept"]
@@ -18,8 +19,6 @@ Old = Literal["sampler", "trainer", "loglinear"]
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
 Estimator = Literal["k1", "k2", "k3"]
-
-_STRICT = ConfigDict(extra="forbid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Correction:
     """The rules, in the order of `rules.table.RULES`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 @with_thresholds
 class CorrectionConfig:
     """Weights on the policy loss that correct for the gap between sampler and trainer."""
@@ -58,7 +57,7 @@ class LagWeight:
     maximum: float = 1.0
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class LagWeightConfig:
     """The weight of a token's policy loss by its lag."""
 
@@ -79,7 +78,7 @@ class Select:
     fraction: float = 2e-4
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class SelectConfig:
     """Tokens selected over the whole optimizer step, which costs another forward pass, without gradient."""
 
@@ -102,7 +101,7 @@ class KL:
     unbiased: bool = False
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class KLConfig:
     """Divergence from the reference model: the weights that the run started with."""
 
@@ -129,7 +128,7 @@ class Distill:
     beta: float = 0.5
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class DistillConfig:
     """The part of the loss that a teacher adds."""
 

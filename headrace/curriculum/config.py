@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+
+from headrace.settings.strict import STRICT
 
 _OF_CHOICE: dict[str, Any] = {"candidates": 64, "remembered": 50_000}
 _OF_POOLS: dict[str, Any] = {"rest": 512, "wait": 256}
@@ -18,7 +20,7 @@ _FOREIGN: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CurriculumConfig:
     """The choice of the prompt that is drawn next. Prompts are the same if their tokens are, so the choice helps tasks whose prompts come back: rows over
     several epochs, or a family with few problems."""

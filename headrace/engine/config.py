@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.engine.kinds import ENGINES, SERVERS
 from headrace.settings.extras import install
+from headrace.settings.strict import STRICT
 
 FORGIVEN = 3600.0
 """Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
     kind: str = "native"
     """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.environments.kinds import ATROPOS, ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
 from headrace.playing import Limits, Resumes
+from headrace.settings.strict import STRICT
 
 ToolPlace = Literal["template", "hermes"]
 
@@ -29,7 +30,7 @@ _SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), ATROPOS: (), VERIFIERS: (*_OF_
 """The settings that such a kind shares with functions and libraries."""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnvironmentConfig:
     kind: str = "single_turn"
     """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the

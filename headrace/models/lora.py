@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.settings.extras import install
+from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.weights import AdapterSpec
 
 POLICY = "policy"
@@ -23,11 +24,11 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 """Pattern of an adapter's name, which is used for a directory, a module of peft, and the requests of an engine."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class AdapterConfig:
     """One of several adapters that a run trains at once on one base model, with its own settings."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=NAME, max_length=LONGEST_NAME)
     """Name of its directory inside the run's, and its name in the engine."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Replaces the run's [task]."""
@@ -44,7 +45,7 @@ class AdapterConfig:
     eval: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class LoraConfig:
     rank: int = Field(default=0, ge=0)
     """0 trains all weights of the model. Policy gradients carry little information per step, so small ranks lose nothing (Schulman et

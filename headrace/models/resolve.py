@@ -21,12 +21,13 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
 from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import check_model_dir
+from headrace.settings.strict import STRICT
 
 Say = Callable[[str], None]
 
@@ -37,7 +38,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _DAY = 86_400.0
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     path: str = Field(min_length=1)
     """A directory that `transformers` can load, a known name (`headrace doctor` lists them), or a hub id such as org/name."""

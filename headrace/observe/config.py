@@ -7,15 +7,16 @@ import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
 from headrace.observe.costs import ENGINE, TRAINER
 from headrace.settings.extras import EXTRAS, install
+from headrace.settings.strict import STRICT
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
     """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, plain in

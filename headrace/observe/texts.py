@@ -23,6 +23,11 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
 
 
+def reward_text(value: float) -> str:
+    """Formats a reward: 0.412, -3.000, 1.25e+09. A column or a line holds one, whatever the reward's scale is."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def percent(share: float | None) -> str:
     return "not measured" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
@@ -63,7 +68,7 @@ def with_error(mean: float, error: float) -> str:
     """Formats a mean: `0.412 ± 0.021`, or without the error if it is unknown."""
     if not math.isfinite(mean):
         return "not measured"
-    return f"{mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{mean:.3f}"
+    return f"{reward_text(mean)} ± {reward_text(error)}" if math.isfinite(error) else reward_text(mean)
 
 
 def shrink(values: Sequence[float], width: int) -> list[float]:

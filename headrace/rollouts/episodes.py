@@ -18,6 +18,7 @@ import xxhash
 
 from headrace.batches import Failure
 from headrace.playing import EnvironmentKind
+from headrace.rewards import usable
 from headrace.rollouts.branching import as_tree, path_to, pivot_of
 from headrace.rollouts.notebook import Note, Page
 from headrace.rollouts.rollout import ForksConfig
@@ -116,8 +117,9 @@ class _Continued:
 
 
 def with_rewards(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
-    """Adds the environments' rewards to those of the scorer. The two never share a name."""
-    return [one if isinstance(one, Failure) else _with_rewards(one, of) for one, of in zip(judged, played, strict=True)]
+    """Adds the environments' rewards to those of the scorer. The two never share a name. Fails rollouts that cannot be calculated with."""
+    both = [one if isinstance(one, Failure) else _with_rewards(one, of) for one, of in zip(judged, played, strict=True)]
+    return [one if isinstance(one, Failure) else usable(one) for one in both]
 
 
 def as_trees(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass as plain
 from typing import Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.observe.health.waits import Waits
 from headrace.playing import TokenListener
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.settings.strict import STRICT
 from headrace.steps import StepOutput
 from headrace.types import Completion, Request, RolloutKey, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
@@ -29,7 +30,7 @@ FIRST = 64
 """Requests that are looked at to see whether the engine goes on: those that were asked for first, which it works on."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
     """How new weights enter:

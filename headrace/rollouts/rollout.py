@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.settings.strict import STRICT
 from headrace.types import Prompt, Request, Sampling
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ForksConfig:
     alternatives: int = Field(default=0, ge=0)
     """The number of times that each rollout of a group is played again from one of its turns. All that follow that turn, the
@@ -23,7 +24,7 @@ class ForksConfig:
     average, which estimates the entropy."""
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     group_size: int = Field(default=8, gt=0)
     """G: the number of completions per prompt."""
@@ -38,7 +39,8 @@ class RolloutConfig:
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Keeps tokens whose probability is at least this fraction of the most probable token's; 0 keeps all."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion."""
+    """Strings that end a completion, with the token that completes one: its text, which rewards and environments read, keeps the string,
+    and what else that token holds (docs/scoring.md)."""
     keep_mask: bool = True
     """Record the tokens that top_p, top_k and min_p kept, and train the distribution that was sampled from.
     If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
@@ -49,6 +51,15 @@ class RolloutConfig:
     patience: int = Field(default=200, gt=0)
     """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
     and says why. Failed groups are not counted here (`watch.failed_pause`)."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_somewhere(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError(
+                "rollout.stop holds an empty string, with which every completion would end at its first token; remove it"
+            )
+        return stop
 
     def of(self, prompt: Prompt) -> int:
         """The number of rollouts of a prompt, without alternatives."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,8 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.batches import Failure
-from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver
+from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
 from headrace.playing import Environment, Limits, TokenListener
+from headrace.rewards import Unusable, number_of
 from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
@@ -185,11 +185,11 @@ class RolloutSession:
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:
         if not self._turns:
             self._fail("environment_reward", f"gave the reward {name} to a turn before there was one")
-        elif not _is_number(value):
-            self._fail("environment_reward", f"the reward {name} of a turn is {value!r:.60}, not a finite number")
+        elif isinstance(number := number_of(value), Unusable):
+            self._fail("environment_reward", f"the reward {name} of a turn {number.said}")
         else:
             given = self._rewards[max(self._turns) if of is None else self._number(of)]
-            given[name] = given.get(name, 0.0) + float(value)
+            given[name] = given.get(name, 0.0) + number
 
     def leave_out(self, role: str) -> None:
         self._left_out.add(role)
@@ -302,12 +302,12 @@ class RolloutSession:
             return Failure("environment_turns", "none of the agents that had a turn is trained")
         if not isinstance(rewards, Mapping):
             return Failure("environment_reward", f"returned {type(rewards).__name__}, not rewards by name")
-        if wrong := [name for name, value in rewards.items() if not _is_number(value)]:
-            return Failure(
-                "environment_reward", f"the reward {wrong[0]} is {rewards[wrong[0]]!r:.60}, not a finite number"
-            )
+        named: dict[str, float] = {}
+        for name, value in rewards.items():
+            if isinstance(number := number_of(value), Unusable):
+                return Failure("environment_reward", f"the reward {name} {number.said}")
+            named[encodable(str(name))] = number
         given = tuple(self._rewards[number] for number in sorted(self._turns)) if any(self._rewards.values()) else ()
-        named = {str(name): float(value) for name, value in rewards.items()}
         between = asyncio.get_running_loop().time() - self._began - self._sampling_seconds
         times = tuple(self._times[number] for number in sorted(self._turns))
         return Played(Episode(self._in_order(), self._cut), named, given, between=between, times=times)
@@ -317,7 +317,3 @@ class RolloutSession:
         place = {number: index for index, number in enumerate(sorted(self._turns))}
         turns = (moved(turn, place.__getitem__) for _, turn in sorted(self._turns.items()))
         return tuple(msgspec.structs.replace(one, trained=one.agent not in self._left_out) for one in turns)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (bool, int, float)) and math.isfinite(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.batches import Group, Row
+from headrace.settings.strict import STRICT
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class StalenessConfig:
     """`max_lag` is a guarantee, not a target: no token with a larger lag is ever trained.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
+from headrace.settings.strict import STRICT
 
 Isolation = Literal["network", "filesystem", "processes", "memory"]
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SandboxConfig:
     """Code that the model writes: the rewards `unit_tests` and `unit_tests_all`, and the tool `headrace.run_python`
     (docs/sandbox.md). The limits are those of one call."""

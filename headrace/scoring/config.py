@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, replace
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.scoring.extract import Extract
 from headrace.scoring.parts.segmenting import Form
 from headrace.scoring.services.config import LABELS, EndpointConfig, JudgeConfig, ServiceConfig, step_problems
+from headrace.settings.strict import STRICT
 
 BUILTIN = ("reasoning_gym", "unit_tests", "unit_tests_all")
 IN_SANDBOX = ("unit_tests", "unit_tests_all")
@@ -21,7 +22,6 @@ HANDED = "python:"
 """Prefix of the name of a function that was passed to `headrace.train` and is in no file."""
 PUNISHMENT = "soft_overlong_punishment"
 """The name of the punishment among the rewards."""
-_STRICT = ConfigDict(extra="forbid")
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -45,13 +45,13 @@ def _checked_function(function: str) -> str:
     )
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class RewardSpec:
     function: str
     """`reasoning_gym` (the task's own verifier); `unit_tests` (the share of the row's tests that the completion, a program,
     passes) or `unit_tests_all` (1 if it passes them all; docs/sandbox.md); or `path/to/file.py:name`. `headrace.train`
     writes `python:name` for a function that it was passed."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """The function's weight in the sum; negative for a penalty."""
     extract: Extract = ""
     """The part of a completion that the function receives: all of it, the last number, the text between <answer> and
@@ -83,7 +83,7 @@ class RewardSpec:
         return self.function.startswith(HANDED)
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class OverlongConfig:
     """A punishment of long completions, added to rewards in training but not in evaluations: 0 up to rollout.max_tokens
     - cache tokens, and from there falling to -1 at rollout.max_tokens (DAPO, arXiv 2503.14476)."""
@@ -91,12 +91,12 @@ class OverlongConfig:
     cache: int = Field(default=0, ge=0)
     """The last tokens before rollout.max_tokens, in which the punishment grows (the paper's L_cache: 4,096 of 20,480);
     0 is off."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0)
     """The factor of the punishment. The paper's rewards are -1 and 1; for rewards of 0 and 1, 0.5 has the same
     proportion."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RewardConfig:
     function: str = ""
     """Short for `functions` with one entry of weight 1."""

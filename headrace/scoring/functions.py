@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.observe.health.user_prints import unwrap
 from headrace.observe.health.user_process import HERE, Sites
 from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import use_settings
@@ -58,6 +59,7 @@ class FunctionPools:
     async def close(self) -> None:
         """Kills the processes. Abandoned threads keep running."""
         await asyncio.gather(*(pool.close() for pool in self._pools))
+        unwrap()
 
     @property
     def pids(self) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import functools
 import inspect
-import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 from headrace.batches import Failure
 from headrace.observe.health.patience import within
+from headrace.observe.health.user_prints import SCREEN, bounded_prints
+from headrace.rewards import Unusable, number_of, shown
 from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.settings.user_code import one_line, traceback_of, unreachable
 from headrace.types import Episode, Struct
@@ -74,6 +77,13 @@ def fail_raised(error: BaseException) -> Failure:
     """The failure of a rollout whose reward function raised."""
     reason = "reward_unreachable" if unreachable(error) else "reward_raised"
     return Failure(reason, one_line(error), traceback_of(error))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    inner = function.function if isinstance(function, TrlReward) else function
+    inner = inner.func if isinstance(inner, functools.partial) else inner
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "reward" if name == "<lambda>" else name
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -163,26 +173,32 @@ def _hint(missing: Sequence[str]) -> str:
     return ". A function written for TRL has to be marked: headrace.trl_reward(function)" if of_trl else ""
 
 
-def call(function: Callable[..., Any], job: ScoringJob) -> Values:
-    """Runs a function that is not async until it returns."""
+def call(function: Callable[..., Any], job: ScoringJob, prints: int = SCREEN) -> Values:
+    """Runs a function that is not async until it returns. `prints`: the characters that it may print. What it raises, KeyboardInterrupt and the like too, is the failure of its group: it
+    would end the thread that waits for its answer."""
     try:
-        return _read(function, function(**arguments(function, job)), job)
-    except (Exception, SystemExit) as error:
+        with bounded_prints(f"the reward {name_of(function)}", prints):
+            return _read(function, function(**arguments(function, job)), job)
+    except BaseException as error:
         return [fail_raised(error)] * len(job.completions)
 
 
-async def call_async(function: Callable[..., Any], job: ScoringJob, seconds: float) -> Values:
+async def call_async(function: Callable[..., Any], job: ScoringJob, seconds: float, prints: int = SCREEN) -> Values:
     """Cancels a function that is not done within `seconds`, and does not wait until it has ended."""
     try:
-        return await within(threading.get_native_id(), seconds, _awaited(function, job))
+        return await within(threading.get_native_id(), seconds, _awaited(function, job, prints))
     except TimeoutError:  # a TimeoutError of the function itself is a Failure that `_awaited` returns
         return too_late(job, seconds)
 
 
-async def _awaited(function: Callable[..., Any], job: ScoringJob) -> Values:
+async def _awaited(function: Callable[..., Any], job: ScoringJob, prints: int) -> Values:
+    task = asyncio.current_task()
     try:
-        return _read(function, await function(**arguments(function, job)), job)
-    except (Exception, SystemExit) as error:
+        with bounded_prints(f"the reward {name_of(function)}", prints):
+            return _read(function, await function(**arguments(function, job)), job)
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+            raise  # of `call_async`, not of the function
         return [fail_raised(error)] * len(job.completions)
 
 
@@ -209,7 +225,7 @@ def read_values(result: Any, count: int, segments: Sequence[int] = ()) -> Values
     if not isinstance(values, (list, tuple)):
         if inspect.iscoroutine(values):
             values.close()
-        detail = f"the function returned {_shown(result)} where a list of {count} numbers is needed"
+        detail = f"the function returned {shown(result)} where a list of {count} numbers is needed"
         return [Failure("reward_wrong_type", detail)] * count
     if len(values) != count:
         return [Failure("reward_wrong_count", f"{len(values)} rewards came back for {count} completions")] * count
@@ -225,7 +241,7 @@ def _read_segments(value: Any, count: int) -> tuple[float, ...] | Failure:
     if not isinstance(numbers, (list, tuple)):
         return Failure(
             "reward_wrong_type",
-            f"{_shown(value)} stands where a list of {count} numbers is needed, one for each segment",
+            f"{shown(value)} stands where a list of {count} numbers is needed, one for each segment",
         )
     if len(numbers) != count:
         return Failure("reward_wrong_count", f"{len(numbers)} scores came back for {count} segments")
@@ -237,22 +253,5 @@ def _read_segments(value: Any, count: int) -> tuple[float, ...] | Failure:
 def _read_one(value: Any) -> float | Failure:
     if isinstance(value, Failure):
         return value
-    if hasattr(value, "item") and not isinstance(value, (int, float)):
-        try:
-            value = value.item()
-        except Exception:
-            return Failure("reward_wrong_type", f"{_shown(value)} is not one number")
-    if value is None:
-        return Failure("reward_none", "the reward of this completion is None")
-    if not isinstance(value, (bool, int, float)):
-        return Failure("reward_wrong_type", f"{_shown(value)} is not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        return Failure("reward_nan", "the reward is too large for a float")
-    return number if math.isfinite(number) else Failure("reward_nan", f"the reward is {number}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    number = number_of(value)
+    return Failure(f"reward_{number.reason}", f"the reward {number.said}") if isinstance(number, Unusable) else number

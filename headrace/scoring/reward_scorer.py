@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from headrace.batches import Failure
 from headrace.errors import ConfigError
 from headrace.observe.health.user_process import HERE, Sites
 from headrace.observe.telemetry import Telemetry
+from headrace.rewards import usable
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.extract import Extractor
@@ -101,10 +101,8 @@ class RewardScorer:
         if not rewards:
             return Failure("reward_none", "no reward function applies to this row: all of them returned None for it")
         total = sum(part.weight * rewards[part.name] for part in self._parts if part.name in rewards)
-        if not math.isfinite(total):
-            return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
         extracted = {part.name: part.extract(episode.last) for part in self._parts if part.extract.kind}
-        return Scored(episode, total, rewards, extracted=extracted, **steps)
+        return usable(Scored(episode, total, rewards, extracted=extracted, **steps))
 
     def _one(
         self, part: RewardPart, episode: Episode, given: float | tuple[float, ...] | Failure | None

@@ -69,3 +69,18 @@ def _length_problems(config: Any) -> Iterator[str]:
             f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
             "raise task.held_out or lower eval.prompts"
         )
+
+
+HIGHEST_RATE = {"all weights": 1e-3, "an adapter": 1e-2}
+"""Learning rates above these are remarked on: tiny models of tests learn with more, and hardly any other."""
+_USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is usual"}
+
+
+def rate_remarks(config: Any) -> Iterator[str]:
+    """Yields a remark on a learning rate with which models forget how to write. `config`: a RunConfig."""
+    what, rate = ("an adapter" if config.lora.rank else "all weights"), config.train.learning_rate
+    if rate > HIGHEST_RATE[what]:
+        yield (
+            f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
+            f"{_USUAL[what]}"
+        )

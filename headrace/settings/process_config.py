@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid")
+from headrace.settings.strict import STRICT
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: int = Field(default=50, ge=0)
     """Optimizer steps between checkpoints; 0 writes only one at the end."""
@@ -27,7 +27,7 @@ class CheckpointConfig:
     either way."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class EvalConfig:
     prompts: int = Field(default=64, ge=0)
     """Held-out prompts; 0 switches evaluation off."""
@@ -39,7 +39,7 @@ class EvalConfig:
     """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ChosenConfig:
     """The values that headrace chose for this run, written to the run's own `config.toml`. Not to be set by hand."""
 
@@ -51,7 +51,7 @@ class ChosenConfig:
     """Measured seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class WatchConfig:
     """The checks of a run while it trains: waits, each with a name, an owner and two deadlines (C6); failed rollouts; and the weights."""
 
@@ -92,7 +92,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Hosts that only this machine reaches."""
 
 
-@dataclass(frozen=True, config=_STRICT, kw_only=True)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class OrchestrationConfig:
     """The place from which the run's engines come, and how they reach it (docs/cluster.md)."""
 

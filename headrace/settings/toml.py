@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import re
+import sys
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from headrace.errors import ConfigError
 T = TypeVar("T")
 Tree = dict[str, Any]
 
+_LARGEST_FLOAT = 3.4e38
 _KINDS = ("str", "int", "float", "bool")
 _PART = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -42,6 +44,8 @@ def read_toml(path: Path) -> Tree:
         raise ConfigError(f"{path} is not valid TOML: {error}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_other_language(path, text) or f"{path} is not valid TOML: {error}") from None
+    except ValueError:
+        raise ConfigError(f"{path} {_TOO_MANY_DIGITS}") from None
 
 
 def _other_language(path: Path, text: str) -> str:
@@ -54,6 +58,10 @@ def _other_language(path: Path, text: str) -> str:
         f"{path} is {language}, and a config is TOML: write a section as [train] and a setting below it as steps = 200 (README.md "
         "has a complete one). From Python, pass a dict of the same shape: headrace.train({...})"
     )
+
+
+_TOO_MANY_DIGITS = f"holds an integer of more than {sys.get_int_max_str_digits()} digits; TOML's integers have 64 bits"
+"""Python's own limit, a ValueError."""
 
 
 def parse_sets(sets: Sequence[str]) -> Tree:
@@ -78,15 +86,21 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 
 def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:
-    """Builds and validates a config, strictly: a number in quotes is not a number. Raises ConfigError with all mistakes, one per line.
+    """Builds and validates a config, strictly: a number in quotes is not a number. Raises ConfigError with all mistakes, one per line;
+    where a number is immense, with all that are.
 
     `elsewhere` returns a sentence for a name that is not a setting but is known from elsewhere, or an empty string."""
+    if immense := list(_immense(tree)):
+        raise ConfigError("\n".join(immense))
     try:
         # JSON mode: in pydantic's strict mode it is the one that accepts an array for a tuple and 1 for 1.0, as TOML needs.
-        return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
+        built = TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         complaints = _complaints(error.errors(include_url=False), kind, elsewhere)
         raise ConfigError("\n".join(dict.fromkeys(complaints))) from None
+    if immense := list(_beyond_float32(built)):
+        raise ConfigError("\n".join(immense))
+    return built
 
 
 def dump(config: Any) -> str:
@@ -104,6 +118,31 @@ def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
         yield name
         for nested in _dataclasses_in(hints[field.name]):
             yield from setting_names(nested, f"{name}.")
+
+
+def _immense(value: Any, name: str = "") -> Iterator[str]:
+    """Yields a sentence for each integer that the machine does not hold."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _immense(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            yield from _immense(inner, f"{name}[{place}]")
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        bits = value.bit_length()
+        yield f"{name} = an integer of {bits} bits does not fit: expected one of 64 bits, which is at most {(1 << 63) - 1}"
+
+
+def _beyond_float32(value: Any, name: str = "") -> Iterator[str]:
+    """Yields a sentence for each float that is infinite to tensors. Tables of other names than ours (options of an environment) may hold any."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _beyond_float32(getattr(value, field.name), f"{name}.{field.name}" if name else field.name)
+    elif isinstance(value, tuple):
+        for place, inner in enumerate(value):
+            yield from _beyond_float32(inner, f"{name}[{place}]")
+    elif isinstance(value, float) and abs(value) > _LARGEST_FLOAT:
+        yield f"{name} = {value:g} does not fit: expected a number of at most {_LARGEST_FLOAT:g} in size, the largest float of 32 bits"
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -155,6 +194,7 @@ def _expected(detail: Any) -> str:
         item = given if isinstance(given, str) else _toml(given)
         example = item if item.replace(",", "").replace(" ", "").isdigit() else ", ".join(map(_string, item.split(",")))
         return f"expected a list: write it as [{example}]"
+    message = message.replace("String should have", "expected a text with")
     message = message.replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
     return message.replace("expected a integer", "expected an integer")
 
@@ -216,6 +256,8 @@ def _toml_value(text: str, where: str) -> Any:
                 "'a', and put the whole --set into quotes of the other kind, so that the shell does not remove them"
             ) from None
         return text  # a bare word: `--set algo.name=rloo` needs no quotes
+    except ValueError:
+        raise ConfigError(f"{where}: it {_TOO_MANY_DIGITS}") from None
 
 
 def _nest(parts: Sequence[str], value: Any) -> Tree:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, encodable
 
 
 def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
@@ -100,6 +100,14 @@ def traceback_of(error: BaseException) -> str:
     return "".join(["Traceback (your frames):\n", *lines, _headline(error)])
 
 
+def said_by(error: BaseException) -> str:
+    """Returns the text of an error, whatever its `__str__` does."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text cannot be had ({type(other).__name__})"
+
+
 def unreachable(error: BaseException) -> bool:
     """Returns whether the error means that something on the network did not answer, judged by the names of its classes, because each
     client library has its own."""
@@ -112,8 +120,8 @@ def _outside(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _headline(error: BaseException) -> str:
-    said = (str(error).strip().splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}{': ' if said else ''}{said}"
+    said = (said_by(error).strip().splitlines() or [""])[0][:300]
+    return encodable(f"{type(error).__name__}{': ' if said else ''}{said}")
 
 
 _PACKAGE = str(Path(__file__).parent.parent)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+
+from headrace.settings.strict import STRICT
 
 # Settings that belong to some kinds only, as they are when nobody set them.
 _OF_FAMILIES: dict[str, Any] = {"name": "", "options": {}}
@@ -14,7 +16,7 @@ _OF_PYTHON: dict[str, Any] = {"rows": ""}
 _OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": True}
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TaskConfig:
     kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python", "seeds"]
     """The source of prompts: endless procedural problems, or rows of a file (JSON lines, Parquet, or a directory saved

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.settings.strict import STRICT
 from headrace.trainer.parallel import ParallelConfig
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     steps: int = Field(default=100, gt=0)
     """Optimizer steps of the run; with `minutes`, the most there can be."""

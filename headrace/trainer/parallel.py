@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from headrace.settings.strict import STRICT
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """The ranks of the trainer: processes on this machine that train one model. The product of the sizes is their number."""
 

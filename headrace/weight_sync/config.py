@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from headrace.settings.strict import STRICT
 from headrace.types import Struct
 
 Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"]
@@ -28,7 +29,7 @@ class Encoding(Struct, frozen=True):
 FULL = Encoding()
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class WeightSyncConfig:
     """The way of new weights from the trainer to the engines (docs/weight_sync.md)."""
 

@@ -453,10 +453,18 @@ def test_a_users_advantage_is_used(tmp_path):
     assert [row.advantages[0] for row in rows] == [2.0, 1.5]
 
 
-@pytest.mark.parametrize("result", ["[1.0]", "None", "[float('nan'), 1.0]", "3.0", "['a', 'b']"])
+@pytest.mark.parametrize("result", ["[1.0]", "None", "[float('nan'), 1.0]", "[1e300, 1.0]", "3.0", "['a', 'b']"])
 def test_a_wrong_result_is_refused_at_the_first_call(tmp_path, result):
     algo = user(tmp_path, f"def advantage(group):\n    return {result}\n")
-    with pytest.raises(ConfigError, match=r"for a group of 2; return one finite number per rollout"):
+    with pytest.raises(ConfigError, match=r"for a group of 2.*; return one finite number per rollout"):
+        rows_by(algo, scored(1.0), scored(0.0))
+
+
+def test_an_advantage_that_raises_ends_the_run_with_its_line(tmp_path):
+    algo = user(tmp_path, "def advantage(group):\n    return [1 / 0 for _ in group.rewards]\n")
+    with pytest.raises(
+        ConfigError, match=r"raised ZeroDivisionError: division by zero \(.*mine\.py:2\) for the rewards \(1\.0, 0\.0\)"
+    ):
         rows_by(algo, scored(1.0), scored(0.0))
 
 

@@ -138,6 +138,33 @@ async def twice(agent, prompt, mark):
         os._exit(1)
     return count
 
+async def interrupts(agent, prompt):
+    await agent.chat(prompt)
+    async def inner():
+        raise KeyboardInterrupt("inner")
+    await asyncio.gather(inner())
+
+def interrupts_plainly(agent, prompt):
+    agent.chat(prompt)
+    raise KeyboardInterrupt("plain")
+
+async def half_a_character(agent, prompt):
+    await agent.chat(prompt)
+    raise ValueError("bad \\ud800 text")
+
+async def cancels_itself(agent, prompt):
+    await agent.chat(prompt)
+    raise asyncio.CancelledError("mine")
+
+async def enormous(agent, prompt):
+    await agent.chat(prompt)
+    return {"one": 1, "two": 1e300}
+
+async def enormous_turn(agent, prompt):
+    await agent.chat(prompt)
+    agent.reward("step", -1e300)
+    return 1.0
+
 async def empty(agent, prompt):
     await agent.chat(prompt)
     return {}
@@ -284,7 +311,13 @@ def test_one_that_is_played_again_has_the_turns_of_its_last_life(
     ("function", "failure", "words"),
     [
         ("nothing", "environment_reward", "returned None: is its return statement missing?"),
-        ("strange", "environment_reward", "the reward two is \"'many'\""),
+        ("strange", "environment_reward", "the reward two is 'many' (str), which is not a number"),
+        ("interrupts", "environment_raised", "KeyboardInterrupt: inner"),
+        ("interrupts_plainly", "environment_raised", "KeyboardInterrupt: plain"),
+        ("half_a_character", "environment_raised", r"ValueError: bad \ud800 text"),
+        ("cancels_itself", "environment_raised", "CancelledError: mine"),
+        ("enormous", "environment_reward", "the reward two is 1e+300, and at most 1e+15 can be trained with"),
+        ("enormous_turn", "environment_reward", "the reward step of a turn is -1e+300, and at most"),
         ("empty", "environment_reward", "returned no reward, and there is no reward function"),
         ("double", "environment_raised", "two tools have one name; there are: add, add"),
         ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),

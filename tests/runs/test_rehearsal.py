@@ -46,10 +46,19 @@ def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehe
 # --- what is shown -----------------------------------------------------------------------------------------------------
 
 
+def test_a_high_learning_rate_is_remarked_on(tmp_path, tiny_llama):
+    (note,) = done(tiny_config(tmp_path, tiny_llama)).notes
+    assert note.startswith(
+        "train.learning_rate = 0.01 for all weights: above 0.001 a few steps usually make a model write nonsense"
+    )
+    assert not done(tiny_config(tmp_path, tiny_llama, train={"learning_rate": 1e-5})).notes
+
+
 def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everything_will_be(
     tmp_path, tiny_llama, capsys
 ):
-    config = load_config(tiny_config(tmp_path, tiny_llama, algo={"name": "icepop"}, reward={"extract": "last_number"}))
+    tables = {"algo": {"name": "icepop"}, "reward": {"extract": "last_number"}, "train": {"learning_rate": 1e-3}}
+    config = load_config(tiny_config(tmp_path, tiny_llama, **tables))
     (tmp_path / "a.toml").write_text(dump_config(config))
     assert cli.main(["train", str(tmp_path / "a.toml"), "--dry-run"]) == 0
     out, err = capsys.readouterr()

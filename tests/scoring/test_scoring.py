@@ -23,11 +23,12 @@ from pydantic import ValidationError
 
 from headrace.batches import Failure
 from headrace.errors import ConfigError
+from headrace.observe.health.user_prints import LOG, SCREEN
 from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
 from headrace.scoring.extract import answer_tag, last_number
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.job import read_values
+from headrace.scoring.job import Effort, read_values
 from headrace.scoring.overlong import punished, soft_overlong_punishment
 from headrace.scoring.reward_scorer import RewardScorer
 from headrace.simulate import virtual_time
@@ -117,6 +118,24 @@ async def blocks(completions):
 
 async def raises_later(completions):
     raise ValueError("later")
+
+def interrupts(completions):
+    raise KeyboardInterrupt
+
+def half_a_character(completions):
+    raise ValueError("bad \\ud800 text")
+
+def ends_everything(completions):
+    class End(BaseException):
+        def __str__(self):
+            raise RuntimeError
+    raise End
+
+async def interrupts_later(completions):
+    raise KeyboardInterrupt("later")
+
+async def cancels_itself(completions):
+    raise asyncio.CancelledError("mine")
 
 number = 3
 
@@ -328,7 +347,9 @@ def test_no_episodes_no_call() -> None:
         (None, ["reward_none"] * 2),
         ([math.nan, 1.0], ["reward_nan", 1.0]),
         ([math.inf, -math.inf], ["reward_nan"] * 2),
-        ([10**400, 1.0], ["reward_nan", 1.0]),
+        ([10**400, 1.0], ["reward_too_large", 1.0]),
+        ([-1e300, np.float32(3e38)], ["reward_too_large"] * 2),
+        ([1e15, -(10**15)], [1e15, -1e15]),
         ([1.0], ["reward_wrong_count"] * 2),
         ([1.0] * 3, ["reward_wrong_count"] * 2),
         ([], ["reward_wrong_count"] * 2),
@@ -400,11 +421,16 @@ FAILURES = [
     ("forgets", ["reward_none"] * 3, "returned None", "return statement"),
     ("partly", ["scored", "reward_none", "reward_nan"], "None", ""),
     ("too_few", ["reward_wrong_count"] * 3, "2 rewards came back for 3 completions", ""),
-    ("wrong_type", ["reward_wrong_type"] * 3, "'1.0' (str) is not a number", ""),
+    ("wrong_type", ["reward_wrong_type"] * 3, "'1.0' (str), which is not a number", ""),
     ("a_number", ["reward_wrong_type"] * 3, "list of 3 numbers", ""),
     ("needs", ["reward_raised"] * 3, "it needs solution, which is no column of the task; there are: answer", ""),
     ("leaves", ["reward_raised"] * 3, "SystemExit: 3", "mine.py:"),
     ("raises_later", ["reward_raised"] * 3, "ValueError: later", "mine.py:"),
+    ("interrupts", ["reward_raised"] * 3, "KeyboardInterrupt (", "mine.py:"),
+    ("half_a_character", ["reward_raised"] * 3, r"ValueError: bad \ud800 text", "mine.py:"),
+    ("ends_everything", ["reward_raised"] * 3, "End: its text cannot be had (RuntimeError)", "mine.py:"),
+    ("interrupts_later", ["reward_raised"] * 3, "KeyboardInterrupt: later", "mine.py:"),
+    ("cancels_itself", ["reward_raised"] * 3, "CancelledError: mine", "mine.py:"),
 ]
 
 
@@ -440,14 +466,70 @@ def _load(file: Path, name: str) -> Callable[..., Any]:
     return space[name]
 
 
+def test_an_interrupt_in_a_task_of_an_async_function_ends_no_other_call(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import asyncio\n"
+        "async def inner():\n    raise KeyboardInterrupt('inner')\n"
+        "async def outer(completions):\n    await asyncio.gather(inner())\n"
+        "async def other(completions):\n    await asyncio.sleep(0.5)\n    return [1.0] * len(completions)\n"
+    )
+
+    async def main() -> None:
+        scorer = RewardScorer(from_file(path, "outer", "other"))
+        outer, other = scorer._parts
+        try:
+            both = await asyncio.gather(
+                *(part.ask(part.job(PROMPT, episodes("a")), Effort()) for part in (outer, other))
+            )
+        finally:
+            await scorer.close()
+        (failed,), values = both
+        assert (
+            isinstance(failed, Failure)
+            and failed.reason == "reward_raised"
+            and "KeyboardInterrupt: inner" in failed.detail
+        )
+        assert values == [1.0]
+
+    asyncio.run(main())
+
+
+def test_what_one_call_prints_is_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, log = tmp_path / "mine.py", tmp_path / "rewards.log"
+    path.write_text("def loud(completions):\n    print('x' * 1_000_000)\n    return [1.0] * len(completions)\n")
+    assert rewards(run(RewardScorer(from_file(path, "loud"), log=log), "a")) == [1.0]
+    assert log.read_text().count("x") == LOG
+    assert (
+        "headrace: the reward loud printed 1,000,001 characters in one call; 800,001 of them are left out"
+        in log.read_text()
+    )
+
+    async def later(completions: list[str]) -> list[float]:
+        return loud(completions)
+
+    def loud(completions: list[str]) -> list[float]:
+        print("x" * 1_000_000)
+        return [1.0] * len(completions)
+
+    for function in (loud, later):
+        assert rewards(run(RewardScorer(RewardConfig(), [function]), "a")) == [1.0]
+        print("y" * 2 * SCREEN)  # by others, it is shown
+        shown = capsys.readouterr()
+        assert shown.out.count("x") == SCREEN and shown.out.count("y") == 2 * SCREEN
+        assert f"headrace: the reward {function.__name__} printed 1,000,001 characters in one call" in shown.err
+
+
 def test_a_sum_that_lacks_a_part_is_no_reward(file: Path) -> None:
     config = RewardConfig(functions=(RewardSpec(f"{file}:exact"), RewardSpec(f"{file}:partly", weight=0.0)))
     assert reasons(score(config, "4", "4", "4")) == ["scored", "reward_none", "reward_nan"]
 
 
 def test_a_sum_that_overflows_is_no_reward() -> None:
-    scorer = RewardScorer(RewardConfig(), [lambda completions: [1e308], lambda completions: [1e308]])
-    assert reasons(run(scorer, "a")) == ["reward_nan"]
+    scorer = RewardScorer(RewardConfig(), [lambda completions: [6e14], lambda completions: [5e14]])
+    (failed,) = run(scorer, "a")
+    assert isinstance(failed, Failure) and failed.reason == "reward_too_large"
+    assert "the weighted sum of reward = 6e+14, reward#2 = 5e+14 is 1.1e+15" in failed.detail
 
 
 # --- a function that never returns, or dies ----------------------------------------------------------------------------

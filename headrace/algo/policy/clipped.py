@@ -10,8 +10,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.constants import ClipHigh, ClipLow
-from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
+from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import ConfigDict
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[["Tokens", "Tensor"], "TokenLoss"]
 """(tokens, old [M]) -> TokenLoss"""
-
-STRICT = ConfigDict(extra="forbid")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
+from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.constants import Cap, Delta, Penalty
-from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, binary_kl, log_ratio, ratio_of
+from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.policy.constants import Penalty, Tau
-from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, unclipped
+from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:
     from torch import Tensor

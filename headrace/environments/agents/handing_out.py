@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from headrace.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayR
 from headrace.environments.kinds import ADDRESS_FILE
 from headrace.errors import RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.rewards import Unusable, number_of
 from headrace.types import Prompt
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
@@ -178,8 +178,9 @@ class Desk:
         flat = dict(_flat(rewards))
         if self._alone and not flat:
             raise Refused(400, "no reward is given; send reward, rewards by name, or failed with the reason")
-        if wrong := [name for name, value in flat.items() if not math.isfinite(value)]:
-            raise Refused(400, f"the reward {wrong[0]} is not a finite number")
+        for name, value in flat.items():
+            if isinstance(number := number_of(value), Unusable):
+                raise Refused(400, f"the reward {name} {number.said}")
         return rewards
 
 

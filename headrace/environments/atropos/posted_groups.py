@@ -10,13 +10,13 @@ text: that of a rollout, and behind it at most the end of the turn.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headrace.environments.atropos.open_rollouts import OpenRollout, digest_of
 from headrace.environments.atropos.trajectory_bodies import MASKED, PostedGroup
+from headrace.rewards import Unusable, number_of
 
 Written = Callable[[Sequence[int]], str]
 
@@ -89,8 +89,8 @@ class Sequences:
 
 def _problem(rollout: OpenRollout, tokens: Sequence[int], mask: Sequence[int], score: float) -> tuple[str, str] | None:
     """Returns the reason and the detail for which a sequence that was found cannot be trained."""
-    if not math.isfinite(score):
-        return "environment_reward", f"its score is {score}, not a finite number"
+    if isinstance(number := number_of(score), Unusable):
+        return "environment_reward", f"its score {number.said}"
     if len(mask) != len(tokens):
         return "environment_reward", f"{len(mask)} numbers of its mask for {len(tokens)} tokens"
     trained = [place for place, number in enumerate(mask) if number != MASKED]

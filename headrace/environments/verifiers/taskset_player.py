@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -36,6 +35,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from headrace.rewards import Unusable, number_of
 
 SETTINGS = ("name", "options", "max_turns", "held_out", "seeds", "memory", "tokenizer")
 """The taskset and the environment's config; the turns of an agent that names no number of them; the tasks that are held out; whether
@@ -124,9 +125,9 @@ class TasksetPlayer:
 
 def _rewards(trace: Any) -> dict[str, float]:
     rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
-    if wrong := [name for name, value in rewards.items() if not math.isfinite(value)]:
-        said = f"the reward {wrong[0]} is {rewards[wrong[0]]}, not a finite number"
-        raise Failed(said, reason="environment_reward")
+    for name, value in rewards.items():
+        if isinstance(number := number_of(value), Unusable):
+            raise Failed(f"the reward {name} {number.said}", reason="environment_reward")
     return rewards
 
 

@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
-from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
+from headrace.observe.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
 from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import check_if_imported, use_settings
 
@@ -58,7 +58,9 @@ def main(arguments: list[str]) -> None:
     )
     sender.send(pack(loaded))
     if not settings["check"]:
-        asyncio.run(_serve(orders, sender, function, settings))
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            run_to_end(loop, loop.create_task(_serve(orders, sender, function, settings)))
 
 
 async def _serve(orders: BinaryIO, sender: FrameSender, function: Any, settings: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ PROBLEM = "problem"
 """The key of a message with the result of a tool that says why there is none: `malformed`, `unknown_tool`, `wrong_arguments`, `raised`
 or `timeout`. No chat template sees it."""
 
-Rewards = dict[str, float | str]
-"""Rewards by name; text in place of what is no number."""
+Rewards = dict[str, float]
+"""Rewards by name."""
 
 
 class WrittenCall(Struct, frozen=True, kw_only=True):

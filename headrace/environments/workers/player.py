@@ -26,7 +26,10 @@ from headrace.environments.workers.episode_frames import (
 from headrace.environments.workers.step_driver import StepDriver, check_columns, is_stepped
 from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
 from headrace.environments.workers.tools import Toolbox, in_thread, is_async
+from headrace.errors import encodable
+from headrace.observe.health.user_prints import LOG, bounded_prints
 from headrace.playing import Resumes
+from headrace.rewards import Unusable, number_of
 from headrace.settings.user_code import one_line, traceback_of
 
 _owner: ContextVar[int] = ContextVar("headrace_rollout", default=-1)
@@ -96,16 +99,18 @@ class Player:
         )
         rewards: Rewards | None = None
         failure: Failure | None = None
+        name = self._function.__name__
         try:
-            rewards = read_rewards(self._function.__name__, await self._called(agent, order))
-        except asyncio.CancelledError:
-            failure = Failure("environment_cancelled")  # nobody reads it: who cancels knows why
+            with bounded_prints(f"the environment {name}", LOG):
+                rewards = read_rewards(name, await self._called(agent, order))
         except MemoryError as error:
             failure = Failure("environment_memory", one_line(error), traceback_of(error))
         except _NoReward as error:
             failure = Failure("environment_reward", str(error))
         except BaseException as error:
             failure = Failure("environment_raised", one_line(error), traceback_of(error))
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                failure = Failure("environment_cancelled")  # nobody reads it: who cancels knows why
         del self._tasks[order.id]
         self._send(RolloutDone(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
 
@@ -169,6 +174,9 @@ class _Waits:
             self._current.cancel()
 
 
+_WANTED = "It returns a number, or a dict of rewards by name"
+
+
 class _NoReward(Exception):
     """The function returned something else than rewards."""
 
@@ -176,25 +184,16 @@ class _NoReward(Exception):
 def read_rewards(name: str, result: object) -> Rewards:
     """Returns rewards by name: a number alone has the name of the function."""
     if isinstance(result, Mapping):
-        return {str(key): _number(value) for key, value in result.items()}
-    if isinstance(value := _number(result), float):
-        return {name: value}
-    said = "None: is its return statement missing?" if result is None else value
-    raise _NoReward(f"{name} returned {said} It returns a number, or a dict of rewards by name")
+        return {encodable(str(key)): _number(f"the reward {key}", value) for key, value in result.items()}
+    if result is None:
+        raise _NoReward(f"{name} returned None: is its return statement missing? {_WANTED}")
+    return {name: _number("its reward", result)}
 
 
-def _number(value: object) -> float | str:
-    if hasattr(value, "item") and not isinstance(value, (int, float)):  # NumPy and torch
-        try:
-            value = value.item()
-        except Exception:
-            return repr(value)[:60]
-    if not isinstance(value, (bool, int, float)):
-        return repr(value)[:60]
-    try:
-        return float(value)
-    except OverflowError:
-        return repr(value)[:60]
+def _number(what: str, value: object) -> float:
+    if isinstance(number := number_of(value), Unusable):
+        raise _NoReward(f"{what} {number.said}. {_WANTED}")
+    return number
 
 
 def arguments(function: Callable[..., Any], offered: Mapping[str, Any], *, agent: bool = True) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded, ToolAnswered
 from headrace.environments.workers.tools import Toolbox
+from headrace.errors import encodable
 
 Message = dict[str, Any]
 
@@ -142,7 +143,7 @@ class AsyncAgent:
 
     def reward(self, name: str, value: float) -> None:
         """Gives this agent's last turn a reward of its own. That of a role is recorded as `role.name`."""
-        self._tell(Rewarded(self._id, str(name), float(value), self.name))
+        self._tell(Rewarded(self._id, encodable(str(name)), float(value), self.name))
 
     async def _answer(self, call: CalledTool) -> Message:
         if call.id in self._results:

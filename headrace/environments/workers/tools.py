@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -14,6 +15,9 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from headrace.errors import encodable
+from headrace.settings.user_code import said_by
 
 Schema = dict[str, Any]
 Answer = tuple[str, str]
@@ -59,7 +63,7 @@ class Toolbox:
         try:
             async with asyncio.timeout(self._seconds or None) as clock:
                 result = await (tool(**arguments) if is_async(tool) else self._in_thread(tool, arguments))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 return f"error: {name} took more than {self._seconds:g} s", "timeout"
             if isinstance(error, MemoryError):  # it may be another rollout that has taken the memory
@@ -68,9 +72,10 @@ class Toolbox:
         return self._clipped(result if isinstance(result, str) else repr(result)), ""
 
     def _raised(self, name: str, error: BaseException) -> Answer:
-        return self._clipped(f"error: {name} failed: {type(error).__name__}: {error}"), "raised"
+        return self._clipped(f"error: {name} failed: {type(error).__name__}: {said_by(error)}"), "raised"
 
     def _clipped(self, text: str) -> str:
+        text = encodable(text)
         more = len(text) - self._characters
         return text if more <= 0 else f"{text[: self._characters]} ... ({more:,} characters more)"
 
@@ -94,9 +99,11 @@ def in_thread(work: Callable[[], Any], name: str) -> asyncio.Future[Any]:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
 
+    context = contextvars.copy_context()
+
     def run() -> None:
         try:
-            result, error = work(), None
+            result, error = context.run(work), None
         except BaseException as raised:
             result, error = None, raised
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now

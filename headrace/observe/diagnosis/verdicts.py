@@ -13,7 +13,7 @@ from headrace.observe.numbers.choices import POOLS, Choices
 from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
 from headrace.observe.numbers.state import RunState
-from headrace.observe.texts import counted, number, percent, plural, with_error
+from headrace.observe.texts import counted, number, percent, plural, reward_text, with_error
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 
@@ -51,7 +51,7 @@ def held_out(state: RunState) -> Verdict:
     change = after.reward_mean - before.reward_mean
     # This treats the two as independent; they share prompts, so the true error of the difference is smaller.
     error = math.hypot(before.reward_sem, after.reward_sem)
-    value = f"{before.reward_mean:.3f} → {after.reward_mean:.3f}"
+    value = f"{reward_text(before.reward_mean)} → {reward_text(after.reward_mean)}"
     when = "" if after.phase == "after" else f" at step {after.step}"
     detail = f"{with_error(change, error).replace('-', '−') if change < 0 else '+' + with_error(change, error)}{when}"
     detail += f", {measured_on(after)}"
@@ -164,7 +164,7 @@ def prompts(state: RunState) -> Verdict:
     assert chosen.distance is not None, "no prompt was chosen"
     said = [f"drawn (offered): {', '.join(pool_shares(chosen))}"]
     if chosen.rewards:
-        said.append("mean reward of their last groups {:.3f} ({:.3f})".format(*chosen.rewards))
+        said.append("mean reward of their last groups {} ({})".format(*map(reward_text, chosen.rewards)))
     if chosen.effective:
         said.append(
             f"as uneven as {chosen.effective:.0f} equally likely prompts, of {chosen.known}; one at most {chosen.most} times"

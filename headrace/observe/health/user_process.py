@@ -338,3 +338,11 @@ def obey_until_end(read: Callable[[], Any], obey: Callable[[Any], object]) -> No
         os._exit(0)
 
     threading.Thread(target=run, daemon=True).start()
+
+
+def run_to_end(loop: asyncio.AbstractEventLoop, awaited: asyncio.Future[Any]) -> None:
+    """Runs the loop until `awaited` is done. A KeyboardInterrupt or SystemExit of one of the user's tasks reaches whoever awaits that task, and
+    asyncio lets it out of the loop as well: it must not end all other tasks."""
+    while not awaited.done():
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            loop.run_until_complete(awaited)

@@ -31,7 +31,8 @@ class Growing:
     def put(self, place: int, value: Any) -> None:
         """Sets the element at `place`. Elements between the end and `place` become zeros."""
         self._make_room(place + 1)
-        self._room[place] = value
+        with np.errstate(over="ignore"):  # metrics of a version without `headrace.rewards` may hold any number
+            self._room[place] = value
         self._count = max(self._count, place + 1)
 
     def extend(self, values: np.ndarray) -> None:

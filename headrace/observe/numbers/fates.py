@@ -41,7 +41,10 @@ class Histogram:
         mean = self.mean
         if mean is None or self.count < 2:
             return math.nan
-        return sum(n * (value - mean) ** 2 for value, n in self.counts.items()) / (self.count - 1)
+        squares = (
+            n * (value - mean) * (value - mean) for value, n in self.counts.items()
+        )  # infinite where `**` would raise
+        return sum(squares) / (self.count - 1)
 
 
 class Sieve:

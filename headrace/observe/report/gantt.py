@@ -12,7 +12,7 @@ from headrace.observe.numbers.engine_use import EngineSpan
 from headrace.observe.numbers.measures import train_seconds
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.draw.axes import clock_ticks
-from headrace.observe.texts import duration, number, percent, short_time
+from headrace.observe.texts import duration, number, percent, reward_text, short_time
 
 LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
 """Lane -> top and height."""
@@ -160,7 +160,7 @@ def _naps(state: RunState) -> Iterable[str]:
 
 def _others(state: RunState) -> Iterable[str]:
     for one in state.evals:
-        tip = f"held-out reward {one.phase}\n{one.reward_mean:.3f} in {short_time(one.seconds)}"
+        tip = f"held-out reward {one.phase}\n{reward_text(one.reward_mean)} in {short_time(one.seconds)}"
         yield _bar(one.t - one.seconds, one.t, lane="other", name="evals", tip=tip)
     for saved in state.checkpoints[-MAX_BARS:]:
         tip = f"checkpoint of step {saved.step}\n{saved.error or short_time(saved.seconds)}"

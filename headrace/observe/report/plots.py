@@ -14,7 +14,7 @@ from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
 from headrace.observe.report.lag_charts import kl_by_lag, lag_class, lag_name
 from headrace.observe.report.sieves import lengths, solve_rates
-from headrace.observe.texts import number, percent, plural, short_time
+from headrace.observe.texts import number, percent, plural, reward_text, short_time, with_error
 
 POSITIVE = (0.0, math.inf)
 SHARE = (0.0, 1.0)
@@ -120,12 +120,14 @@ def reward(data: ReportData) -> str:
 
 def _reward_tip(one: Bin) -> str:
     lines = [
-        f"drawn {one.mean(lambda row: row.reward_drawn):.3f}",
-        f"trained {one.mean(lambda row: row.reward_mean):.3f} ± {one.mean(lambda row: row.reward_std):.3f}",
+        f"drawn {reward_text(one.mean(lambda row: row.reward_drawn))}",
+        f"trained {with_error(one.mean(lambda row: row.reward_mean), one.mean(lambda row: row.reward_std))}",
     ]
     names = sorted({name for row in one.rows for name in row.components})
     if len(names) > 1:
-        lines += [f"{name} {one.mean(lambda row, n=name: row.components.get(n, math.nan)):.3f}" for name in names]  # type: ignore[misc]
+        for name in names:
+            mean = one.mean(lambda row, name=name: row.components.get(name, math.nan))  # type: ignore[misc]
+            lines.append(f"{name} {reward_text(mean)}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.page import THEME, document
-from headrace.observe.texts import duration, number, percent
+from headrace.observe.texts import duration, number, percent, reward_text
 
 COLOURS = ("c1", "c2", "c3", "c4", "c5")
 """The classes of the runs' curves, so at most five runs."""
@@ -55,7 +55,7 @@ def final_numbers(run: ComparedRun) -> dict[str, str]:
     total = state.shares.total
     engine, trainer = measures.idle_shares(state)
     measured = [one for one in state.evals if one.prompts and math.isfinite(one.reward_mean)]
-    held_out = [f"{one.reward_mean:.3f} ± {one.reward_sem:.3f}" for one in measured]
+    held_out = [f"{reward_text(one.reward_mean)} ± {reward_text(one.reward_sem)}" for one in measured]
     return {
         "state": run.life,
         "steps": f"{state.step:,} of {state.started.steps:,}" if state.started else "–",

@@ -18,7 +18,7 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
 from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
 from headrace.observe.screen.members import line_of
-from headrace.observe.texts import bar, counted, number, percent, plural, sparkline, with_error
+from headrace.observe.texts import bar, counted, number, percent, plural, reward_text, sparkline, with_error
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120
@@ -146,7 +146,7 @@ def reward(state: RunState) -> list[Text]:
         recent = measures.recent_reward(state)
         assert recent is not None
         curve = sparkline([row.reward_drawn for row in state.rows], CURVE)
-        parts = [Text(f"{recent:.3f} ", "bold").append(curve, "green")]
+        parts = [Text(f"{reward_text(recent)} ", "bold").append(curve, "green")]
     before, since = before_and_after(state)
     for name, one in (("before", before), ("now", since)):
         if one:

@@ -32,7 +32,18 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.screen.members import absences
-from headrace.observe.texts import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
+from headrace.observe.texts import (
+    bar,
+    clip,
+    counted,
+    duration,
+    number,
+    percent,
+    plural,
+    reward_text,
+    short_time,
+    sparkline,
+)
 
 WIDTH = 100
 """Columns at most."""
@@ -99,7 +110,7 @@ def _learned(table: Table, state: RunState) -> None:
     if state.rows:
         rewards = [row.reward_drawn for row in state.rows]
         curve = Text(sparkline(rewards, 40), "green")
-        _more(table, "Reward, drawn", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
+        _more(table, "Reward, drawn", curve.append(f"  {reward_text(rewards[0])} → {reward_text(rewards[-1])}", ""))
 
 
 def _planned(table: Table, state: RunState) -> None:

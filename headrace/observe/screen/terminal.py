@@ -32,7 +32,7 @@ from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.observe.screen.live import WIDTH, frame, padded
 from headrace.observe.screen.surface import REFRESH, open_screen
-from headrace.observe.texts import clip, duration, number, percent, plural, short_time, with_error
+from headrace.observe.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
 
 
 class Header:
@@ -206,7 +206,7 @@ def step_line(row: StepRow, state: RunState) -> str:
     trainer_idle, left = measures.recent_trainer_idle(state), measures.seconds_left(state)
     parts = [
         f"step {report.version}/{state.started.steps if state.started else '?'}",
-        f"reward {row.reward_drawn:.3f}",
+        f"reward {reward_text(row.reward_drawn)}",
         f"lag {max(row.lags, default=0)}",
         f"entropy {number(report.entropy)}",
         f"grad {number(report.grad_norm)}",

@@ -75,4 +75,4 @@ def _standard_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return math.dist(values, [mean] * len(values)) / math.sqrt((len(values) - 1) * len(values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,9 @@ def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: f
     )
     rewards = [one.reward for group in groups for one in group.scored]
     mean = sum(rewards) / len(rewards)
-    std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+    std = math.dist(rewards, [mean] * len(rewards)) / math.sqrt(
+        len(rewards)
+    )  # `dist` overflows to infinity, `**` raises
     return StepTrained(
         t=t,
         report=report,

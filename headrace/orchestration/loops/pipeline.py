@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from headrace.batches import Group
+from headrace.batches import Failure, Group
 from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.orchestration.loop_plan import LoopPlan
@@ -40,6 +40,7 @@ from headrace.orchestration.loops.outcomes import rolled_of, step_fact
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.reports import TrainReport, differing
+from headrace.rewards import usable
 from headrace.rollouts.staleness import judge
 
 _REMEDIES = {
@@ -249,6 +250,11 @@ class Pipeline:
         return report
 
     def _judge(self, group: Group) -> Group | None:
+        # A group of an earlier process may hold what was no failure in its version of headrace.
+        if failed := next((one for one in map(usable, group.scored) if isinstance(one, Failure)), None):
+            self._warn(f"the finished group {group.ticket} is dropped ({failed.reason}): {failed.detail}")
+            self._parts.ledger.ended(rolled_of(group), "dropped", failed.reason)
+            return None
         judged = judge(group, self.step, self._plan.staleness)
         if judged is None:
             self._parts.ledger.ended(rolled_of(group), "dropped", "overdue")

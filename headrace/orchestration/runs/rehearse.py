@@ -58,6 +58,7 @@ from headrace.reports import Finding, Sight
 from headrace.scoring.extract import Extractor
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.types import Completion, Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
@@ -207,6 +208,7 @@ async def _task_and_reward(
     found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs, *, needs_reward: bool = True
 ) -> None:
     several = f", {config.name}" if found.config.adapters else ""
+    found.notes += [f"{config.name}: {remark}" if several else remark for remark in rate_remarks(config)]
     with found.part():
         _own_functions(config.algo)
         found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
@@ -18,21 +18,21 @@ from headrace.scoring.extract import Extract
 from headrace.scoring.parts.segmenting import Form
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.secrets import check_token, read_token
+from headrace.settings.strict import LONGEST_NAME, STRICT
 
-_STRICT = ConfigDict(extra="forbid")
 LABELS = string.ascii_uppercase
 """Names of the completions that a judge ranks; more cannot be ranked at once."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EndpointConfig:
     """The settings that services and judges share."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)
     """The name of its reward, in journals and reports."""
     url: str
     """The address that is asked (http or https)."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """The weight of its reward in the sum; negative for a penalty."""
     concurrency: int = Field(default=16, gt=0)
     """Requests in progress at once; others wait, without a slot of the engine."""
@@ -89,7 +89,7 @@ class EndpointConfig:
         return check_token(token, f"token_env of {self.name} ({self.token_env})")
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ServiceConfig(EndpointConfig):
     """An HTTP service that gives rewards."""
 
@@ -130,7 +130,7 @@ def step_problems(name: str, one: _Stepwise) -> Iterator[str]:
         yield f'{name}: form = "{one.form}" needs segments, the text that ends a step; set it, or remove form'
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class JudgeConfig(EndpointConfig):
     """A language model that judges, behind a server with OpenAI's chat API (`url` ends before `/chat/completions`)."""
 
@@ -142,9 +142,9 @@ class JudgeConfig(EndpointConfig):
     """score: each completion gets a number from `low` to `high`, which becomes a reward from 0 to 1. rank: the judge sees all completions of
     a group and orders them. compare: it sees two at a time. The reward of the last two is the share of the others that a completion is
     better than; a tie counts half."""
-    low: float = Field(default=0.0, allow_inf_nan=False)
+    low: float = 0.0
     """score: the lowest number."""
-    high: float = Field(default=10.0, allow_inf_nan=False)
+    high: float = 10.0
     """score: the highest number."""
     max_tokens: int = Field(default=512, gt=0)
     """Tokens that the judge may write. A judge that thinks needs thousands."""

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid")
+from headrace.settings.strict import LONGEST_NAME, STRICT
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class RouteConfig:
     """The prompts that a teacher takes: those of rows whose `column` holds one of `values`."""
 
@@ -25,11 +25,11 @@ class RouteConfig:
         return self.column in columns and columns[self.column] in self.values
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TeacherConfig:
     """One `[[teachers]]` table."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)
     """The teacher's name in journals and reports; with mode = "text", the name of its reward."""
     path: str = ""
     """A directory that `transformers` loads, a known model, or a hub id. Empty if the student teaches itself."""
@@ -44,7 +44,7 @@ class TeacherConfig:
     """tokens: the teacher gives the log-prob of every sampled token, and of its `algo.distill.k` most probable ones if
     the algorithm compares those; it must have the student's vocabulary. text: it gives one number for a whole
     completion, as a reward; any vocabulary."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """text: its weight in the reward's sum."""
     system: str = ""
     """text: the system message before the prompt."""

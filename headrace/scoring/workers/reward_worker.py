@@ -18,7 +18,8 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
-from headrace.observe.health.user_process import FrameSender, obey_until_end, take_pipes
+from headrace.observe.health.user_prints import LOG
+from headrace.observe.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
 from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import check_if_imported, use_settings
 from headrace.scoring.job import LoadedReward, call, call_async, is_async
@@ -59,20 +60,20 @@ def _serve(inbox: queue.SimpleQueue[Call], answers: FrameSender, functions: Func
     """Runs plain functions one after the other in the main thread, and async ones concurrently in a loop of another thread."""
     loop = asyncio.new_event_loop()
     if any(map(is_async, functions)):
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        threading.Thread(target=run_to_end, args=(loop, loop.create_future()), daemon=True).start()
     while True:
         received = inbox.get()
         function = functions[received.function]
         if is_async(function):
             asyncio.run_coroutine_threadsafe(_answer_later(answers, received, function), loop)
         else:
-            values = call(function, received.job)
+            values = call(function, received.job, LOG)
             sys.stdout.flush()
             answers.send(pack(Reply(received.id, values)))
 
 
 async def _answer_later(answers: FrameSender, received: Call, function: Callable[..., Any]) -> None:
-    answers.send(pack(Reply(received.id, await call_async(function, received.job, received.timeout))))
+    answers.send(pack(Reply(received.id, await call_async(function, received.job, received.timeout, LOG))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import threading
 from collections import Counter
@@ -12,17 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.observe.health.patience import within
-from headrace.scoring.job import ScoringJob, Values, call, call_async, too_late
-from headrace.scoring.trl import TrlReward
+from headrace.scoring.job import ScoringJob, Values, call, call_async, name_of, too_late
 
 _numbers = itertools.count(1)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    inner = function.function if isinstance(function, TrlReward) else function
-    inner = inner.func if isinstance(inner, functools.partial) else inner
-    name = getattr(inner, "__name__", type(inner).__name__)
-    return "reward" if name == "<lambda>" else name
 
 
 class ThreadPool:
