@@ -16,7 +16,7 @@ from headrace.models.known_models import KNOWN_MODELS
 from headrace.scoring.config import BUILTIN, IN_SANDBOX
 from headrace.scoring.extract import last_number
 
-PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "input", "query")
+PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "conversations", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response")
 """Names of columns that are looked for, the likeliest first."""
 HELD_OUT = 64
@@ -83,8 +83,9 @@ def _kind_of(data: str) -> str:
     path = Path(data).expanduser()
     if path.is_dir():
         return "datasets"
-    if path.suffix in (".parquet", ".jsonl", ".json"):
-        return "parquet" if path.suffix == ".parquet" else "jsonl"
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if kind := {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv"}.get(suffix):
+        return kind
     return "jsonl" if path.is_file() else "reasoning_gym"
 
 
