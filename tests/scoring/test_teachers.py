@@ -259,7 +259,7 @@ def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt
     )
 
 
-def written(messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+def written(messages: Sequence[dict[str, Any]], prompt: Prompt = PROMPT) -> tuple[int, ...]:
     """The teacher's template: its tokens of each message between 1 and 2, and 1 for the turn that is opened. Tools need a call."""
     if any("tool_calls" not in before for before, one in pairwise(messages) if one["role"] == "tool"):
         raise ConfigError("no call")

@@ -180,6 +180,7 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         encoder = await asyncio.to_thread(ChatEncoder, model_dir)
         task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
+        found.notes += await asyncio.to_thread(task.remarks)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None
