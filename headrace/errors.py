@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class HeadraceError(Exception):
     """The base of all exceptions that headrace raises on purpose. The command line prints the message without a traceback."""
@@ -77,3 +80,9 @@ def _leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
     return [error]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns `; did you mean x?` with names that are similar; empty if none is."""
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.errors import ConfigError
+from headrace.chat.rendering import ROLES
+from headrace.errors import ConfigError, nearest
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -60,6 +61,19 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ConfigError(f"a part of a message is of type {part.get('type')}; only text is served")
     return "".join(part["text"] for part in content)
+
+
+def role_problem(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Says which message has a role that is none; empty if each has one. Templates write any role, and the model has never seen it."""
+    for place, message in enumerate(messages, 1):
+        if (role := message.get("role")) not in ROLES:
+            return f"message {place} has the role {role}{nearest(str(role), ROLES)}; there are {', '.join(ROLES)}"
+    return ""
+
+
+def begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the begin of an answer, which a completion continues."""
+    return bool(messages) and messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
 
 
 def uses_tools(messages: Sequence[Message]) -> bool:

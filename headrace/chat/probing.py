@@ -26,17 +26,24 @@ _CALLING: dict[str, Any] = {
 }
 
 
-def format_of(render: Render, whose: str) -> CallFormat:
-    """Raises ConfigError where the template shows no tools, or writes calls as no format here does. `whose`: it, in the sentence."""
+def tools_problem(render: Render, whose: str) -> str:
+    """Says why the template shows no tools; empty if it does. `whose`: it, in the sentence."""
     try:
         offered = render([_ASKING], _TOOLS)
     except Exception as error:  # a template is a program of the model's author
-        raise ConfigError(f"the chat template of {whose} refuses tools: {error}") from None
-    if _TOOL not in offered:
-        raise ConfigError(
-            f"the chat template of {whose} does not show tools to the model; use a model whose template does, or write them into a "
-            "system message and read the calls from the text"
-        )
+        return f"the chat template of {whose} refuses tools: {error}"
+    if _TOOL in offered:
+        return ""
+    return (
+        f"the chat template of {whose} does not show tools to the model; use a model whose template does, or write them into a "
+        "system message and read the calls from the text"
+    )
+
+
+def format_of(render: Render, whose: str) -> CallFormat:
+    """Raises ConfigError where the template shows no tools, or writes calls as no format here does. `whose`: it, in the sentence."""
+    if problem := tools_problem(render, whose):
+        raise ConfigError(problem)
     try:
         written = render([_ASKING, _CALLING], _TOOLS)
     except Exception as error:

@@ -12,23 +12,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.chat.formats import HERMES, CallFormat
-from headrace.chat.messages import Tool, described
+from headrace.chat.messages import Tool, begins_answer, described
 from headrace.chat.reading import CallReader, read_calls
+from headrace.chat.rendering import TemplateUse
 from headrace.chat.streamed_text import StreamedText
 from headrace.environments.config import ToolPlace
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
 from headrace.errors import ConfigError
+from headrace.models.control_tokens import Written
 from headrace.playing import Agent
 from headrace.types import Completion
 
 Message = Mapping[str, Any]
+
+NO_ARGUMENTS: Mapping[str, Any] = {}
+ROW = TemplateUse()
+"""Nothing beside what the row asks."""
 
 
 class TurnEncoder(Protocol):
@@ -37,11 +43,21 @@ class TurnEncoder(Protocol):
     @property
     def call_format(self) -> CallFormat: ...
 
-    def encode_messages(
-        self, messages: Sequence[Message], tools: Sequence[Message] = ()
-    ) -> tuple[str, tuple[int, ...]]: ...
+    def argument_problem(self, names: Iterable[str]) -> str: ...
 
-    def written_messages(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        arguments: Mapping[str, Any] = ...,
+        continues: bool | None = None,
+    ) -> Written: ...
+
+    def encode(self, written: Written) -> tuple[int, ...]: ...
+
+    def written_messages(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), arguments: Mapping[str, Any] = ...
+    ) -> str: ...
 
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
 
@@ -75,11 +91,14 @@ class Conversation:
         tools: ToolPlace,
         role: str = "",
         stops: Sequence[str] = (),
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> None:
         """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described. `role`: the
-        agent that replies, if the rollout has several. `stops`: strings that end a completion and are left out of the reply's text."""
+        agent that replies, if the rollout has several. `stops`: strings that end a completion and are left out of the reply's text.
+        `arguments`: those of the row for the chat template."""
         self._agent, self._encoder, self._system, self._place, self._role = agent, encoder, system, tools, role
         self._stops = tuple(stops)
+        self._arguments = self._all_arguments = dict(arguments)
         self._past: list[_Past] = []
         self._as_calls = False
         """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
@@ -110,18 +129,23 @@ class Conversation:
         tools: Sequence[Message] | None,
         most: int = 0,
         stream: TurnStream | None = None,
+        asked: TemplateUse = ROW,
     ) -> ChatReply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before. `most`: the most tokens of the
-        answer; 0: rollout.max_tokens. `stream`: follows the answer while it is sampled.
+        answer; 0: rollout.max_tokens. `stream`: follows the answer while it is sampled. `asked`: of the template.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
+        if problem := self._encoder.argument_problem(asked.arguments) if asked.arguments else "":
+            raise ConfigError(problem)
+        self._all_arguments = {**self._arguments, **asked.arguments}
         self._tools = self._tools if tools is None else tools
         format = self._format() if self._tools else None
         added = new if self._past else [*self._front(new), *new]
         given = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
-        text, glue = self._rendered(given)
+        continues = begins_answer(given) if asked.continues is None else asked.continues
+        written, glue = self._rendered(given, continues)
         fresh = glue is None
-        context = self._encoder.encode_completion(text if glue is None else glue, False)
+        context = self._encoder.encode(written if glue is None else glue)
         if (limit := self._agent.cut_off(context, fresh=fresh, after=self.last)) and not self.limit_said:
             self.limit_said = True
             return ChatReply(over=limit)
@@ -146,7 +170,8 @@ class Conversation:
             heard=stream.heard if stream else None,
         )
         self.last, self.tokens = done, (*before, *context, *done.tokens)
-        self._keep(given, text, done, replies[-1])
+        begun = str(given.pop()["content"]) if continues else ""
+        self._keep(given, written.text, done, replies[-1], begun)
         return replies[-1]
 
     def _front(self, new: Sequence[Message]) -> list[Message]:
@@ -155,38 +180,39 @@ class Conversation:
 
     # -- rendering --------------------------------------------------------------------------------------------------------
 
-    def _rendered(self, given: Sequence[Message]) -> tuple[str, str | None]:
+    def _rendered(self, given: Sequence[Message], continues: bool) -> tuple[Written, Written | None]:
         """Returns the text of the conversation with `given` behind it, and its part behind the path; None if it does not extend the
         path."""
         if self._as_calls or all(one.sampled == one.parsed for one in self._past):
-            return self._as_given(given)
+            return self._as_given(given, continues)
         with contextlib.suppress(ConfigError):
-            text, behind = self._as_given(given)
+            written, behind = self._as_given(given, continues)
             if behind is not None:
-                return text, behind
+                return written, behind
         self._as_calls = True
-        return self._as_given(given)
+        return self._as_given(given, continues)
 
-    def _as_given(self, given: Sequence[Message]) -> tuple[str, str | None]:
-        text, _ = self._encoder.encode_messages(*self._shown(given))
+    def _as_given(self, given: Sequence[Message], continues: bool) -> tuple[Written, Written | None]:
+        written = self._encoder.write(*self._shown(given), continues=continues)
         if self._as_calls and "tool_calls" in self._past[-1].parsed:
-            return text, self._behind_calls(text)
-        return text, text[len(self._text) :] if self._text and text.startswith(self._text) else None
+            return written, self._behind_calls(written)
+        extends = self._text and written.text.startswith(self._text)
+        return written, written.behind(len(self._text)) if extends else None
 
-    def _behind_calls(self, text: str) -> str | None:
+    def _behind_calls(self, written: Written) -> Written | None:
         """The part of the text behind the path, where the last reply is written as calls: it follows the end of that reply."""
         answered, end = self._encoder.written_messages(*self._shown(())), self._end
         place = answered.rfind(end, len(self._opened)) if end else -1
-        if place < 0 or not answered.startswith(self._opened) or not text.startswith(answered):
+        if place < 0 or not answered.startswith(self._opened) or not written.text.startswith(answered):
             return None
-        return text[place + (len(end) if self._text.endswith(end) else 0) :]
+        return written.behind(place + (len(end) if self._text.endswith(end) else 0))
 
-    def _shown(self, given: Sequence[Message]) -> tuple[list[Message], Sequence[Message]]:
-        """The arguments of the template: messages and tools."""
+    def _shown(self, given: Sequence[Message]) -> tuple[list[Message], Sequence[Message], Mapping[str, Any]]:
+        """Messages, tools and arguments of the template."""
         past = [one.parsed if self._as_calls else one.sampled for one in self._past]
         if self._place == "template":
-            return [*past, *given], described(msgspec.convert(list(self._tools), list[Tool]))
-        return with_tools([*past, *given], self._tools), ()
+            return [*past, *given], described(msgspec.convert(list(self._tools), list[Tool])), self._all_arguments
+        return with_tools([*past, *given], self._tools), (), self._all_arguments
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 
@@ -218,20 +244,22 @@ class Conversation:
         self._calls += 1
         return f"call{self._calls:05d}"  # Mistral's templates want nine letters and digits
 
-    def _keep(self, given: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
+    def _keep(self, given: Sequence[Message], text: str, done: Completion, reply: ChatReply, begun: str) -> None:
+        """`begun`: the begin of the answer that was given. Template and reply write it as one message."""
         last = done.tokens[-1:]
         ended = self._encoder.has_ended(done)
-        content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
+        begun = begun if text.endswith(begun) else begun.rstrip()  # templates trim it
+        content = begun + self._encoder.written(done.tokens[:-1] if ended else done.tokens)
         self._past += [_Past(one, one) for one in given]
-        sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply)
+        sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply, begun)
         self._past.append(_Past(sampled, parsed if "tool_calls" in parsed else sampled))
         self._opened, self._text = text, text + self._encoder.written(done.tokens)
         self._end = self._encoder.written(last if ended else self._encoder.encode_completion("", True))
 
 
-def _as_message(reply: ChatReply) -> dict[str, Any]:
+def _as_message(reply: ChatReply, begun: str = "") -> dict[str, Any]:
     """The reply as a message in OpenAI's form, with the arguments of calls as objects, as chat templates expect them."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    message: dict[str, Any] = {"role": "assistant", "content": begun + reply.text}
     calls = [
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
         for one in reply.calls

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from headrace.chat.rendering import arguments_of
 from headrace.environments.config import EnvironmentConfig
 from headrace.environments.conversation import Conversation, TurnEncoder
 from headrace.environments.kinds import LIBRARIES
@@ -138,7 +139,14 @@ class FunctionEnvironment:
         return _Listener(agent, self._talk, self._was_given, TurnLog(agent) if self._keeps else None)
 
     def _talk(self, agent: Agent, role: str) -> Conversation:
-        return Conversation(agent, self._encoder, system=self._system, tools=self._config.tools, role=role)
+        return Conversation(
+            agent,
+            self._encoder,
+            system=self._system,
+            tools=self._config.tools,
+            role=role,
+            arguments=arguments_of(self._prompt.columns),
+        )
 
     def _was_given(self) -> None:
         self._given = True

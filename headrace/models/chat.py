@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from headrace.chat.formats import CallFormat
-from headrace.chat.probing import format_of
-from headrace.errors import ConfigError
+from headrace.chat.messages import begins_answer, role_problem
+from headrace.chat.probing import format_of, tools_problem
+from headrace.chat.rendering import Rendering
+from headrace.errors import ConfigError, nearest
+from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.endings import Endings, endings_of
 from headrace.models.resolve import resolve_model
 from headrace.models.tokenizer import load_tokenizer
@@ -21,6 +25,8 @@ SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
 
+NONE: Mapping[str, Any] = {}
+
 
 class ChatEncoder:
     """Encodes prompts once, before they are sampled from, and decodes completions for rewards (C5)."""
@@ -29,7 +35,14 @@ class ChatEncoder:
         """Raises ConfigError if `model_dir` holds no tokenizer that can be loaded."""
         self.directory = Path(model_dir)
         self._tokenizer = load_tokenizer(self.directory)
+        self._rendering = Rendering()
         self._special: SpecialTokens = "show"
+
+    def using(self, rendering: Rendering) -> ChatEncoder:
+        """Returns an encoder with the same tokenizer and template, which uses the template so."""
+        other = copy.copy(self)
+        other._rendering = rendering
+        return other
 
     def with_special_tokens(self, special: SpecialTokens) -> ChatEncoder:
         """Returns an encoder of the same tokenizer, which shows or hides special tokens in the text that it decodes."""
@@ -52,52 +65,119 @@ class ChatEncoder:
     def call_format(self) -> CallFormat:
         """The format in which the model writes tool calls. Raises ConfigError if the template shows it no tools."""
         self._check_template()
-        return format_of(lambda messages, tools: self._rendered(messages, tools, opened=False), str(self.directory))
+        return format_of(self._probe, str(self.directory))
+
+    @cached_property
+    def shows_tools(self) -> str:
+        """The reason why the template shows the model no tools; empty if it does."""
+        return tools_problem(self._probe, str(self.directory))
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The values of the template's variables that the run sets (`task.template`)."""
+        return self._rendering.arguments
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables of the template that a task, a row or a request may set."""
+        return template_variables(self._tokenizer)
+
+    def argument_problem(self, names: Iterable[str]) -> str:
+        """Says which of these arguments the template does not read; empty if it reads all."""
+        self._check_template()
+        unknown = sorted(set(names) - self.variables)
+        if not unknown:
+            return ""
+        known = f"it reads {', '.join(sorted(self.variables))}" if self.variables else "it reads none"
+        return (
+            f"{unknown[0]} is no argument of the chat template of {self.directory}{nearest(unknown[0], self.variables)}; {known}. "
+            "Others would change nothing: remove it"
+        )
 
     def encode_messages(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = NONE,
+        continues: bool | None = None,
     ) -> tuple[str, tuple[int, ...]]:
-        """Returns the conversation as the template writes it, with the assistant's turn opened, and its tokens.
+        """Returns what `write` does as text, and its tokens."""
+        written = self.write(messages, tools, arguments, continues)
+        return written.text, self.encode(written)
 
-        `tools`: as `headrace.chat.messages.described` returns them, for a template that has a `call_format`. Raises ConfigError if there
-        is no template, or the template refuses the messages.
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = NONE,
+        continues: bool | None = None,
+    ) -> Written:
+        """Returns the conversation as the template writes it, with the assistant's turn opened.
+
+        `tools`: as `headrace.chat.messages.described` returns them, for a template that shows them. `arguments`: values of its variables,
+        beside those of the run. `continues`: whether the last message is the begin of the answer, instead of a turn that is over; None: it is
+        if the assistant says it. Raises ConfigError if there is no template, or the template refuses the messages.
         """
         self._check_template()
+        if problem := role_problem(messages):
+            raise ConfigError(problem)
+        if continues is None:
+            continues = begins_answer(messages)
         try:
-            text = self._rendered(messages, tools, opened=True)
+            return self._rendered(messages, tools, arguments, opened=not continues, continues=continues)
         except Exception as error:  # a template is a program of the model's author and may raise anything
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(
-                f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}{self._remedy(messages, tools)}"
-            ) from None
-        # The template has already written the special tokens: adding them again would double the start token.
-        return text, self._tokens(text, add_special_tokens=False)
+            raise ConfigError(self._refused(messages, tools, arguments, error, continues)) from None
 
-    def _remedy(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """A change of the messages with which the template accepts them, as the end of a sentence; empty if none is known."""
+    def _refused(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        error: Exception,
+        continues: bool,
+    ) -> str:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        said = f"the chat template of {self.directory} refuses messages with the roles {roles}: {error}"
 
         def accepts(changed: Sequence[Message], tools: Sequence[Mapping[str, Any]] = tools) -> bool:
             try:
-                self._rendered(changed, tools, opened=True)
+                self._rendered(changed, tools, arguments, opened=not continues, continues=continues)
             except Exception:  # as above
                 return False
             return bool(changed)
 
-        joined = [
-            one for one, before in zip(messages, [{}, *messages], strict=False) if one.get("role") != before.get("role")
-        ]
+        pairs = zip(messages, [{}, *messages], strict=False)
+        joined = [one for one, before in pairs if one.get("role") != before.get("role")]
         system = [one for one in messages if one.get("role") != "system"]
         if len(joined) < len(messages) and accepts(joined):
-            return ". It wants users and assistants to take turns: make one message of those that follow each other with the same role"
+            return f"{said}. It wants users and assistants to take turns: make one message of those that follow each other with the same role"
         if len(system) < len(messages) and accepts(system):
-            return ". It has no system role: put that text (task.system) into the first question"
+            return f"{said}. It has no system role: put that text (task.system) into the first question"
         if tools and accepts(messages, ()):
-            return '. It shows no tools: set environment.tools = "hermes", which writes them into the system message'
-        return ""
+            return f'{said}. It shows no tools: set environment.tools = "hermes", which writes them into the system message'
+        if continues:
+            return f"{said}. The last message is one of the assistant, which the answer continues; some templates cannot begin an answer so"
+        return said
 
-    def written_messages(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Returns the conversation as the template writes it, without opening another turn. For messages that `encode_messages` accepts."""
-        return self._rendered(messages, tools, opened=False)
+    def encode(self, written: Written) -> tuple[int, ...]:
+        """Returns the tokens of what `write` returned, or of a part of it. The template has already written the special tokens: adding
+        them again would double the start token."""
+        if written.plain:
+            return self._control_tokens.encode(written)
+        return self._tokens(written.text, add_special_tokens=False)
+
+    def specials_in(self, messages: Sequence[Message]) -> set[str]:
+        """Returns the texts of control tokens that messages hold, and that do not become these tokens."""
+        return set() if self._rendering.allows_specials else self._control_tokens.found(messages)
+
+    def written_messages(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = NONE,
+    ) -> str:
+        """Returns the conversation as the template writes it, without opening another turn. For messages that `write` accepts."""
+        return self._rendered(messages, tools, arguments).text
 
     def _check_template(self) -> None:
         if not self.has_template:
@@ -106,13 +186,46 @@ class ChatEncoder:
                 "task.chat = false and write prompts as plain text"
             )
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, opened: bool) -> str:
-        return self._tokenizer.apply_chat_template(
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer, lambda messages: self._applied(messages, (), {}))
+
+    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return self._applied(messages, tools, NONE)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        opened: bool = False,
+        continues: bool = False,
+    ) -> Written:
+        everything = {**self._rendering.arguments, **arguments}
+        if self._rendering.allows_specials:
+            return Written(self._applied(messages, tools, everything, opened=opened, continues=continues))
+        hidden, shown, known, values = self._control_tokens.hidden(messages, tools, everything)
+        return hidden.shown(self._applied(shown, known, values, opened=opened, continues=continues))
+
+    def _applied(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        *,
+        opened: bool = False,
+        continues: bool = False,
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=list(tools or ()) or None,  # templates ask whether there are tools, and an empty list is one for some
             add_generation_prompt=opened,
+            continue_final_message=continues,
             tokenize=False,
+            **arguments,
         )
+        return text
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of plain text, with the special tokens that the tokenizer adds (usually a start token). A start token that the text
@@ -177,6 +290,22 @@ class ChatEncoder:
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def template_variables(tokenizer: Any) -> frozenset[str]:
+    """Returns the variables that the chat template of a tokenizer reads, without those that transformers sets."""
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template = tokenizer.chat_template or {}
+    sources = template.values() if isinstance(template, dict) else [template]
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
+    own |= {"messages", *tokenizer.special_tokens_map}
+    read: set[str] = set()
+    for source in sources:
+        environment = _compile_jinja_template(source).environment
+        read |= meta.find_undeclared_variables(environment.parse(source)) - set(environment.globals)
+    return frozenset(read - own)
 
 
 async def open_model(path: str, special: SpecialTokens = "show") -> tuple[Path, ChatEncoder]:

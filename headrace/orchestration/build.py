@@ -53,6 +53,7 @@ from headrace.scoring.parts.segmenting import Decode
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
+from headrace.tasks.prompts import RemarkedTask
 from headrace.tasks.read import Row
 from headrace.types import Prompt
 from headrace.weight_sync.delta.watch import DeltaWatch
@@ -313,8 +314,9 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
 def build_environment(
     config: RunConfig, encoder: ChatEncoder, log: Path | None = None, sites: Sites = HERE
 ) -> EnvironmentKind:
-    """`log` receives what the code of the environment prints; `sites`: the machines on which functions and libraries run. Raises ConfigError if it cannot be loaded."""
+    """`encoder`: of the model. `log` receives what the code of the environment prints; `sites`: the machines on which functions and libraries run. Raises ConfigError if it cannot be loaded."""
     environment, system = config.environment, config.task.system
+    encoder = encoder.using(config.task.rendering)
     if not environment.in_processes:
         return environment_kind(environment.kind)
     alone, rollout = not config.reward.given and not config.teachers, config.rollout
@@ -359,8 +361,9 @@ def build_environment(
     return open_handing_out(environment, encoder, **settings, directory=log.parent)
 
 
-def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:
+def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> RemarkedTask:
     """`rows`: the rows that were passed from Python, if any."""
+    encoder = encoder.using(config.rendering)
     match config.kind:
         case "reasoning_gym":
             from headrace.tasks.reasoning_gym import ReasoningGymTask

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.config import AlgoConfig
+from headrace.chat.rendering import arguments_of, tools_of
 from headrace.config import RunConfig, teacher_engine
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError, first_error
@@ -74,7 +75,7 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
             f"{error}. To make a trained run a teacher, run two commands: headrace train CONFIG, then "
             f"headrace export RUN --to {teacher.path}"
         ) from None
-    own = ChatEncoder(directory)
+    own = ChatEncoder(directory).using(config.task.rendering)
     if teacher.mode == "text":
         if config.environment.turns > 1 and not own.has_template:
             raise ConfigError(
@@ -383,10 +384,12 @@ def _text_teacher(
     def encode_prompt(prompt: Prompt) -> tuple[int, ...]:
         if not encoder.has_template:
             return encoder.encode_text(prompt.text)
-        return encoder.encode_messages(messages_of(prompt, task.prompt, system))[1]
+        shown = messages_of(prompt, task.prompt, system), tools_of(prompt.columns), arguments_of(prompt.columns)
+        return encoder.encode_messages(*shown)[1]
 
-    def encode_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return encoder.encode_messages(with_system(messages, config.system))[1]
+    def encode_messages(messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
+        shown = with_system(messages, config.system), (), arguments_of(prompt.columns)
+        return encoder.encode_messages(*shown)[1]
 
     return TextTeacher(
         name=config.name,

@@ -247,11 +247,11 @@ def _template(files: ModelFiles, turns: bool) -> Iterator[Finding]:
         )
         if not _accepts(files, *roles)
     ]
-    if "strftime_now" in files.encoder.template:
+    if "strftime_now" in files.encoder.template and "date_string" not in files.encoder.arguments:
+        said = "the template writes the date of the day into prompts, so that a run that goes on tomorrow has other prompts"
+        known = "date_string" in files.encoder.variables
         yield Finding(
-            "date",
-            "remark",
-            "the template writes the date of the day into prompts, so that a run that goes on tomorrow has other prompts",
+            "date", "remark", said + ('; task.template = { date_string = "1 Jan 2026" } fixes it' if known else "")
         )
     yield Finding("roles", "agrees", f"the template refuses {', '.join(refused)}" if refused else "all are accepted")
     first = [{"role": "user", "content": QUESTION}]

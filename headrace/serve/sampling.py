@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace.chat.messages import described, for_template, uses_tools
+from headrace.chat.rendering import with_effort
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
 from headrace.web.errors import Refused
-from headrace.web.unserved import offered_tools, refuse_strict, refuse_unserved, stops
+from headrace.web.unserved import continues_last, offered_tools, refuse_strict, refuse_unserved, stops
 
 
 def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
@@ -115,11 +116,24 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     refuse_strict(tools)
     if tools or uses_tools(body.messages):
         _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
-    _, prompt = serving.encoder.encode_messages(for_template(body.messages), described(tools))
+    given = for_template(body.messages), described(tools), _arguments(serving, body)
+    _, prompt = serving.encoder.encode_messages(*given, continues_last(body))
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else 0
     most = _room(serving, prompt) if most is None else most
     return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
+
+
+def _arguments(serving: Serving, body: Chat) -> dict[str, Any]:
+    """Returns the template's arguments. Raises Refused for one that it does not read."""
+    given = body.chat_template_kwargs or {}
+    arguments = with_effort(given, body.reasoning_effort, serving.encoder.variables)
+    if arguments is None:
+        said = f"reasoning_effort = {body.reasoning_effort} is not served: the chat template does not know it; leave it out"
+        raise Refused(400, said, "unsupported_parameter")
+    if given and (problem := serving.encoder.argument_problem(given)):
+        raise Refused(400, f"chat_template_kwargs: {problem}", "unsupported_parameter")
+    return arguments
 
 
 def _requests(

@@ -39,6 +39,8 @@ MEANINGS: dict[str, Meaning] = {
     "input_key": Meaning("OpenRLHF", "task.prompt"),
     "label_key": Meaning("OpenRLHF", "task.answer"),
     "apply_chat_template": Meaning("OpenRLHF", "task.chat"),
+    "chat_template_kwargs": Meaning("TRL", "task.template"),
+    "apply_chat_template_kwargs": Meaning("verl", "task.template"),
     "system_prompt": Meaning("several libraries", "task.system"),
     # the reward
     "reward_funcs": Meaning("TRL", "reward.function", 'as "path/to/file.py:name"; several are reward.functions'),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.chat.rendering import Rendering
 from headrace.settings.strict import STRICT
 
 # Settings that belong to some kinds only, as they are when nobody set them.
@@ -18,10 +19,10 @@ _OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": T
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TaskConfig:
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python", "seeds"]
-    """The source of prompts: endless procedural problems, or rows of a file (JSON lines, Parquet, or a directory saved
-    by `datasets`). `headrace.train` writes `python` for rows that it was passed (`dataset=`). seeds: endless prompts that
-    have a seed and no question, for environments that make their own first message (docs/libraries.md)."""
+    kind: Literal["reasoning_gym", "jsonl", "csv", "parquet", "datasets", "python", "seeds"]
+    """The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
+    names of columns in its first line), Parquet, or a directory saved by `datasets`. `headrace.train` writes `python` for rows that it was
+    passed (`dataset=`). seeds: endless prompts that have a seed and no question, for environments that make their own first message (docs/libraries.md)."""
     name: str = ""
     """reasoning_gym: the family of problems, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -33,12 +34,18 @@ class TaskConfig:
     held_out_path: str = ""
     """A file of rows for evaluation only. If empty, `held_out` rows of `path` are used: the last ones after shuffling."""
     prompt: str = "prompt"
-    """The column with the prompt: a string, or a list of messages {role, content}."""
+    """The column with the prompt: a string, or a list of messages {role, content} (docs/rows.md)."""
     answer: str = "answer"
     """The column with the right answer, shown in few-shot `examples`. Reward functions receive every column in any
     case."""
     chat: bool = True
     """Whether the model's chat template is applied. If false, the prompt is used as it is."""
+    template: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as { enable_thinking = false }, wherever it is used. A row's column
+    `chat_template_kwargs` goes before them."""
+    specials_in_text: Literal["plain", "allow"] = "plain"
+    """The meaning of a special token's text in a message, such as <|im_end|>: plain: it is text, so that no row and no tool can end a turn;
+    allow: it becomes the token."""
     system: str = ""
     """A system message before the prompt."""
     examples: int = Field(default=0, ge=0)
@@ -75,7 +82,17 @@ class TaskConfig:
                 "task.system and task.examples are turns of a chat, but task.chat = false; set task.chat = true or write them "
                 "into the prompts"
             )
+        if not self.chat and (self.template or self.specials_in_text != "plain"):
+            raise ValueError(
+                "task.template and task.specials_in_text belong to the chat template, but task.chat = false; set task.chat = true or "
+                "remove them: a plain prompt is used as it is, with its special tokens"
+            )
         return self
+
+    @property
+    def rendering(self) -> Rendering:
+        """The use of chat templates."""
+        return Rendering(arguments=self.template, allows_specials=self.specials_in_text == "allow")
 
     @property
     def source(self) -> str:

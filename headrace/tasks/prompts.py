@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import difflib
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from headrace.chat.messages import begins_answer
+from headrace.chat.rendering import ARGUMENTS, TOOLS, arguments_of, tools_of
 from headrace.errors import ConfigError
+from headrace.protocols import Task
 from headrace.tasks.config import TaskConfig
+from headrace.tasks.conversations import Message, last_user
 from headrace.types import Prompt
-
-Message = dict[str, str]
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
 """Names of arguments of reward functions that are not columns."""
 
 
+class RemarkedTask(Task, Protocol):
+    """A task that the rehearsal asks for what a person should know about its prompts."""
+
+    def remarks(self) -> Sequence[str]:
+        """Returns sentences on prompts that work, but perhaps not as intended."""
+
+
 class Encoder(Protocol):
     """The part of `chat.ChatEncoder` that tasks use."""
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, tuple[int, ...]]: ...
+    @property
+    def shows_tools(self) -> str: ...
+
+    def argument_problem(self, names: Iterable[str]) -> str: ...
+
+    def specials_in(self, messages: Sequence[Mapping[str, Any]]) -> set[str]: ...
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> tuple[str, tuple[int, ...]]: ...
 
     def encode_text(self, text: str) -> tuple[int, ...]: ...
 
@@ -31,11 +48,13 @@ class PromptMaker:
     """Makes prompts: puts the system message and the solved examples before a question, and encodes them."""
 
     def __init__(self, config: TaskConfig, encoder: Encoder, examples: Sequence[tuple[str, str]] = ()) -> None:
-        """`examples`: pairs of question and answer."""
+        """`examples`: pairs of question and answer. Raises ConfigError for a template's argument that the template does not know."""
         self._chat, self._encoder = config.chat, encoder
         self._front: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
         for question, answer in examples:
             self._front += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        if config.template and (problem := encoder.argument_problem(config.template)):
+            raise ConfigError(f"task.template: {problem}")
 
     def make(self, id: str, question: str | list[Message], columns: dict[str, Any], chat: str = "") -> Prompt:
         """`question`: the user's text, or a whole conversation, which the column `chat` holds as well. The prompt's text is the last
@@ -43,40 +62,57 @@ class PromptMaker:
         if not self._chat:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        messages = _messages(question)
         try:
-            _, tokens = self._encoder.encode_messages([*self._front, *messages])
+            given = [*self._front, *messages], tools_of(columns), arguments_of(columns)
+            _, tokens = self._encoder.encode_messages(*given)
         except ConfigError as error:  # the template refuses it
             raise ConfigError(f"prompt {id}: {error}") from None
         return Prompt(id, last_user(messages), tokens, columns, chat)
 
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises ConfigError for tools and arguments of a row that the template would leave out without a word."""
+        if not self._chat:
+            return
+        if tools_of(columns) and (problem := self._encoder.shows_tools):
+            raise ConfigError(f"{problem}. Or rename the column {TOOLS}, if it is for the reward alone")
+        if (names := arguments_of(columns)) and (problem := self._encoder.argument_problem(names)):
+            raise ConfigError(f"the column {ARGUMENTS}: {problem}")
 
-def last_user(messages: Sequence[Message]) -> str:
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return asked[-1] if asked else messages[-1]["content"]
+    def remarks(self, questions: Iterable[tuple[str | list[Message], Mapping[str, Any]]] = ()) -> list[str]:
+        """Returns sentences on prompts that are used in another way than one may expect. `questions`: with the columns of each."""
+        if not self._chat:
+            return []
+        held, specials, begun, rows = set(self._encoder.specials_in(self._front)), 0, list[str](), 0
+        for question, columns in questions:
+            rows += 1
+            messages = _messages(question)
+            beside = {"role": "", "content": [columns.get(TOOLS), columns.get(ARGUMENTS)]}
+            found = self._encoder.specials_in([*messages, beside])
+            held, specials = held | found, specials + bool(found)
+            begun += [messages[-1]["content"]] if begins_answer(messages) else []
+        return [*_of_specials(held, specials, rows), *_of_begun(begun, rows)]
 
 
-def prompt_problem(value: Any, config: TaskConfig) -> str:
-    """Says what is wrong with the value of a prompt column; empty if nothing is."""
-    if isinstance(value, str):
-        return "" if value else "is empty"
-    if not isinstance(value, list):
-        return f"is {_kind(value)}; a prompt is a string or a list of messages {{role, content}}"
-    if not value:
-        return "is an empty list of messages"
-    if not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    ):
-        return "is a list with something else than messages {role: text, content: text}"
-    if not config.chat:
-        return "is a list of messages, which need the chat template; set task.chat = true, or give plain strings"
-    if value[0]["role"] == "system" and (config.system or config.examples):
-        return "begins with a system message of its own; remove it, or task.system and task.examples"
-    return ""
+def _messages(question: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": question}] if isinstance(question, str) else question
 
 
-def _kind(value: Any) -> str:
-    return "empty (null)" if value is None else f"of type {type(value).__name__}"
+def _of_specials(held: set[str], count: int, rows: int) -> Iterator[str]:
+    if held:
+        where = f"{count} of {rows} rows hold" if count else "task.system or an example holds"
+        yield (
+            f"{where} the text of special tokens ({', '.join(sorted(held)[:5])}), which the model reads as text; set "
+            'task.specials_in_text = "allow" if they are meant as tokens'
+        )
+
+
+def _of_begun(begun: Sequence[str], rows: int) -> Iterator[str]:
+    if begun:
+        yield (
+            f"{len(begun)} of {rows} prompts end with a message of the assistant (the first: {begun[0]!r:.40}), which the policy "
+            "continues; the reward reads only what it adds. Where these are finished answers, remove them from the rows"
+        )
 
 
 def jsonable(value: Any) -> Any:
@@ -111,12 +147,6 @@ def _whole_text(text: str) -> str:
     except UnicodeEncodeError:
         raise TypeError("text with half of a surrogate pair has no place in UTF-8") from None
     return text
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns `; did you mean x?` with names that are similar; empty if none is."""
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def seed_from(*parts: object) -> int:

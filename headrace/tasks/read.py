@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, nearest
 from headrace.settings.extras import absent
-from headrace.tasks.prompts import nearest
 
 Row = dict[str, Any]
+
+_PACKED = (
+    (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+    (b"\xfd7zXZ", "xz", "unxz"),
+    (b"BZh", "bzip2", "bunzip2"),
+    (b"PK\x03\x04", "zip", "unzip"),
+)
+"""The first bytes of files that no package here unpacks, and the programs that do."""
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
 def read_rows(kind: str, path: str) -> list[Row]:
@@ -23,7 +33,9 @@ def read_rows(kind: str, path: str) -> list[Row]:
         )
     match kind:
         case "jsonl":
-            return _jsonl(source)
+            return _of_text(source, kind)
+        case "csv":
+            return _of_text(source, kind)
         case "parquet":
             return _parquet(source)
         case "datasets":
@@ -32,32 +44,109 @@ def read_rows(kind: str, path: str) -> list[Row]:
             raise AssertionError(kind)
 
 
-def _jsonl(path: Path) -> list[Row]:
+def _of_text(path: Path, kind: str) -> list[Row]:
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; task.kind = jsonl needs a file with one JSON object a line")
-    rows = []
+        what = "one JSON object a line" if kind == "jsonl" else "the names of columns in its first line"
+        raise ConfigError(f"{path} is a directory; task.kind = {kind} needs a file with {what}")
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_json_line(line, f"{path}:{number}"))
+        with _opened(path) as file:
+            return _csv(file, path) if kind == "csv" else _json(file, path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text ({error}); save it as UTF-8, or set task.kind to what it is"
         ) from None
-    return rows
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path} cannot be unpacked ({error}); copy the whole file again") from None
 
 
-def _json_line(line: str, where: str) -> Row:
+def _opened(path: Path) -> TextIO:
+    """Opens a file of text, unpacked if it is packed by gzip. Raises ConfigError for other formats that its first bytes tell."""
+    with path.open("rb") as file:
+        first = file.read(8)
+    if first.startswith(_PARQUET):
+        raise ConfigError(f"{path} is a Parquet file; set task.kind = parquet")
+    for begin, how, unpack in _PACKED:
+        if first.startswith(begin):
+            raise ConfigError(f"{path} is packed by {how}; unpack it ({unpack} {path.name}) and name what comes out")
+    if first.startswith(_GZIP):
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _json(file: TextIO, path: Path) -> list[Row]:
+    """Reads one object a line, or one array of objects."""
+    begin = ""
+    while not begin and (line := file.readline()):
+        begin = line.strip()
+    file.seek(0)
+    if begin.startswith("["):
+        return _array(file.read(), path)
+    lines = enumerate(file, 1)
+    return [_json_line(line, f"{path}:{number}", path) for number, line in lines if line.strip()]
+
+
+def _array(text: str, path: Path) -> list[Row]:
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: not valid JSON ({error}); it begins as an array, which must hold one object for each row"
+        ) from None
+    return [_object(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+
+
+def _json_line(line: str, where: str, path: Path) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error}); every line must be one JSON object") from None
+        raise ConfigError(
+            f"{where}: not valid JSON ({error}); every line must be one JSON object{_other_text(path)}"
+        ) from None
+    return _object(row, where)
+
+
+def _object(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise ConfigError(
             f'{where}: a JSON {type(row).__name__} where an object with columns is needed, such as {{"prompt": "..."}}'
         )
     return row
+
+
+def _other_text(path: Path) -> str:
+    """The remedy for a text that is no JSON lines, if it can be told."""
+    if ".csv" in path.suffixes or ".tsv" in path.suffixes:
+        return ", or set task.kind = csv"
+    try:
+        with _opened(path) as file:
+            whole = json.load(file)
+    except ValueError:
+        return ""
+    lists = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
+    return f". The file is one object; save its list ({' or '.join(lists)}) alone as a JSON array" if lists else ""
+
+
+def _csv(file: TextIO, path: Path) -> list[Row]:
+    csv.field_size_limit((1 << 31) - 1)
+    mark = "\t" if ".tsv" in path.suffixes else ","
+    table = csv.reader(file, delimiter=mark, strict=True)
+    try:
+        names = next(table, [])
+        if names and names[0].lstrip().startswith(("{", "[")):
+            raise ConfigError(f"{path} begins with JSON and not with the names of columns; set task.kind = jsonl")
+        if len(names) == 1 and ";" in names[0]:
+            raise ConfigError(f"{path} has semicolons between its columns; save it with commas, or as .tsv with tabs")
+        rows = []
+        for values in table:
+            if values and len(values) != len(names):
+                raise ConfigError(
+                    f"{path}:{table.line_num}: {len(values)} values for {len(names)} columns ({', '.join(names)}); put values that "
+                    "hold the separator between double quotes"
+                )
+            rows += [dict(zip(names, values, strict=True))] if values else []
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{table.line_num}: not valid CSV ({error}); save it again as CSV") from None
+    return rows
 
 
 def _parquet(path: Path) -> list[Row]:
@@ -104,6 +193,7 @@ def kind_of(data: str) -> str:
     path = Path(data).expanduser()
     if path.is_dir():
         return "datasets"
-    if path.suffix in (".parquet", ".jsonl", ".json"):
-        return "parquet" if path.suffix == ".parquet" else "jsonl"
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if kind := {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv"}.get(suffix):
+        return kind
     return "jsonl" if path.is_file() else "reasoning_gym"

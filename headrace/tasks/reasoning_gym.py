@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, nearest
 from headrace.settings.extras import absent
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.prompts import (
@@ -17,7 +17,6 @@ from headrace.tasks.prompts import (
     checked_cursor,
     digest_of,
     jsonable,
-    nearest,
     seed_from,
     take,
 )
@@ -58,6 +57,9 @@ class ReasoningGymTask:
 
     def held_out(self, count: int) -> list[Prompt]:
         return take(self._held, count)
+
+    def remarks(self) -> list[str]:
+        return self._maker.remarks()
 
     def state(self) -> dict[str, Any]:
         return {"next": self._next, "source": self._source}

@@ -6,11 +6,14 @@ Rows are drawn epoch after epoch, each time in a new order.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.chat.rendering import ARGUMENTS, TOOLS
+from headrace.errors import ConfigError, nearest
 from headrace.tasks.config import TaskConfig
+from headrace.tasks.conversations import prompt_of
 from headrace.tasks.prompts import (
     RESERVED,
     Encoder,
@@ -18,14 +21,15 @@ from headrace.tasks.prompts import (
     checked_cursor,
     digest_of,
     jsonable,
-    nearest,
-    prompt_problem,
     take,
 )
 from headrace.tasks.read import read_rows
 from headrace.types import Prompt
 
 Row = dict[str, Any]
+
+_SEEN = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that TRL shows to models that see or hear."""
 
 
 class RowsTask:
@@ -47,6 +51,11 @@ class RowsTask:
         self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
         train, held, shown = self._split()
         self._maker = PromptMaker(config, encoder, [self._solved(index) for index in shown])
+        self._apart = [row for _, row in held] if config.held_out_path else []
+        for path, rows in ((config.source, self._rows), (config.held_out_path, self._apart)):
+            for number, row in enumerate(rows, 1):
+                with _about(f"{path}, row {number}:"):
+                    self._maker.check(row)
         self._held = [self._prompt(f"held-out/{index}", row) for index, row in held]
         self._train = train
         self._epoch = self._place = 0
@@ -62,6 +71,10 @@ class RowsTask:
 
     def held_out(self, count: int) -> list[Prompt]:
         return take(self._held, count)
+
+    def remarks(self) -> list[str]:
+        rows = [*self._rows, *self._apart]
+        return [*self._maker.remarks((row[self._config.prompt], row) for row in rows), *_unread(rows, self._config)]
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "place": self._place, "source": self._source}
@@ -162,9 +175,34 @@ def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) 
             f"{where}: the column {taken[0]} has a name that reward functions need for something else; rename it"
         )
     plain = plain_row(row, where)
-    if problem := prompt_problem(plain[config.prompt], config):
-        raise ConfigError(f"{where}: the prompt in column {config.prompt} {problem}")
-    return plain
+    if seen := [name for name in _SEEN if plain.get(name)]:
+        raise ConfigError(
+            f"{where}: the column {seen[0]} is for models that see or hear, and nothing of it would reach this one; remove the column, or "
+            "rename it if it is for the reward alone"
+        )
+    with _about(f"{where}: the prompt in column {config.prompt}"):
+        return plain | {config.prompt: prompt_of(plain[config.prompt], config)}
+
+
+@contextmanager
+def _about(subject: str) -> Iterator[None]:
+    """Gives a ConfigError its subject."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{subject} {error}") from None
+
+
+def _unread(rows: Sequence[Row], config: TaskConfig) -> Iterator[str]:
+    """Sentences on columns that mean something elsewhere."""
+    columns = {name for row in rows for name in row}
+    if pair := [name for name in ("chosen", "rejected") if name in columns and name != config.prompt]:
+        yield (
+            f"the columns {' and '.join(pair)} are given to the reward and not trained: preferences are formed from what the policy itself "
+            "writes (docs/algorithms.md)"
+        )
+    if not config.chat and (shown := [name for name in (TOOLS, ARGUMENTS) if name in columns]):
+        yield f"the column {shown[0]} is for the chat template, and task.chat = false: only the reward is given it"
 
 
 def plain_row(row: Mapping[str, Any], where: str) -> Row:

@@ -29,6 +29,9 @@ class SeedsTask:
     def held_out(self, count: int) -> list[Prompt]:
         return take(self._held, count)
 
+    def remarks(self) -> list[str]:
+        return self._maker.remarks()
+
     def state(self) -> dict[str, Any]:
         return {"next": self._next, "source": self._source}
 

@@ -122,6 +122,14 @@ class Chat(Drawing, kw_only=True):
     functions: list[Any] | None = None
     function_call: Any = None
     response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """Given to a chat template that knows it; `none` turns thinking off in one that has enable_thinking."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template, as vLLM and SGLang have them."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """Left out: unless the answer continues the last message."""
     modalities: list[str] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None

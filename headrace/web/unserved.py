@@ -55,6 +55,21 @@ def offered_tools(body: Chat) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
+def continues_last(body: Chat) -> bool:
+    """Whether the answer continues the last message. Raises Refused for fields that do not fit together."""
+    if not body.continue_final_message:
+        if body.add_generation_prompt is False:
+            said = "add_generation_prompt = false is served with continue_final_message = true only; leave it out"
+            raise Refused(400, said, "unsupported_parameter")
+        return False
+    if body.add_generation_prompt:
+        raise Refused(400, "continue_final_message and add_generation_prompt exclude each other; leave one out")
+    last = body.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise Refused(400, "continue_final_message needs a last message of the assistant with text; leave it out")
+    return True
+
+
 def refuse_strict(tools: Sequence[Tool]) -> None:
     for tool in tools:
         if tool.function.strict:

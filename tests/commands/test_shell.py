@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ import pytest
 from fact_stream import write_run
 
 from headrace import cli
+from headrace.commands.training.starter import look_at
 from headrace.config import load_config
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
@@ -238,3 +240,16 @@ def test_bash_completes_commands_flags_runs_and_settings(runs: Path, tmp_path: P
 def test_zsh_and_fish_have_scripts_of_their_own(capsys: pytest.CaptureFixture[str], shell: str, words: str) -> None:
     code, out = said(capsys, "completion", shell)
     assert code == 0 and words in out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.csv", "csv"), ("a.tsv", "csv"), ("a.csv.gz", "csv"), ("a.json", "jsonl"), ("a.jsonl.gz", "jsonl")],
+)
+def test_init_knows_a_file_by_its_name(tmp_path: Path, name: str, kind: str) -> None:
+    mark = "\t" if ".tsv" in name else ","
+    text = f"question{mark}answer\n2 + 2?{mark}4\n" if kind == "csv" else '[{"conversations": "2 + 2?", "answer": "4"}]'
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    found = look_at(str(tmp_path / name))
+    assert (found.kind, found.rows, found.numeric) == (kind, 1, True)
+    assert found.prompt == ("question" if kind == "csv" else "conversations")

@@ -397,7 +397,7 @@ def test_both_ways_of_loading_a_tokenizer_agree(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = save_tokenizer(tmp_path)
-    messages = [{"role": "user", "content": "7, 8 . <|end|> é"}]
+    messages = [{"role": "user", "content": "7, 8 . é"}]
     expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(messages, add_generation_prompt=True)
     assert list(ChatEncoder(directory).encode_messages(messages)[1]) == list(expected["input_ids"])
 

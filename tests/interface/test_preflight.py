@@ -15,6 +15,7 @@ from test_endings import LLAMA
 from tiny_run import tiny_config
 
 import headrace
+from headrace.chat.rendering import Rendering
 from headrace.cli import main
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.chat import ChatEncoder
@@ -199,6 +200,13 @@ def test_a_template_that_writes_the_date_is_remarked_on(tmp_path: Path) -> None:
     found = looked_at(save_weights(save_tokenizer(tmp_path, dated)))["date"]
     assert found.verdict == "remark" and "tomorrow" in found.text
     assert "date" not in looked_at(sound(tmp_path / "other"))
+    given = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}" + CHATML
+    model = save_weights(save_tokenizer(tmp_path / "given", given))
+    encoder = ChatEncoder(model)
+    assert 'task.template = { date_string = "1 Jan 2026" }' in looked_at(model)["date"].text
+    fixed = encoder.using(Rendering(arguments={"date_string": "1 Jan 2026"}))
+    assert "date" not in [one.what for one in preflight(fixed)]
+    assert fixed.encode_messages([{"role": "user", "content": "a"}])[0].startswith("1 Jan 2026")
 
 
 def test_templates_say_what_they_refuse_and_rewrite(tmp_path: Path) -> None:

@@ -72,7 +72,15 @@ def test_what_a_function_changes_is_its_own():
 
 def test_rows_say_where_their_conversation_is():
     class Encoder:
-        def encode_messages(self, messages: Any) -> Any:
+        shows_tools = ""
+
+        def argument_problem(self, names: Any) -> str:
+            return ""
+
+        def specials_in(self, messages: Any) -> Any:
+            return set()
+
+        def encode_messages(self, messages: Any, tools: Any, arguments: Any) -> Any:
             return "", (1,)
 
         def encode_text(self, text: str) -> Any:

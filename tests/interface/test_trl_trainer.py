@@ -91,7 +91,7 @@ OTHER: dict[str, Any] = {
     "max_steps": 11, "min_p": 0.1, "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
 }  # fmt: skip
 OF_THE_TRAINER = {
-    "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "eval_strategy", "eval_steps", "num_generations_eval", "optim"
+    "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "chat_template_kwargs", "eval_strategy", "eval_steps", "num_generations_eval", "optim"
 }  # fmt: skip
 """Fields that the tests of the trainer, and of values that are refused, try."""
 
@@ -217,6 +217,15 @@ def trainer(folder: Path, model: Any, **given: Any) -> GRPOTrainer:
 def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer(tmp_path, "org/name", **given)
+
+
+def test_arguments_of_the_template_become_settings_where_it_is_used(tmp_path: Path, tiny_llama: Path) -> None:
+    given: dict[str, Any] = {"args": {"chat_template_kwargs": {"enable_thinking": False}}}
+    plain = trainer(tmp_path, str(tiny_llama), train_dataset=[{"prompt": "1"}], **given)
+    assert plain._settings["task"]["template"] == {} and not plain._settings["task"]["chat"]
+    rows = [{"prompt": [{"role": "user", "content": "1"}], "tools": []}]
+    chat = trainer(tmp_path, str(tiny_llama), train_dataset=rows, **given)
+    assert chat._settings["task"]["template"] == {"enable_thinking": False} and chat._settings["task"]["chat"]
 
 
 def test_peft_settings_become_an_adapter(tmp_path: Path, tiny_llama: Path) -> None:

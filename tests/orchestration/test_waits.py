@@ -409,7 +409,7 @@ async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         takes=everybody,
         weight=1.0,
         encode_prompt=lambda prompt: (1,),
-        encode_messages=lambda messages: (1,),
+        encode_messages=lambda messages, prompt: (1,),
         encode_completion=lambda said, ended: (2, 3),
         has_ended=lambda done: True,
     )

@@ -53,17 +53,17 @@ def test_a_reward_reads_the_stop_string_and_the_journal_has_its_tokens(tiny_llam
         seen.extend(zip(completions, map(len, completion_tokens), strict=True))
         return [float(len(text)) for text in completions]
 
-    config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["e", "0"], "max_tokens": 12})
+    config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["7", "0"], "max_tokens": 12})
     del config["reward"]
     result = headrace.train(config, reward=reward)
     assert of(result.directory, StepRow)
     stopped = [
         one.episode.last for step in read_steps(result.directory) for group in step.groups for one in group.scored
     ]
-    said = [one for one in stopped if set(one.text) & set("e0")]
+    said = [one for one in stopped if set(one.text) & set("70")]
     assert said
     for one in said:
-        assert one.text[-1] in "e0" and not set(one.text[:-1]) & set("e0") and one.stop == "stop"
+        assert one.text[-1] in "70" and not set(one.text[:-1]) & set("70") and one.stop == "stop"
         assert (one.text, len(one.tokens)) in seen
 
 
@@ -71,22 +71,22 @@ PLAY = """
 async def play(agent, prompt, **columns):
     first = await agent.chat("e and o?")
     second = await agent.chat("and then?")
-    return {"first": float(first.text[-1:] == "e"), "length": float(len(first.text) + len(second.text))}
+    return {"first": float(first.text[-1:] == "0"), "length": float(len(first.text) + len(second.text))}
 """
 
 
 def test_in_a_conversation_the_template_ends_the_turn_behind_the_string(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "play.py").write_text(PLAY)
-    config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["e"], "max_tokens": 12})
+    config = tiny_config(tmp_path, tiny_llama, train={"steps": 1}, rollout={"stop": ["0"], "max_tokens": 12})
     del config["reward"]
     config["environment"] = {"function": f"{tmp_path / 'play.py'}:play", "max_turns": 2}
     config["engine"]["context_length"] = 128
     result = headrace.train(config)
     scored = [one for step in read_steps(result.directory) for group in step.groups for one in group.scored]
-    stopped = [one for one in scored if "e" in one.episode.turns[0].completion.text]
+    stopped = [one for one in scored if "0" in one.episode.turns[0].completion.text]
     assert stopped
     for one in stopped:
         first, second = one.episode.turns
-        assert first.completion.text.endswith("e") and one.rewards["first"] == 1.0
+        assert first.completion.text.endswith("0") and one.rewards["first"] == 1.0
         assert first.reply["content"] == first.completion.text
         assert END not in first.completion.tokens and second.context[0] == END and second.parents == (0,)

@@ -6,7 +6,7 @@ import datetime
 import decimal
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,30 @@ from headrace.tasks.rows import RowsTask
 from headrace.tasks.seeds import SeedsTask
 from headrace.types import Prompt
 
+NONE: Mapping[str, Any] = {}
 ADDING = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 
 class LetterEncoder:
     """One token a character, so that a test reads what was encoded."""
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, tuple[int, ...]]:
+    shows_tools = ""
+
+    def argument_problem(self, names: Iterable[str]) -> str:
+        return "".join(f"{name} is no argument of the template" for name in names if name != "enable_thinking")
+
+    def specials_in(self, messages: Sequence[Mapping[str, Any]]) -> set[str]:
+        return {"<end>"} if "<end>" in str(messages) else set()
+
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = NONE,
+    ) -> tuple[str, tuple[int, ...]]:
         text = "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
+        text = "".join(f"{{{tool['function']['name']}}}" for tool in tools) + text
+        text += "".join(f"({name}={value})" for name, value in arguments.items())
         return text, self.encode_text(text)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
@@ -432,10 +448,10 @@ def test_messages_and_settings_that_contradict_each_other(tmp_path: Path) -> Non
 
 def test_a_template_that_refuses_a_row_names_it(tmp_path: Path) -> None:
     class Picky(LetterEncoder):
-        def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, tuple[int, ...]]:
+        def encode_messages(self, messages: Sequence[Mapping[str, Any]], *given: Any) -> tuple[str, tuple[int, ...]]:
             if messages[0]["role"] == "tool":
                 raise ConfigError("no such role")
-            return super().encode_messages(messages)
+            return super().encode_messages(messages, *given)
 
     path = write(tmp_path / "r.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "tool", "content": "b"}]}])
     config = TaskConfig(kind="jsonl", path=str(path), held_out=0, shuffle=False)
@@ -491,7 +507,8 @@ def test_seeds_never_end_and_none_is_held_out_and_drawn() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kind": "csv"}, "reasoning_gym"),
+        ({"kind": "tsv"}, "reasoning_gym"),
+        ({"kind": "csv"}, "task.path is missing"),
         ({"kind": "reasoning_gym"}, "task.name is missing"),
         ({"kind": "jsonl"}, "task.path is missing"),
         ({"kind": "jsonl", "path": "a", "name": "chain_sum"}, "task.name means nothing to task.kind = jsonl"),
@@ -503,6 +520,14 @@ def test_seeds_never_end_and_none_is_held_out_and_drawn() -> None:
         ({"kind": "seeds", "examples": 2}, "task.examples means nothing to task.kind = seeds"),
         ({"kind": "jsonl", "path": "a", "chat": False, "system": "s"}, "task.chat = false; set task.chat = true"),
         ({"kind": "jsonl", "path": "a", "chat": False, "examples": 2}, "task.chat = false; set task.chat = true"),
+        (
+            {"kind": "jsonl", "path": "a", "chat": False, "template": {"a": 1}},
+            "task.chat = false; set task.chat = true or",
+        ),
+        (
+            {"kind": "jsonl", "path": "a", "chat": False, "specials_in_text": "allow"},
+            "task.chat = false; set task.chat",
+        ),
         ({"kind": "jsonl", "path": "a", "held_out": -1}, "greater than or equal to 0"),
         ({"kind": "jsonl", "path": "a", "colum": "b"}, "colum"),
     ],

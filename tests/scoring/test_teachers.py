@@ -264,7 +264,7 @@ PLAIN = 99
 """A token that is no end of the policy's: a completion behind it was ended by a stop string."""
 
 
-def written(messages: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+def written(messages: Sequence[dict[str, Any]], prompt: Prompt = PROMPT) -> tuple[int, ...]:
     """The teacher's template: its tokens of each message between 1 and 2, and 1 for the turn that is opened. Tools need a call."""
     if any("tool_calls" not in before for before, one in pairwise(messages) if one["role"] == "tool"):
         raise ConfigError("no call")

@@ -35,7 +35,7 @@ def add_init(commands: Commands) -> None:
     one.add_argument(
         "--data",
         metavar="DATA",
-        help="FILE.jsonl, FILE.parquet, a directory saved by datasets, or a family of reasoning-gym",
+        help="FILE.jsonl, FILE.csv, FILE.parquet, a directory saved by datasets, or a family of reasoning-gym",
     )
     one.add_argument(
         "--reward", metavar="REWARD", help="reasoning_gym, unit_tests, unit_tests_all, or FILE.py:FUNCTION"

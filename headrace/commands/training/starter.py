@@ -17,7 +17,7 @@ from headrace.scoring.config import BUILTIN, IN_SANDBOX
 from headrace.scoring.extract import last_number
 from headrace.tasks.read import kind_of, read_rows
 
-PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "input", "query")
+PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "conversations", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response")
 """Names of columns that are looked for, the likeliest first."""
 HELD_OUT = 64

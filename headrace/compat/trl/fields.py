@@ -31,6 +31,7 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "max_completion_length": (512, "rollout.max_tokens"),
     "vllm_max_model_length": (None, "engine.context_length; without it: room for the longest prompt and completion"),
     "shuffle_dataset": (True, "task.shuffle"),
+    "chat_template_kwargs": (None, "task.template, where prompts are conversations"),
     "per_device_train_batch_size": (
         8,
         "times gradient_accumulation_steps, by num_generations: staleness.groups_per_step",
@@ -167,7 +168,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "router_aux_loss_coef": (None, "there is no auxiliary loss of routers; rollout.keep_routing replays the sampler's experts instead"),
     "cast_lm_head_to_fp32": (False, "the head computes in train.dtype; use bf16=False"),
     "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
-    "chat_template_kwargs": (None, "the chat template is applied without further arguments; write what it needs into the prompts"),
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
     "vllm_structured_outputs_regex": (None, "completions are not constrained to a pattern"),
     "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),

@@ -90,9 +90,11 @@ class GRPOTrainer:
 
     def _task(self, rows: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> tuple[Tree, Any]:
         """The section [task], and rows to be passed from memory. Rows for evaluation are a file beside the training rows'."""
+        chat = not isinstance(rows[0]["prompt"], str)
         task: Tree = {
             "prompt": "prompt",
-            "chat": not isinstance(rows[0]["prompt"], str),
+            "chat": chat,
+            "template": dict(value_of(self.args, "chat_template_kwargs") or {}) if chat else {},
             "shuffle": bool(value_of(self.args, "shuffle_dataset")),
         }
         if not held_out:
@@ -214,7 +216,7 @@ def _rows(given: Any, name: str) -> list[dict[str, Any]]:
     rows = [dict(row) for row in given]
     if not rows or "prompt" not in rows[0]:
         raise ConfigError(f"{name}= needs rows with a column prompt, as in TRL; there are {len(rows)} rows")
-    if kept := [column for column in ("image", "images", "tools") if column in rows[0]]:
+    if kept := [column for column in ("image", "images") if column in rows[0]]:
         raise ConfigError(f"{name}= has the column {kept[0]}, which cannot be honoured: prompts are text")
     return rows
 

@@ -40,7 +40,9 @@ def open_agents(
             f"environment.command begins with {config.command[0]}, which is no program that can be run here; install it, or write its "
             "whole path"
         )
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens)
+    gateway = Gateway(
+        encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, variables=lambda: encoder.variables
+    )
     agents = Agents(ServedRollouts(config, encoder, gateway, system), alone=alone, log=log)
     return EnvironmentKind(agents.make, config.limits, resumes="restarted", close=agents.close, remarks=gateway.remarks)
 
@@ -71,7 +73,7 @@ class AgentEnvironment:
         self._prompt, self._seed, self._agents = prompt, seed, agents
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
-        async with self._agents.places, self._agents.rollouts.open(agent) as rollout:
+        async with self._agents.places, self._agents.rollouts.open(agent, self._prompt) as rollout:
             return give(agent, rollout, await self._played(rollout))
 
     async def _played(self, rollout: GatewayRollout) -> GivenRewards:

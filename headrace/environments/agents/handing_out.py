@@ -87,7 +87,15 @@ def open_handing_out(
     """Makes the environments that agents elsewhere play. `directory`: gets the file with the address. The others as for `open_agents`.
     Raises ConfigError if the port cannot be had."""
     sock = bind(config.host, config.port, "environment.")
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), sock, ends=encoder.end_tokens)
+    gateway = Gateway(
+        encoder.written,
+        stop,
+        sampling,
+        ServerLimits(),
+        sock,
+        ends=encoder.end_tokens,
+        variables=lambda: encoder.variables,
+    )
     desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
     said = "agents, which take rollouts at the address that headrace gateway shows"
     return EnvironmentKind(
@@ -200,7 +208,7 @@ class HandedOut:
         self._prompt, self._seed, self._desk = prompt, seed, desk
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
-        async with self._desk.rollouts.open(agent) as rollout:
+        async with self._desk.rollouts.open(agent, self._prompt) as rollout:
             offer = self._desk.offer(rollout, self._prompt, self._seed)
             try:
                 await offer.taken.wait()

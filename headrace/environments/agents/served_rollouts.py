@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.chat.rendering import arguments_of
 from headrace.environments.agents.printed_reward import GivenRewards
 from headrace.environments.config import EnvironmentConfig, ToolPlace
-from headrace.environments.conversation import Conversation, TurnEncoder
+from headrace.environments.conversation import NO_ARGUMENTS, Conversation, TurnEncoder
 from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
@@ -26,6 +27,9 @@ class GatewayEncoder(TurnEncoder, TextEncoder, Protocol):
 
     directory: Path
 
+    @property
+    def variables(self) -> frozenset[str]: ...
+
     def end_tokens(self) -> frozenset[int]: ...
 
 
@@ -36,9 +40,16 @@ class ServedRollouts:
         self._encoder, self._system = encoder, system
 
     @asynccontextmanager
-    async def open(self, agent: Agent) -> AsyncIterator[GatewayRollout]:
+    async def open(self, agent: Agent, prompt: Prompt) -> AsyncIterator[GatewayRollout]:
         """A rollout that can be asked for turns within the context."""
-        talks = talks_of(agent, self._encoder, system=self._system, tools=self.config.tools, stops=self.gateway.stop)
+        talks = talks_of(
+            agent,
+            self._encoder,
+            system=self._system,
+            tools=self.config.tools,
+            stops=self.gateway.stop,
+            arguments=arguments_of(prompt.columns),
+        )
         rollout = await self.gateway.open(talks)
         try:
             yield rollout
@@ -47,12 +58,19 @@ class ServedRollouts:
 
 
 def talks_of(
-    agent: Agent, encoder: GatewayEncoder, *, stops: Sequence[str], system: str = "", tools: ToolPlace = "template"
+    agent: Agent,
+    encoder: GatewayEncoder,
+    *,
+    stops: Sequence[str],
+    system: str = "",
+    tools: ToolPlace = "template",
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> Talks:
     """Returns what makes the conversations of each agent of a rollout. The settings are those of `Conversation`."""
 
     def talks(role: str) -> tuple[ChatTree, TextTree]:
-        begin = partial(Conversation, agent, encoder, system=system, tools=tools, role=role, stops=stops)
+        settings: dict[str, Any] = {"system": system, "tools": tools, "stops": stops, "arguments": arguments}
+        begin = partial(Conversation, agent, encoder, role=role, **settings)
         return ChatTree(begin), TextTree(agent, encoder, stops, role)
 
     return talks

@@ -48,7 +48,15 @@ def open_atropos(
     """Makes the environments that environments of Atropos play. `log` receives lines on what they post, and its directory the file with
     the address. The others as for `open_agents`. Raises ConfigError if the port cannot be had."""
     sock = bind(config.host, config.port, "environment.")
-    gateway = Gateway(encoder.written, stop, sampling, ServerLimits(), sock, ends=encoder.end_tokens)
+    gateway = Gateway(
+        encoder.written,
+        stop,
+        sampling,
+        ServerLimits(),
+        sock,
+        ends=encoder.end_tokens,
+        variables=lambda: encoder.variables,
+    )
     atropos = Atropos(ServedRollouts(config, encoder, gateway, system), facts, encoder, alone=alone, log=log)
     said = "environments of Atropos, which find the run at the address that headrace gateway shows"
     return EnvironmentKind(
@@ -117,7 +125,7 @@ class AtroposEnvironment:
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
         atropos = self._atropos
-        async with atropos.rollouts.open(agent) as served:
+        async with atropos.rollouts.open(agent, self._prompt) as served:
             with atropos.open.offered(served, self._prompt.id) as rollout:
                 atropos.publish()
                 taken = asyncio.ensure_future(rollout.taken.wait())

@@ -24,6 +24,7 @@ from headrace.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,
+    asked_of,
     check_drawing,
     is_cut,
     most_tokens,
@@ -80,8 +81,9 @@ class InferenceRoutes:
         most, shown = most_tokens("max_tokens", asked), [schema(one) for one in offered_tools(body)]
         known = [one for one in self._rollouts.playing() if one.served.speaker().chats.continues(body.messages)]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
+        use = asked_of(body, self._rules)
         answers = await self._sampled(
-            request, known, first, count, lambda one: one.chats.ask(body.messages, shown, most)
+            request, known, first, count, lambda one: one.chats.ask(body.messages, shown, most, asked=use)
         )
         made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=self._rules.written)
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))

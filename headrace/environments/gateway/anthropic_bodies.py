@@ -78,17 +78,13 @@ def tools_of(body: Messages) -> list[Tool]:
 
 
 def messages_of(body: Messages) -> list[Message]:
-    """Raises Refused for a block that is neither text nor a tool's, and for the begin of a reply as the last message: what is sampled would
-    not continue it."""
-    if body.messages[-1].role == "assistant":
-        raise Refused(
-            400,
-            "the last message is one of the assistant, and replies are not continued here; end with one of the user",
-        )
+    """Raises Refused for a block that is neither text nor a tool's, and for a call of a tool in the last message."""
     messages = [Message(role="system", content=_text(body.system))] if body.system else []
     for one in body.messages:
         blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
         messages += _of_blocks(one.role, blocks)
+    if messages and messages[-1].tool_calls:
+        raise Refused(400, "the last message calls a tool; end with its result")
     return messages
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.chat.rendering import TemplateUse
 from headrace.environments.gateway.anthropic_bodies import (
     Messages,
     events_of,
@@ -27,7 +28,8 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     )
     speaker = speaker_of(request, rollout, rules, body.model)
     talk, tools = messages_of(body), [schema(one) for one in tools_of(body)]
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream))
+    asked = TemplateUse(continues=body.messages[-1].role == "assistant")
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream, asked=asked))
     if body.stream:
         return Events(events_of(turn, body.model), named=True)
     answer = await turn.whole(request)

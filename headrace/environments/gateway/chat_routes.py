@@ -15,6 +15,7 @@ from headrace.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,
+    asked_of,
     check_drawing,
     most_tokens,
     note_strict,
@@ -45,7 +46,8 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
     tools = offered_tools(body)
     note_strict(rules, tools)
     shown = [schema(one) for one in tools]
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream))
+    asked = asked_of(body, rules)
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream, asked=asked))
     made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))

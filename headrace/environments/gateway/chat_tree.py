@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 
 from headrace.chat.messages import Message as ChatMessage
 from headrace.chat.messages import for_template
+from headrace.chat.rendering import TemplateUse
 from headrace.environments.conversation import Conversation
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
 from headrace.types import Completion
+
+ANSWER = TemplateUse(continues=False)
+"""An answer of its own, also after a message of the assistant, which may be another agent's."""
 
 LIMIT_REPLIES = 8
 """Requests at a limit that are answered with an empty reply, because a client may have several in progress. The next one has failed."""
@@ -49,9 +53,11 @@ class ChatTree:
         tools: Sequence[Mapping[str, Any]],
         most: int,
         stream: TurnStream | None = None,
+        *,
+        asked: TemplateUse = ANSWER,
     ) -> TreeReply:
         """Samples the answer to the last message. `tools`: their schemas; `most`: the most tokens of the answer, 0 for rollout.max_tokens;
-        `stream`: follows the answer while it is sampled.
+        `stream`: follows the answer while it is sampled; `asked`: of the template.
 
         Raises ConfigError for messages that the chat template refuses, and what `Agent.turn` raises."""
         given = for_template(messages)
@@ -59,11 +65,15 @@ class ChatTree:
         known = self._known(digests)
         talk = self._after[digests[known]].branch() if known else self._begin()
         talk.limit_said = self._limit_replies >= LIMIT_REPLIES
-        reply = await talk.say(given[known:], list(tools), most, stream)
+        reply = await talk.say(given[known:], list(tools), most, stream, asked)
         if reply.over:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)
-        self._after[_digest(digests[-1], reply_as_sent(reply))] = talk
+        sent = reply_as_sent(reply)
+        self._after[_digest(digests[-1], sent)] = talk
+        if asked.continues:  # clients send the begin and what was added as one message, or as two
+            whole = {**sent, "content": given[-1]["content"] + sent["content"]}
+            self._after[_digest(digests[-2], whole)] = talk
         return TreeReply(reply, talk.last, talk.prompt_tokens, talk.tokens)
 
     def continues(self, messages: Sequence[ChatMessage]) -> bool:

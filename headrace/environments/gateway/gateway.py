@@ -53,11 +53,13 @@ class Gateway:
         sock: socket.socket | None = None,
         *,
         ends: Callable[[], frozenset[int]] = frozenset,
+        variables: Callable[[], frozenset[str]] = frozenset,
         session_header: str = "",
     ) -> None:
         """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
-        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion. `session_header`: the header that tells agents of one role apart."""
-        self.ends, self.session_header = ends, session_header
+        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion. `variables`:
+        returns those of the chat template. `session_header`: the header that tells agents of one role apart."""
+        self.ends, self.variables, self.session_header = ends, variables, session_header
         self.written, self.stop, self.limits = written, tuple(stop), limits
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
+from headrace.chat.rendering import TemplateUse, with_effort
 from headrace.environments.gateway.chat_answers import said_tokens
 from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import Written
+from headrace.environments.gateway.turn_request import GatewayRules, Written
 from headrace.web.bodies import Body, Count
 from headrace.web.errors import Refused
 
@@ -93,7 +94,7 @@ def refuse_unserved_responses(body: Responses) -> None:
         raise _unserved("text.format", "leave it out, and ask for the format in the instructions")
     if (body.text or {}).get("verbosity") not in (None, "medium"):
         raise _unserved("text.verbosity", "leave it out")
-    if any(value not in (None, "none") for value in (body.reasoning or {}).values()):
+    if any(value not in (None, "none") for name, value in (body.reasoning or {}).items() if name != "effort"):
         raise _unserved("reasoning", "leave it out: the model thinks as it was trained to")
     for one in body.include or ():
         if one not in (_LOGPROBS, "reasoning.encrypted_content"):  # nothing here makes reasoning items
@@ -102,6 +103,15 @@ def refuse_unserved_responses(body: Responses) -> None:
 
 def _unserved(name: str, remedy: str) -> Refused:
     return Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
+
+
+def asked_of_template(body: Responses, rules: GatewayRules) -> TemplateUse:
+    """Returns what a request asks of the template. Raises Refused for an effort that the template does not know."""
+    effort = (body.reasoning or {}).get("effort")
+    arguments = with_effort({}, effort, rules.variables())
+    if arguments is None and effort != "none":
+        raise _unserved("reasoning.effort", "leave it out: the chat template knows none")
+    return TemplateUse(arguments=arguments or {}, continues=False)
 
 
 def offered_functions(body: Responses) -> list[Tool]:

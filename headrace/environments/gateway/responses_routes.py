@@ -20,6 +20,7 @@ from headrace.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.environments.gateway.responses_bodies import (
     Item,
     Responses,
+    asked_of_template,
     call_items,
     logprobs_of,
     messages_of_input,
@@ -57,7 +58,9 @@ async def responses(request: HttpRequest, rollout: GatewayRollout, rules: Gatewa
     if not history:
         raise Refused(400, "input has no messages; send one at least")
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask([*system, *history], shown, most, stream))
+    asked = asked_of_template(body, rules)
+    given = [*system, *history]
+    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(given, shown, most, stream, asked=asked))
     made = ResponseWriter(body, rollout, rules, history)
     if body.stream:
         return Events(made.events(turn), named=True)

@@ -10,15 +10,16 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 
 from headrace.chat.messages import Tool
+from headrace.chat.rendering import TemplateUse, with_effort
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
 from headrace.environments.turn_stream import TurnPiece, TurnStream
 from headrace.errors import ConfigError, RolloutOver
-from headrace.web.bodies import Drawing
+from headrace.web.bodies import Chat, Drawing
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import while_there
-from headrace.web.unserved import refuse_unserved, stops
+from headrace.web.unserved import continues_last, refuse_unserved, stops
 
 Written = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens included."""
@@ -55,6 +56,8 @@ class GatewayRules(Protocol):
     """The strings that end a completion, in all requests."""
     ends: Callable[[], frozenset[int]]
     """Returns the tokens that end a completion."""
+    variables: Callable[[], frozenset[str]]
+    """Returns the variables of the chat template."""
     sampling: Mapping[str, object]
     """The run's values of the fields that requests cannot choose, by their names."""
     session_header: str
@@ -117,6 +120,16 @@ def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
     if any(tool.function.strict for tool in tools):
         said = "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
         rules.remark("strict", said)
+
+
+def asked_of(body: Chat, rules: GatewayRules) -> TemplateUse:
+    """Returns what a request asks of the template. An effort that the template does not know is noted: frameworks name one by default."""
+    given = body.chat_template_kwargs or {}
+    arguments = with_effort(given, body.reasoning_effort, rules.variables())
+    if arguments is None:
+        said = f"the agent asks for reasoning_effort = {body.reasoning_effort}, which the chat template does not know"
+        rules.remark("reasoning_effort", said)
+    return TemplateUse(arguments=given if arguments is None else arguments, continues=continues_last(body))
 
 
 def most_tokens(name: str, value: int | None) -> int:

@@ -48,7 +48,13 @@ def open_taskset(
         "tokenizer": str(encoder.directory),
     }
     gateway = Gateway(
-        encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, session_header=SESSION_HEADER
+        encoder.written,
+        stop,
+        sampling,
+        ServerLimits(),
+        ends=encoder.end_tokens,
+        variables=lambda: encoder.variables,
+        session_header=SESSION_HEADER,
     )
     players = TasksetPool(found.python, settings, config.workers, log)
     tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
@@ -79,7 +85,7 @@ class TasksetEnvironment:
         self._prompt, self._seed, self._tasksets = prompt, seed, tasksets
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
-        async with self._tasksets.places, self._tasksets.rollouts.open(agent) as rollout:
+        async with self._tasksets.places, self._tasksets.rollouts.open(agent, self._prompt) as rollout:
             process = await self._tasksets.players.least_busy()
             id, ended = process.play(self._asked(rollout))
             try:

@@ -218,8 +218,9 @@ async def _task_and_reward(
         check_model_dir(model_dir, need_chat_template=config.task.chat)
         encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
         task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
-        found.agree(await asyncio.to_thread(_preflight, config, encoder), model_dir)
+        found.agree(await asyncio.to_thread(_preflight, config, encoder.using(config.task.rendering)), model_dir)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
+        found.notes += await asyncio.to_thread(task.remarks)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
         episode: Episode | None = None

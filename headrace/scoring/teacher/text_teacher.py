@@ -31,8 +31,8 @@ class TextTeacher:
     weight: float
     encode_prompt: Callable[[Prompt], tuple[int, ...]]
     """Encodes a prompt with the teacher's chat template and tokenizer."""
-    encode_messages: Callable[[Sequence[Message]], tuple[int, ...]]
-    """Encodes a conversation with them, with the assistant's turn opened. Raises ValueError if the template refuses it."""
+    encode_messages: Callable[[Sequence[Message], Prompt], tuple[int, ...]]
+    """Encodes a conversation that began with a prompt, with the assistant's turn opened. Raises ValueError if the template refuses it."""
     encode_completion: Callable[[str, bool], tuple[int, ...]]
     """Encodes a text and, if the flag says so, the end of an answer in the teacher's template."""
     has_ended: Callable[[Completion], bool]
@@ -87,9 +87,9 @@ class TextTeacher:
         if not all(turn.messages for turn in episode.turns):
             raise ValueError("the rollout is no conversation of messages, and has several turns")
         try:
-            return self.encode_messages(_conversation(episode, number, as_calls=False))
+            return self.encode_messages(_conversation(episode, number, as_calls=False), prompt)
         except ValueError:  # some templates allow no result of a tool without the call
-            return self.encode_messages(_conversation(episode, number, as_calls=True))
+            return self.encode_messages(_conversation(episode, number, as_calls=True), prompt)
 
 
 @dataclass

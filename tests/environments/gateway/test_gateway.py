@@ -317,6 +317,7 @@ def test_the_blocking_client_and_an_engine_that_is_lost(tmp_path: Path) -> None:
 
 # -- Anthropic's client -------------------------------------------------------------------------------------------------------
 
+CALLS_ADD = {"type": "tool_use", "id": "call00001", "name": "add", "input": {"a": 1}}
 ANTHROPIC_ADD: Any = {
     "name": "add",
     "description": "Adds.",
@@ -388,7 +389,10 @@ def test_what_anthropics_client_cannot_have_is_refused(tmp_path: Path) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not served"),
         ({"stop_sequences": ["END"]}, "is not a stop string of the run"),
         ({"messages": [{"role": "user", "content": [image]}]}, "of type image"),
-        ({"messages": [user("?"), {"role": "assistant", "content": "It is"}]}, "replies are not continued here"),
+        (
+            {"messages": [user("?"), {"role": "assistant", "content": [CALLS_ADD]}]},
+            "the last message calls a tool; end",
+        ),
     ]
 
     async def case(asks: Asks) -> None:

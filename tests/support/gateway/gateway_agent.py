@@ -10,6 +10,7 @@ import openai
 
 from headrace.batches import Failure
 from headrace.environments.agents.served_rollouts import talks_of
+from headrace.environments.conversation import NO_ARGUMENTS
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.playing import Agent, Limits
@@ -51,20 +52,22 @@ def played(
     limits: Limits | None = None,
     stop: Sequence[str] = (),
     server: ServerLimits | None = None,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> Played | Failure:
-    """Plays one rollout whose agent is `case`."""
+    """Plays one rollout whose agent is `case`. `arguments`: those of its row for the template."""
     encoder = model.encoder
     found: list[Played | Failure] = []
 
     async def main() -> None:
-        gateway = Gateway(encoder.written, stop, SAMPLING, server or ServerLimits())
+        variables = lambda: encoder.variables  # noqa: E731
+        gateway = Gateway(encoder.written, stop, SAMPLING, server or ServerLimits(), variables=variables)
 
         class Environment:
             def __init__(self, prompt: Prompt, seed: int) -> None:
                 pass
 
             async def play(self, agent: Any) -> Mapping[str, float]:
-                rollout = await gateway.open(talks_of(agent, encoder, stops=stop))
+                rollout = await gateway.open(talks_of(agent, encoder, stops=stop, arguments=arguments))
                 asks = Asks(agent, rollout, gateway)
                 try:
                     await case(asks)

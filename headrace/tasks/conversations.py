@@ -1,0 +1,107 @@
+"""The value of a prompt column: a text, or messages in one of the forms that data sets have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.chat.messages import role_problem, text_of
+from headrace.errors import ConfigError, nearest
+from headrace.tasks.config import TaskConfig
+
+Message = dict[str, Any]
+
+_SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Speakers of ShareGPT's rows (`{"from": ..., "value": ...}`) and their roles."""
+
+
+def prompt_of(value: Any, config: TaskConfig) -> str | list[Message]:
+    """Returns a prompt as text or as messages `{role, content}` whose content is text. Raises ConfigError with what is wrong, without a
+    subject."""
+    if isinstance(value, str):
+        if not value:
+            raise ConfigError("is empty")
+        return value
+    if not isinstance(value, list):
+        raise ConfigError(f"is {_kind(value)}; a prompt is a string or a list of messages {{role, content}}")
+    if not value:
+        raise ConfigError("is an empty list of messages")
+    messages = [_message(one, place) for place, one in enumerate(value, 1)]
+    if problem := role_problem(messages):
+        raise ConfigError(f"is a list whose {problem}")
+    if not config.chat:
+        raise ConfigError(
+            "is a list of messages, which need the chat template; set task.chat = true, or give plain strings"
+        )
+    if messages[0]["role"] == "system" and (config.system or config.examples):
+        raise ConfigError("begins with a system message of its own; remove it, or task.system and task.examples")
+    return messages
+
+
+def last_user(messages: Sequence[Mapping[str, Any]]) -> str:
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return asked[-1] if asked else messages[-1]["content"]
+
+
+def _message(given: Any, place: int) -> Message:
+    """Arrow writes null for keys that other messages have."""
+    said = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    if "role" not in said and isinstance(said.get("from"), str):
+        said = _of_sharegpt(said, place)
+    content, calls = said.get("content", ""), said.get("tool_calls")
+    spoken = isinstance(content, (str, list)) and ("content" in said or calls)
+    if not isinstance(said.get("role"), str) or not spoken:
+        raise ConfigError("is a list with something else than messages {role: text, content: text}")
+    if isinstance(content, list) and not all(isinstance(part, dict) for part in content):
+        raise ConfigError(f"has a list in message {place} that holds no parts {{type: text, text: ...}}")
+    try:
+        said["content"] = text_of(content)
+    except ConfigError as error:
+        raise ConfigError(f"has a message {place} that is not text: {error}. Remove such rows") from None
+    return said | ({"tool_calls": [_call(one, place) for one in calls]} if calls else {})
+
+
+def _of_sharegpt(said: Message, place: int) -> Message:
+    speaker = said["from"]
+    if speaker not in _SHAREGPT:
+        raise ConfigError(
+            f"is a list whose message {place} is from {speaker}{nearest(speaker, _SHAREGPT)}; there are {', '.join(_SHAREGPT)}"
+        )
+    rest = {key: value for key, value in said.items() if key not in ("from", "value")}
+    return {"role": _SHAREGPT[speaker], "content": said.get("value"), **rest}
+
+
+def _call(given: Any, place: int) -> Message:
+    """Returns a tool call with its arguments as an object, as chat templates expect them."""
+    function = given.get("function", given) if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"has a tool call without a name in message {place}; write {{function: {{name, arguments}}}}")
+    arguments = function.get("arguments") or {}
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"has a tool call in message {place} whose arguments are no JSON object")
+    named = {"name": function["name"], "arguments": arguments}
+    return (
+        {**given, "type": "function", "function": named}
+        if "function" in given
+        else {"type": "function", "function": named}
+    )
+
+
+def _kind(value: Any) -> str:
+    return "empty (null)" if value is None else f"of type {type(value).__name__}"
