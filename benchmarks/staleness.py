@@ -37,6 +37,8 @@ from typing import Any, NamedTuple
 
 from trainer_process import ROOT, Child, Json, Results, child_main, machine
 
+from headrace.scoring.extract import last_number
+
 NEVER = 1 << 20
 """A `max_lag` that means no bound."""
 
@@ -249,7 +251,7 @@ def verified(completions: list[str], answer: list[str], **columns: object) -> li
     """Gives 1 if the last number is the answer, and at most a hundredth more, so that no two rollouts of a group are
     equal."""
     return [
-        float((re.findall(r"-?\d+", text) or [""])[-1] == answer[i]) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
+        float(last_number(text) == answer[i]) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
         for i, text in enumerate(completions)
     ]
 

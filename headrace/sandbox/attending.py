@@ -29,6 +29,8 @@ class CallEnd(NamedTuple):
     code_cpu_seconds: float
     printed: list[bytes]
     """Standard output, standard error and, for a test, the verdict."""
+    test_status: int = 0
+    """The test's, if the code has another process."""
 
 
 def pipes(count: int) -> tuple[list[int], list[int]]:
@@ -74,7 +76,12 @@ def attend(
     broken = broken if broken[0] else _broken(None, printed, limits, private)
     status, cpu = ends[code]
     return CallEnd(
-        broken, status, sum(used for _, used in ends.values()), cpu, [bytes(one) for one in printed.values()]
+        broken,
+        status,
+        cpu_seconds=sum(used for _, used in ends.values()),
+        code_cpu_seconds=cpu,
+        printed=[bytes(one) for one in printed.values()],
+        test_status=ends[first][0] if first != code else 0,
     )
 
 
@@ -118,17 +125,37 @@ def _killed(pid: int) -> tuple[int, float]:
 
 
 def report_of(ended: CallEnd, limits: SandboxLimits) -> dict[str, Any]:
-    """Returns the fields of `sandbox.SandboxResult`."""
+    """Returns the fields of `sandbox.SandboxResult` as `result`, and whether the verdict of a test is `sure` (`inside/tester.py`)."""
     out, err, *verdict = [one[: limits.output].decode(errors="replace") for one in ended.printed]
     reason, detail = ended.broken
-    if not reason and verdict:
-        reason, detail = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
+    sure = False
+    if blame := _own_limits(ended, limits, verdict):
+        reason, detail = "unsupported", blame
+    elif not reason and verdict:
+        reason, detail, *more = json.loads(verdict[0] or '["ended", "the test ended without a verdict"]')
+        sure = any(more)
     if not out.startswith(CONFINED.decode()) and not _needless(ended, verdict, reason):
         reason, detail = "unconfined", err.strip()[-500:] or detail
     out = out.removeprefix(CONFINED.decode())
     if reason == "ended" or (not reason and not verdict):
         reason, detail = _how(ended, limits, err, detail)
-    return {"reason": reason, "detail": detail, "out": out, "err": err, "cpu_seconds": ended.cpu_seconds}
+    result = {"reason": reason, "detail": detail, "out": out, "err": err, "cpu_seconds": ended.cpu_seconds}
+    return {"result": result, "sure": sure}
+
+
+def _own_limits(ended: CallEnd, limits: SandboxLimits, verdict: list[str]) -> str:
+    """Returns which limit the test itself has exceeded, in a process of its own; empty if none."""
+    used = ended.cpu_seconds - ended.code_cpu_seconds
+    if ended.broken[0] == "time" and verdict and used > max(ended.code_cpu_seconds, limits.seconds / 2):
+        return f"the test itself took more than {limits.seconds:g} s"
+    if not ended.broken[0] and ended.test_status < 0 and not verdict[0]:
+        spent = used > 0.8 * limits.cpu_seconds
+        return (
+            f"the test itself took more than {limits.cpu_seconds} s of CPU time"
+            if spent
+            else f"the test itself was killed by {signal.Signals(-ended.test_status).name}"
+        )
+    return ""
 
 
 def _needless(ended: CallEnd, verdict: list[str], reason: str) -> bool:

@@ -25,6 +25,7 @@ from headrace.sandbox.inside.confine import confine, take_descriptors
 from headrace.sandbox.inside.json_frames import receive, send
 from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
 from headrace.sandbox.inside.tester import run_test
+from headrace.sandbox.inside.together import run_together, sealed
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.namespaces import enter
 from headrace.sandbox.private_directory import PrivateDirectory
@@ -71,6 +72,17 @@ class Zygote:
             ended = attend(tester, solution, reading, limits=self._limits, private=self._private, orders=_ORDERS)
         return report_of(ended, self._limits)
 
+    def together(self, code: str, entry_point: str) -> dict[str, Any]:
+        """Runs one test, which is the next frame, in one process with the code."""
+        nothing, seal = os.open(os.devnull, os.O_RDWR), os.urandom(16).hex()
+        with self._private.fresh():
+            reading, writing = pipes(3)
+            child = self._fork(lambda: _beside(code, entry_point, seal), (nothing, *writing))
+            _close([*writing, nothing])
+            ended = attend(child, child, reading, limits=self._limits, private=self._private, orders=_ORDERS)
+        *printed, verdict = ended.printed
+        return report_of(ended._replace(printed=[*printed, sealed(verdict, seal)]), self._limits)
+
     def _fork(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int]) -> int:
         """Returns the number of a process that prepares, gives up all but these descriptors, is confined, and works."""
         parent = os.getpid()
@@ -97,15 +109,14 @@ class Zygote:
 
 
 def _tester(entry_point: str) -> Callable[[], int]:
-    """Reads the test while the frames can still be read. The verdict is written to descriptor 0, which no test prints to."""
+    """Reads the test while the frames can still be read."""
     test = receive(_ORDERS)
+    return lambda: run_test(test, entry_point)
 
-    def work() -> int:
-        verdict = run_test(test, entry_point)
-        os.write(0, json.dumps(verdict).encode())
-        return 0
 
-    return work
+def _beside(code: str, entry_point: str, seal: str) -> Callable[[], int]:
+    test = receive(_ORDERS)
+    return lambda: run_together(code, test, entry_point, seal)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -128,6 +139,8 @@ def main(arguments: list[str]) -> NoReturn:
                     send(_REPORTS, zygote.program(code, stdin))
                 case {"test": code, "entry_point": entry_point}:
                     send(_REPORTS, zygote.test(code, entry_point))
+                case {"together": code, "entry_point": entry_point}:
+                    send(_REPORTS, zygote.together(code, entry_point))
     shutil.rmtree(arguments[1], ignore_errors=True)
     os._exit(0)
 

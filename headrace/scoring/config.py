@@ -55,7 +55,7 @@ class RewardSpec:
     """The function's weight in the sum; negative for a penalty."""
     extract: Extract = ""
     """The part of a completion that the function receives: all of it, the last number, the text between <answer> and
-    </answer>, or the last block of code between lines of three backticks."""
+    </answer>, or the last block of code between lines of three backticks (docs/scoring.md)."""
     _: KW_ONLY
     compares: bool = False
     """Whether the function compares two completions: it is called with `first` and `second` instead of `completions`, and returns 1 where the

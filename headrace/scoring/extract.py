@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -10,15 +12,49 @@ from typing import Literal
 from headrace.types import Completion
 
 Extract = Literal["", "last_number", "answer_tag", "code_block"]
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_MINUS = "-\u2212\u2013\ufe63\uff0d"
+"""Hyphen, minus sign, en dash, and the small and the wide hyphen."""
+_JOINED = r"\dA-Za-z_\u00aa\u00b2\u00b3\u00b5\u00b9\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u052f\u2070-\u2079"
+"""Letters of scripts with spaces between words, and digits. Chinese and Japanese write a number right behind a word."""
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+NUMBER = re.compile(
+    rf"""
+    (?P<minus> (?<! [{_JOINED})\]}}%] ) [{_MINUS}] (?: \\? [$€£¥] )? )?  # none behind an operand: 5-3, x-3, (a)-3
+    (?:
+        (?P<grouped> (?<! \d, ) (?! 0 ) \d{{1,3}} (?: (?: , | \{{,\}} | ,\\! ) \d{{3}} )+ (?! ,? \d ) )
+        (?P<cents> \.\d+ (?! \d ) )?
+      | (?P<plain> (?<! \d\. ) \d+ \.\d+ (?! \d | \.\d ) | (?<! [{_JOINED}.)\]}}] ) \.\d+ (?! \d | \.\d ) | \d+ )  # none of 1.2.3
+    )
+    (?:
+        [eE] (?P<power> [{_MINUS}+]? \d{{1,9}} ) (?! \d )
+      | \s? (?: [×·*xX] | \\times | \\cdot ) \s? 10 (?:
+            \s? (?: \^ | \*\* ) \s? [{{(]? \s? (?P<typed> [{_MINUS}+]? \d{{1,9}} ) (?! \d | \.\d )
+          | (?P<raised> ⁻? [{_RAISED[:-1]}]{{1,9}} )
+        )
+    )?
+    """,
+    re.VERBOSE,
+)
+"""A number as it is usually written; docs/scoring.md has a table."""
+_ASCII = str.maketrans({**dict.fromkeys(_MINUS, "-"), **dict(zip(_RAISED, "0123456789-", strict=True))})
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _FENCED = re.compile(r"^```[^\n`]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
+def number_of(match: re.Match[str]) -> str:
+    """Returns what `NUMBER` has found as `float` reads it: with a hyphen for a minus sign, the digits 0 to 9, and `e` before a power of ten."""
+    digits = match["plain"] or re.sub(r"\D", "", match["grouped"]) + (match["cents"] or "")
+    power = match["power"] or match["typed"] or match["raised"]
+    text = f"{'-' if match['minus'] else ''}{digits}" + (f"e{power}" if power else "")
+    plain = text.translate(_ASCII)
+    return plain if plain.isascii() else "".join(str(unicodedata.decimal(one, one)) for one in plain)
+
+
 def last_number(text: str) -> str:
-    """Returns the last number, without thousands separators: `so 1,234.` -> `1234`."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else ""
+    """Returns the last number, without thousands separators (`so 1,234.` -> `1234`); empty if there is none. A hyphen behind an operand is no
+    sign: `5-3` -> `3`."""
+    found = deque(NUMBER.finditer(text), maxlen=1)
+    return number_of(found[0]) if found else ""
 
 
 def answer_tag(text: str) -> str:

@@ -5,6 +5,7 @@ It talks to whatever serves OpenAI's API at OPENAI_BASE_URL. The `openai` packag
 
 import json
 import os
+import re
 import sys
 from urllib.request import Request, urlopen
 
@@ -21,7 +22,7 @@ talk = [{"role": "user", "content": given["prompt"]}]
 for attempt in (1, 2, 3):
     reply = ask(talk)
     text = reply["content"].strip()
-    number = text.lstrip("-").isdigit()
+    number = re.fullmatch(r"-?\d+", text) is not None
     right = (text == given["columns"]["answer"]) / attempt
     if number:
         break

@@ -34,8 +34,8 @@ class Sums(BaseEnv):
             nodes = managed.get_state()["nodes"]
         group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
         for node, choice in zip(nodes, replies.choices, strict=True):
-            numbers = re.findall(r"\d+", choice.message.content)
-            right = bool(numbers) and int(numbers[-1]) == first + second
+            numbers = re.findall(r"(?<![A-Za-z\d_.,])-?\d+(?:[.,]\d+)*", choice.message.content)
+            right = bool(numbers) and numbers[-1] == str(first + second)
             group["tokens"].append(node.tokens)
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)

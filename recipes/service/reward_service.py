@@ -11,8 +11,11 @@ import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+NUMBER = re.compile(r"(?<![A-Za-z\d_.,])-?\d+(?:[.,]\d+)*")  # no sign in 5-3, and 1,2 is not 2
+
+
 def score(completion: str, answer: str) -> float:
-    numbers = re.findall(r"-?\d+", completion)
+    numbers = NUMBER.findall(completion)
     return float(bool(numbers) and numbers[-1] == answer)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from fact_stream import write_run
 from headrace import cli
 from headrace.commands.training.starter import look_at
 from headrace.config import load_config
+from headrace.scoring.extract import last_number
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 
@@ -51,6 +53,28 @@ def test_a_written_config_passes_the_rehearsal_with_the_reward_beside_it(
     code, out = said(capsys, "train", "mine.toml", "--dry-run")
     assert code == 0, out
     assert "exact" in out and re.search(r"1\.0|1\b", out)
+
+
+def test_the_written_function_compares_numbers(
+    here: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers with separators are numbers to `init`, so `last_number` and the function must agree about them."""
+    right = ["1,200", 3.5, 7]
+    Path("many.jsonl").write_text("".join(f'{{"prompt": "?", "answer": {json.dumps(one)}}}\n' for one in right))
+    answers = ("--model", str(tiny_llama), "--data", "many.jsonl", "--reward", "rewards.py:exact")
+    assert said(capsys, "init", "mine.toml", *answers)[0] == 0
+    exact = runpy.run_path("rewards.py")["exact"]
+    for said_so, wanted in (
+        ("1,200", [1, 0, 0]),
+        ("1200.0", [1, 0, 0]),
+        ("3.50", [0, 1, 0]),
+        ("-7", [0, 0, 0]),
+        ("", [0, 0, 0]),
+    ):
+        assert exact([""] * 3, [last_number(said_so)] * 3, answer=right) == wanted
+    Path("many.jsonl").write_text('{"prompt": "?", "answer": "50,5"}\n')
+    assert said(capsys, "init", "other.toml", *answers)[0] == 0
+    assert load_config("other.toml").reward.extract == ""
 
 
 def test_problems_of_reasoning_gym_need_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,10 @@ SOLVES_NOTHING = {
         "failed",
     ),
     "an answer without an end": ("import os\nos.write(3, b'\\x00\\x10\\x00\\x00x')\nimport time; time.sleep(1000)", "time"),
+    "answers are not sent": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.endswith('json_frames'): module.send = lambda *_: None\ndef add(a, b): return 0",
+        "time",
+    ),
     "AssertionError is raised": ("def add(a, b): raise AssertionError", "failed"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(5000): x = [x]\n    return x", "failed"),
     "an endless answer": ("def add(a, b):\n    while True: yield 1", "failed"),
@@ -118,8 +122,9 @@ def test_a_test_that_catches_everything_does_not_pass_for_code_that_ended(sandbo
     assert sandbox.test("import os\ndef add(a, b): os._exit(0)", "try: add(1, 2)\nexcept: pass").reason == "exit"
 
 
-def test_the_code_never_has_the_test_in_its_memory(sandbox):
-    """It looks through all objects and all frames that it can reach, in the second call of the process as well."""
+def test_the_code_that_can_pass_never_has_the_test_in_its_memory(sandbox):
+    """It looks through all objects and all frames that it can reach, in the second call of the process as well. What it looks for is there when
+    the test is run beside it, where no test passes."""
     code = """
 import gc, sys
 def seek():
@@ -133,13 +138,13 @@ def seek():
 """
     for _ in range(2):
         result = sandbox.test(code, "answer = 'ANSWER'\nassert seek() is False")
-        assert result.reason == "", result
+        assert result.reason == "unsupported" and "fails only beside the code" in result.detail, result
 
 
 UNSUPPORTED = {
     "nothing of the code": (ADD, "assert 1 + 1 == 2"),
     "a function with the name of a builtin": ("def sum(a, b): return a + b", "assert sum([1, 2]) == 3"),
-    "a function as an argument": ("def twice(f, x): return f(f(x))", "assert twice(lambda x: x + 1, 1) == 3"),
+    "an object of the test as an argument": ("def get(x): return x.y", "class X: y = 3\nassert get(X()) == 3"),
     "no Python": (ADD, "assert add(1, 2) = 3"),
 }
 
@@ -162,7 +167,7 @@ def test_code_that_a_test_did_not_wait_for_need_not_have_been_confined(broken, s
     """The process of the code is killed when the test is over, which on a busy machine may be before it was confined."""
     printed = [b"", b"", json.dumps(verdict).encode() if verdict else b""]
     ended = CallEnd(broken, status, 0.0, 0.0, printed)
-    report = report_of(ended, LIMITS)
+    report = report_of(ended, LIMITS)["result"]
     assert report["reason"] == reason and report["detail"] == (verdict or broken)[1]
 
 
@@ -187,7 +192,8 @@ def test_values_are_rebuilt_by_the_methods_of_the_built_in_types():
             return True
 
     assert from_json(as_json(Liar()), int) == {}
-    assert type(from_json(as_json(Counter("a")), int)) is dict
+    assert type(from_json(as_json(Counter("a")), int)) is Counter
+    assert type(from_json(as_json(type("Own", (Counter,), {})("a")), int)) is dict
     with pytest.raises(NotPlain):
         as_json(object())
 

@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.observe.health.user_prints import LOG, SCREEN
 from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
-from headrace.scoring.extract import answer_tag, last_number
+from headrace.scoring.extract import answer_tag
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.job import Effort, read_values
 from headrace.scoring.overlong import punished, soft_overlong_punishment
@@ -822,22 +822,6 @@ def test_the_verifier_sees_the_entry_as_it_was_before_json(family: str) -> None:
     travelled = msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt)
     columns = {name: [value] for name, value in travelled.columns.items()}
     assert reasoning_gym_reward([prompt.text], [entry["answer"]], **columns) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 1,234.", "1234"),
-        ("3 + 4 = -7.50", "-7.50"),
-        ("none", ""),
-        ("", ""),
-        ("x=.5", ".5"),
-        ("7-3", "-3"),
-        ("a\n12\n", "12"),
-    ],
-)
-def test_last_number(text: str, number: str) -> None:
-    assert last_number(text) == number
 
 
 def test_answer_tag() -> None:

@@ -144,12 +144,15 @@ def _refuse_other_rewards(reward: str, data: StarterData) -> None:
 
 
 _STARTER = '''"""Rewards of {config}. Each function is called for all completions of one prompt, and returns a number for each."""
-
+{imports}
 
 def {name}(prompts, completions{given}, **columns):
     """1 for {what}. Other columns of the data arrive as lists too, by their names."""
     return [{each}]
 '''
+_DECIMAL = """
+from decimal import Decimal
+"""
 
 
 def _function_file(folder: Path, reward: str, data: StarterData) -> Mapping[Path, str]:
@@ -163,14 +166,21 @@ def _function_file(folder: Path, reward: str, data: StarterData) -> Mapping[Path
     if path.exists():
         return {}
     if data.answer.isidentifier():
-        right = f"float(text.strip() == str(right).strip()) for text, right in zip(completions, {data.answer})"
+        same, imports = "text.strip() == str(right).strip()", ""
+        if data.numeric:  # 1,200 and 1200.0 are the same number
+            same, imports = 'text != "" and Decimal(text) == Decimal(str(right).replace(",", ""))', _DECIMAL
         text = _STARTER.format(
-            config="{config}", name=name, given=f", {data.answer}", what="the right answer, else 0", each=right
+            config="{config}",
+            imports=imports,
+            name=name,
+            given=f", {data.answer}",
+            what="the right answer, else 0",
+            each=f"float({same}) for text, right in zip(completions, {data.answer})",
         )
     else:
         each = "float(bool(text.strip())) for text in completions"
         what = "any text: the data has no column of answers, so write here what makes a completion good"
-        text = _STARTER.format(config="{config}", name=name, given="", what=what, each=each)
+        text = _STARTER.format(config="{config}", imports="", name=name, given="", what=what, each=each)
     return {path: text.replace("{config}", "this folder's config")}
 
 

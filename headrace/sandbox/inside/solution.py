@@ -1,4 +1,4 @@
-"""The code under test: run as a program, or run once and then called by a test in another process. Nothing here knows what is expected."""
+"""The code under test: run as a program, or run once and then asked by a test in another process. Nothing here knows what is expected."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import traceback
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from headrace.sandbox.inside import json_frames
-from headrace.sandbox.inside.confine import CHANNEL
-from headrace.sandbox.inside.plain import as_json, from_json
+from headrace.sandbox.inside.answering import Answers
 
 NAME = "solution.py"
 """The file name in its tracebacks."""
@@ -25,8 +23,8 @@ CONFINED = b"\0"
 
 def run_program(code: str) -> int:
     """Runs it, and prints the value of a last line that is an expression, as the interpreter does. Returns the exit code."""
-    module = _module(code)
-    ended = _guarded(lambda: exec(_compiled(code, show=True), module.__dict__))
+    module = new_module(code)
+    ended = _guarded(lambda: exec(compiled(code, show=True), module.__dict__))
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
@@ -34,56 +32,24 @@ def run_program(code: str) -> int:
 
 
 def serve_calls(code: str) -> int:
-    """Runs it, then answers calls until the test has ended. Returns the exit code."""
-    module = _module(code)
-    ended = _guarded(lambda: exec(_compiled(code, show=False), module.__dict__))
-    if ended:
-        return ended
-    kept: list[Any] = []
-    while True:
-        try:
-            asked = json_frames.receive(CHANNEL)
-        except (EOFError, ConnectionError):  # the test has ended
-            return 0
-        try:
-            answer = {"value": _answered(asked, module, kept)}
-        except BaseException as error:  # SystemExit too: it ends this call only
-            answer = {"raised": type(error).__name__, "text": _text(error)}
-        json_frames.send(CHANNEL, answer)
+    """Runs it, then answers until the test has ended. Returns the exit code."""
+    module = new_module(code)
+    ended = _guarded(lambda: exec(compiled(code, show=False), module.__dict__))
+    if not ended:
+        Answers(module).serve()
+    return ended
 
 
-def _answered(asked: Any, module: ModuleType, kept: list[Any]) -> Any:
-    def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
-
-    match asked:
-        case {"name": name, "of": None}:
-            if not hasattr(module, name):
-                raise NameError(f"the code defines no {name}")
-            found = getattr(module, name)
-        case {"name": name, "of": place}:
-            found = getattr(kept[place], name)
-        case {"call": place, "args": args, "named": named}:
-            found = kept[place](*from_json(args, kept.__getitem__), **from_json(named, kept.__getitem__))
-    return as_json(found, keep)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:500]
-    except Exception:
-        return ""
-
-
-def _module(code: str) -> ModuleType:
+def new_module(code: str) -> ModuleType:
+    """Returns the module in which it is to be run."""
     module = ModuleType("__main__")
     sys.modules["__main__"] = module  # dataclasses and typing look up their module there
     linecache.cache[NAME] = (len(code), None, [f"{line}\n" for line in code.splitlines()], NAME)
     return module
 
 
-def _compiled(code: str, *, show: bool) -> CodeType:
+def compiled(code: str, *, show: bool) -> CodeType:
+    """`show`: whether the value of a last line that is an expression is printed. Raises SyntaxError."""
     tree = ast.parse(code, NAME)
     if show and tree.body and isinstance(last := tree.body[-1], ast.Expr):
         shown: Any = ast.parse("__import__('sys').displayhook(None)", mode="eval").body

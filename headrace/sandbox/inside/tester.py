@@ -1,123 +1,211 @@
 """The test of one call, in a process of its own: it has the test, and not the code under test.
 
 A name that the test does not define and Python does not have stands for one of the code's. Calling it sends plain values to the process
-of the code, and returns plain values from there; everything else, each comparison above all, happens here. So the code never sees what
-is expected, and cannot say that it passed.
+of the code, and returns plain values from there (`remote_code.py`); each comparison of plain values happens here. So the code never sees
+what is expected, and cannot say that it passed.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
-from typing import Any
+import json
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
 
-from headrace.sandbox.inside import json_frames
-from headrace.sandbox.inside.confine import CHANNEL
-from headrace.sandbox.inside.plain import NotPlain, as_json, from_json
+from headrace.sandbox.inside.remote_code import (
+    STAND_INS,
+    TEST,
+    InPlace,
+    TestLines,
+    RemoteCode,
+    RemoteObject,
+    raised_by_code,
+)
 
-Verdict = tuple[str, str]
-"""The reason why the test did not pass, empty if it did, and the detail."""
-
-
-class UnsupportedTest(Exception):
-    """The test does something that cannot be done with code in another process."""
-
-
-class CodeEnded(BaseException):
-    """The process of the code has ended, or answers nonsense."""
-
-
-class RemoteObject:
-    """A function, class or object of the code."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        try:
-            sent = as_json(list(args), _number_of), as_json(named, _number_of)
-        except NotPlain as error:
-            raise UnsupportedTest(f"the test passes {error}") from None
-        return _asked({"call": self._number, "args": sent[0], "named": sent[1]})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"{name} of an object of the code cannot be used in a test")
-        return _asked({"name": name, "of": self._number})
+_VERDICT = 0
+"""The descriptor to which the verdict is written: no test prints to it."""
+_CALLS_NOTHING = (
+    "the test calls nothing of the code; a function with the name of one of Python's is named in the column entry_point"
+)
+_EXPECTING = ("assertRaises", "assertRaisesRegex", "raises", "suppress", "isinstance", "issubclass")
+"""Functions whose arguments may be exceptions that are expected."""
+_IN_PLACE, _REACHED = "__in_place__", "__reached__"
 
 
-class NamesOfTest(dict[str, Any]):
-    """The global names of a test."""
+class NamesOfPython(dict[str, Any]):
+    """Python's own names, in which a test looks for those that it does not define; any other is one of the code. Not in its global names: the
+    body of a class would not find it there."""
 
-    def __init__(self, entry_point: str) -> None:
-        super().__init__(__name__="__test__", __builtins__=builtins)
-        self._entry_point = entry_point
+    def __init__(self, entry_point: str, find: Callable[[str], Any]) -> None:
+        super().__init__({name: value for name, value in vars(builtins).items() if name != entry_point})
+        self._find = find
         self.used = False
         """Whether the test has used a name of the code."""
-        _ended.clear()
 
     def __missing__(self, name: str) -> Any:
-        if name != self._entry_point and hasattr(builtins, name):
-            return getattr(builtins, name)
         self.used = True
-        return _asked({"name": name, "of": None})
+        return self._find(name)
 
 
-def run_test(test: str, entry_point: str) -> Verdict:
-    """`entry_point`: the code's function, if it has the name of one of Python's."""
-    names = NamesOfTest(entry_point)
+def names_of_test(python: NamesOfPython) -> dict[str, Any]:
+    """Returns the global names of a test, which it is going to extend."""
+    return {"__name__": "__test__", "__builtins__": python}
+
+
+class TestModule(ModuleType):
+    """`__main__`, in which `unittest.main()` looks for the test."""
+
+    __test__ = False
+    names: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TestModule.names:
+            return TestModule.names[name]
+        raise AttributeError(name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *TestModule.names]
+
+
+class _Rewriting(ast.NodeTransformer):
+    """Says that an assert statement is reached and that the value of a call is not used, and expects what stands in for exceptions."""
+
+    def __init__(self) -> None:
+        self.asserts = False
+        self.lines = TestLines(set(), set(), [])
+        self.expects = False
+        """Whether the test names an exception that has a stand-in."""
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        self.asserts = True
+        self.lines.asserts.update(_span(node))
+        self.generic_visit(node)
+        return [ast.Expr(_call(_REACHED)), node]
+
+    def visit_With(self, node: Any) -> Any:
+        self.lines.blocks.append(_span(node))
+        self.generic_visit(node)
+        return node
+
+    visit_AsyncWith = visit_With
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        self.lines.raises.add(node.lineno)
+        self.generic_visit(node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            node.value.func = _call(_IN_PLACE, node.value.func)
+        return node
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
+        self.generic_visit(node)
+        node.type = self._with_stand_in(node.type)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        name = _name(node.func)
+        if name in _EXPECTING:
+            node.args = [self._with_stand_in(one) for one in node.args]
+        if name.startswith("assert"):
+            self.lines.asserts.update(_span(node))
+        return node
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        self.expects |= node.id in STAND_INS
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.expects |= node.attr in STAND_INS
+        self.generic_visit(node)
+        return node
+
+    def _with_stand_in(self, node: Any) -> Any:
+        if isinstance(node, ast.Tuple):
+            node.elts = [self._with_stand_in(one) for one in node.elts]
+        if (name := _name(node)) not in STAND_INS:
+            return node
+        return ast.Tuple([node, ast.Name(_stand_in(name), ast.Load())], ast.Load())
+
+
+def _name(node: Any) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _span(node: ast.stmt | ast.expr) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _stand_in(name: str) -> str:
+    return f"__code_{name}__"
+
+
+def _call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+
+
+def _compiled(test: str, rewriting: _Rewriting) -> CodeType:
+    """Raises SyntaxError."""
+    compile(test, TEST, "exec")
+    tree = rewriting.visit(ast.parse(test, TEST))
+    return compile(ast.fix_missing_locations(tree), TEST, "exec")
+
+
+def end_test(reason: str, detail: str, *, sure: bool = False) -> NoReturn:
+    """Ends this process with a verdict. `sure`: a failure for which the test need not be run beside the code."""
+    os.write(_VERDICT, json.dumps([reason, detail[:500], sure]).encode())
+    os._exit(0)
+
+
+def run_test(test: str, entry_point: str) -> NoReturn:
+    """Ends with the verdict. `entry_point`: the code's function, if it has the name of one of Python's."""
+    rewriting = _Rewriting()
     try:
-        exec(compile(test, "test.py", "exec"), names)
-    except UnsupportedTest as error:
-        return "unsupported", str(error)
-    except SyntaxError as error:
-        return "unsupported", f"the test is not valid Python: {error}"
-    except AssertionError as error:
-        return "failed", str(error)[:500]
-    except CodeEnded:
-        pass
+        program = _compiled(test, rewriting)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        end_test("unsupported", f"the test is not valid Python: {error}")
+    code = RemoteCode(end_test, rewriting.lines)
+    python = NamesOfPython(entry_point, lambda name: code.ask({"ask": "name", "name": name}))
+    reached: list[bool] = []
+    python[_IN_PLACE] = lambda work: InPlace(work) if isinstance(work, RemoteObject) else work
+    python[_REACHED] = lambda: reached.append(True) if not reached else None
+    python.update({_stand_in(name): kind for name, kind in STAND_INS.items()})
+    TestModule.names = names = names_of_test(python)
+    sys.modules["__main__"], sys.argv = TestModule("__main__"), [TEST]
+    try:
+        exec(program, names)
     except BaseException as error:
-        return "failed", f"{type(error).__name__}: {error}"[:500]
-    if _ended:
-        return _ended[0]
-    if not names.used:
-        return "unsupported", (
-            "the test calls nothing of the code; a function with the name of one of Python's is named in the column entry_point"
-        )
-    return "", ""
+        if not isinstance(error, SystemExit) or error.code:  # unittest.main() raises it in any case
+            _end_badly(error, rewriting, used=python.used)
+    if rewriting.asserts and not reached and not code.raised:  # an expected exception is a verdict too
+        end_test("unsupported", "the test ended before any of its assert statements")
+    _end_well(code, used=python.used)
 
 
-_ended: list[Verdict] = []
-"""The verdict of code that has ended or answered nonsense: a test may catch `CodeEnded`, and does not pass for it."""
+def _end_badly(error: BaseException, rewriting: _Rewriting, *, used: bool) -> NoReturn:
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, ImportError) and not raised_by_code(error):
+        end_test("unsupported", f"the test imports what is not there: {said}")
+    if not used:
+        end_test("unsupported", f"{_CALLS_NOTHING}; and it fails: {said}")
+    if isinstance(error, MemoryError) and not raised_by_code(error):
+        end_test("unsupported", "the test itself uses more than sandbox.memory_mib")
+    sure = isinstance(error, tuple(STAND_INS.values())) and not rewriting.expects
+    end_test("failed", str(error) if isinstance(error, AssertionError) else said, sure=sure)
 
 
-def _number_of(value: Any) -> int:
-    if not isinstance(value, RemoteObject):
-        raise NotPlain(f"{type(value).__name__}, which is no plain value")
-    return int(value._number)
-
-
-def _asked(question: Any) -> Any:
-    try:
-        json_frames.send(CHANNEL, question)
-        answer = json_frames.receive(CHANNEL)
-        if "raised" not in answer:
-            return from_json(answer["value"], RemoteObject)
-        kind, text = str(answer["raised"]), str(answer["text"])
-    except (OSError, EOFError):
-        _ended.append(("ended", "it ended before it answered"))
-        raise CodeEnded from None
-    except Exception as error:
-        _ended.append(("failed", f"its answer made no sense: {type(error).__name__}"))
-        raise CodeEnded from None
-    raise _exception(kind, text)
-
-
-def _exception(kind: str, text: str) -> Exception:
-    """The same exception, so that a test may expect it; never one that ends a test well."""
-    known = getattr(builtins, kind, None)
-    try:
-        if isinstance(known, type) and issubclass(known, Exception) and known is not AssertionError:
-            return known(text)
-    except Exception:  # one that takes other arguments, such as UnicodeDecodeError
-        pass
-    return RuntimeError(f"{kind}: {text}")
+def _end_well(code: RemoteCode, *, used: bool) -> NoReturn:
+    if code.assertion:
+        end_test("failed", code.assertion)
+    if not used:
+        end_test("unsupported", _CALLS_NOTHING)
+    if code.own_word:
+        end_test("unsupported", f"only the code can say {code.own_word}")
+    end_test("", "")
