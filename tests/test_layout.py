@@ -22,6 +22,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.toml"))
 
 # A file imports only from lower floors; parts of one floor never import each other. Inside a folder `ROOMS` has the order.
 FLOORS = {
+    "printing": -1,
     "types": 0,
     "errors": 0,
     "version": 0,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 
 from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, TableColumn
 from headrace.observe.screen.layout import one_line
 from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
@@ -44,12 +45,13 @@ def show(
     console.print(_legend(chosen, source))
 
 
-def _headline(views: Sequence[RolloutView], report: TrainReport) -> str:
+def _headline(views: Sequence[RolloutView], report: TrainReport) -> Text:
     tickets = len({one.ticket for one in views})
-    return (
-        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
+    return Text(f"Step {report.step + 1}", "bold").append(
+        f": {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
         f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
-        f"{report.loss_tokens:,} tokens in the loss"
+        f"{report.loss_tokens:,} tokens in the loss",
+        "not bold",
     )
 
 
@@ -77,7 +79,7 @@ class _Overview:
         self._head += ["|Δ| mean"] if gaps else []
         self._rows = [_numbers(one, gaps) for one in views]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
         texts = [_text_of(one) for one in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
@@ -148,7 +150,7 @@ def _tokens(one: RolloutView) -> Text:
     return text
 
 
-def _token_table(one: RolloutView) -> Table:
+def _token_table(one: RolloutView) -> FittedTable:
     table = _table(
         "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
     )
@@ -165,7 +167,7 @@ def _token_table(one: RolloutView) -> Table:
             f"{one.advantages[place]:+.3f}" if one.advantages else "-",
             ", ".join(filter(None, (one.left_out[place], "mixed" * one.mixed[place]))),
         ]
-        table.add_row(*map(escape, cells), style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
+        table.add_row(*cells, style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
     return table
 
 
@@ -212,10 +214,6 @@ def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
     return text
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in names:
-        right = name.startswith("#")
-        # On a narrow terminal only texts wrap, never numbers.
-        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table
+def _table(*names: str) -> FittedTable:
+    """A name of a column of numbers begins with #."""
+    return FittedTable([TableColumn(title=name.removeprefix("#"), number=name.startswith("#")) for name in names])
