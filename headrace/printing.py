@@ -7,6 +7,7 @@ character for one, and what was there is still seen (`␛[2J`). Views with colou
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
@@ -79,6 +80,16 @@ class PrintableStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unguarded, name)
+
+
+class PrintableBytes:
+    """Writes what another process printed to a file descriptor, printable. A character may arrive in two pieces."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._decoder = descriptor, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes) -> None:
+        os.write(self._descriptor, printable(self._decoder.decode(data)).encode())
 
 
 def guard_streams() -> None:

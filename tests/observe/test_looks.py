@@ -19,7 +19,7 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
 from headrace.observe.screen.console import Console
-from headrace.observe.screen.layout import distinct, flow, middle_out, one_line, without_marks
+from headrace.observe.screen.layout import distinct, flow, middle_out, without_marks
 from headrace.observe.screen.live import Text, sample_panel
 from headrace.observe.screen.status_view import panel
 from headrace.observe.screen.summary import summary
@@ -144,10 +144,6 @@ def test_a_long_sample_keeps_its_beginning_and_its_end_in_the_lines_it_has(state
     assert len(text.splitlines()) <= height and "cut off" in text
     assert "The first of them is seven" in text
     assert ("therefore the answer is forty-two." in flat(text)) == (height > 5)
-
-
-def test_a_model_cannot_move_the_cursor() -> None:
-    assert one_line("a\x1b[2J\nb\tc\x07 d\u202e") == "a�[2J b c� d�"
 
 
 def test_parts_that_have_no_room_go_to_the_next_line() -> None:

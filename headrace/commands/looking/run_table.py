@@ -20,7 +20,7 @@ STATE = 48
 """Characters of a state; headrace status shows all of it."""
 
 COLUMNS = (
-    TableColumn(title="run"),
+    TableColumn(title="run", whole=28),
     TableColumn(title="state"),
     TableColumn(title="step", number=True),
     TableColumn(title="reward", number=True),
@@ -62,5 +62,11 @@ def _cells(one: RunLine, priced: bool) -> tuple[str, ...]:
         "–" if one.held_out is None else f"{one.held_out:.3f}",
         duration(one.seconds),
         *(["–" if one.cost is None else dollars(one.cost)] * priced),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed)),
+        _day(one.changed),
     )
+
+
+def _day(seconds: float) -> str:
+    """`11-28 13:05` in this year, else `2024-11-28`."""
+    then = time.localtime(seconds)
+    return time.strftime("%m-%d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)

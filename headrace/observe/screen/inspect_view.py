@@ -12,7 +12,7 @@ from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
 from headrace.observe.screen.console import Console
 from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, TableColumn
+from headrace.observe.screen.fitted_table import FittedTable, TableColumn, no_room_for
 from headrace.observe.screen.layout import one_line
 from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
@@ -68,6 +68,9 @@ def _lag_lines(report: TrainReport) -> RenderableType:
 ROOM = 40
 """Fewest characters for a rollout's text beside its numbers; with less room it goes beneath them."""
 
+SPARE = ("versions", "stop", "lag", "tokens", "|Δ| mean", "advantage")
+"""Columns in the order in which they are left out on a terminal that is too narrow for all."""
+
 
 class _Overview:
     """One line per rollout on a wide terminal; on a narrow one its numbers, and its text beneath them."""
@@ -80,15 +83,22 @@ class _Overview:
         self._rows = [_numbers(one, gaps) for one in views]
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
+        columns, out = list(zip(self._head, *self._rows, strict=True)), list[str]()
+        for name in SPARE:
+            if sum(max(map(len, column)) + 1 for column in columns) > options.max_width:
+                columns, out = [column for column in columns if column[0] != name], [*out, name]
+        widths = [max(map(len, column)) for column in columns]
         texts = [_text_of(one) for one in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
         fits = beside >= min(ROOM, max(map(len, texts)))
-        yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
-        for cells, text in zip(self._rows, texts, strict=True):
+        head, *rows = zip(*columns, strict=True)
+        yield Text(_justified(head, widths) + "  text" * fits, "dim")
+        for cells, text in zip(rows, texts, strict=True):
             numbers = _justified(cells, widths)
             lines = [f"{numbers}  {text}"] if fits else [numbers, f"  {text}"]
             yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        if out:
+            yield no_room_for(out)
 
 
 def _text_of(one: RolloutView) -> str:
