@@ -36,11 +36,13 @@ from headrace.commands.serving import serve as serving
 from headrace.commands.training import train_command
 from headrace.commands.training.init_command import add_init
 from headrace.errors import ConfigError, HeadraceError, RunPaused
+from headrace.printing import echo, guard_streams, say
 
 FAILED, BAD_INPUT, PAUSED = 1, 2, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    guard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     place = given.index("--") if given[:1] == ["gateway"] and "--" in given else len(given)
     parser = _parser()
@@ -63,13 +65,13 @@ def exit_code(work: Callable[[], int]) -> int:
     except HeadraceError as error:
         return _complain(error, FAILED)
     except KeyboardInterrupt:
-        print("headrace: interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED
 
 
 def _complain(error: Exception, code: int) -> int:
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-    print("\n".join(line for one in text.splitlines() for line in _fitted(f"headrace: {one}")), file=sys.stderr)
+    echo("\n".join(line for one in text.splitlines() for line in _fitted(f"headrace: {one}")), err=True)
     return code
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from headrace.printing import printable
+
 
 class HeadraceError(Exception):
-    """The base of all exceptions that headrace raises on purpose. The command line prints the message without a traceback."""
+    """The base of all exceptions that headrace raises on purpose. The command line prints the message without a traceback. Messages quote
+    texts of users; where the interpreter prints one, a terminal obeys nothing in it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(HeadraceError, ValueError):

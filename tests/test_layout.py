@@ -22,6 +22,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.toml"))
 
 # A file imports only from lower floors; parts of one floor never import each other. Inside a folder `ROOMS` has the order.
 FLOORS = {
+    "printing": -1,
     "types": 0,
     "errors": 0,
     "version": 0,
@@ -373,6 +374,61 @@ def names_used_twice(package: Path) -> Iterator[str]:
     yield from (f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1)
 
 
+PRINTERS = ("printing.py", "observe/screen/console.py")
+"""The files through which everything goes to a terminal. They let nothing pass that a terminal would obey."""
+OTHER_PROGRAMS = ("sandbox/zygote.py", "sandbox/inside/*.py", "environments/verifiers/taskset_player.py")
+"""Programs that import nothing of ours: their output is a pipe or a log of ours."""
+PRINTING_CALLS = {
+    *("print", "sys.stdout.write", "sys.stderr.write", "sys.stdout.writelines", "sys.stderr.writelines"),
+    *("sys.__stdout__.write", "sys.__stderr__.write", "warnings.showwarning", "faulthandler.dump_traceback"),
+    *("traceback.print_exc", "traceback.print_exception", "traceback.print_stack", "traceback.print_tb"),
+    *("logging.basicConfig", "logging.StreamHandler", "rich.print", "rich.get_console", "rich.inspect"),
+    *("rich.console.Console", "rich.text.Text", "RichConsole", "RichText", "Text.from_markup", "Text.from_ansi"),
+}
+RICH = {"console": ("Console", "RichConsole"), "text": ("Text", "RichText")}
+"""Classes of rich that views have only for annotations, by the name that tells them from ours."""
+
+
+def prints_elsewhere(package: Path) -> Iterator[str]:
+    """Ways to the terminal past the two files, and markup, which would be read in users' text too."""
+    for path in modules(package).values():
+        place = path.relative_to(package)
+        if place.as_posix() in PRINTERS or any(place.match(one) for one in OTHER_PROGRAMS):
+            continue
+        for node in ast.walk(parsed(path)):
+            if said := _way_to_the_terminal(node):
+                yield f"{place}:{node.lineno} {said}"  # type: ignore[attr-defined]
+
+
+def _way_to_the_terminal(node: ast.AST) -> str:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rich":
+        names = [(one.name, one.asname) for one in node.names]
+        real, ours = RICH.get((node.module or "").removeprefix("rich."), ("", ""))
+        wrong = [
+            name for name, alias in names if (name == real and alias != ours) or name in ("print", "escape", "render")
+        ]
+        return f"imports rich's {wrong[0]}" if wrong else ""
+    if isinstance(node, ast.ImportFrom) and node.module == "traceback":
+        return "imports from traceback" if any(one.name.startswith("print") for one in node.names) else ""
+    if not isinstance(node, ast.Call):
+        return ""
+    called, first = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
+    if called in PRINTING_CALLS:
+        return f"calls {called}"
+    if called in ("os.write", "os.fdopen", "open") and first in ("1", "2"):
+        return f"writes to descriptor {first}"
+    if called in ("sys.exit", "SystemExit") and isinstance(next(iter(node.args), None), ast.JoinedStr):
+        return f"prints with {called}"
+    named = {one.arg: one.value for one in node.keywords}
+    if "markup" in named and ast.unparse(named["markup"]) != "False":
+        return "sets markup"
+    markup = [named[name] for name in ("title", "subtitle") if name in named] if called == "Panel" else []
+    markup += node.args[:1] if called in ("console.status", "status.update") else []
+    if any(not (isinstance(one, ast.Call) and ast.unparse(one.func) == "Text") for one in markup):
+        return f"gives {called} a string, which rich reads as markup"
+    return ""
+
+
 def dangling_docstrings(package: Path) -> Iterator[str]:
     """Docstrings, those of fields and constants included, that begin with one of the DANGLING words."""
     for path in modules(package).values():
@@ -408,6 +464,10 @@ def test_definitions_with_more_than_five_values_take_keywords():
 
 def test_docstrings_begin_with_their_subject_or_verb():
     assert list(dangling_docstrings(PACKAGE)) == []
+
+
+def test_everything_is_printed_by_the_printer_and_the_console():
+    assert list(prints_elsewhere(PACKAGE)) == []
 
 
 def test_a_name_has_one_meaning():
@@ -578,6 +638,43 @@ def test_concrete_checker_sees_every_way_of_naming(tmp_path):
         "a.py names NativeEngine",
         "b.py names NativeEngine",
     ]
+
+
+WAYS = (
+    "print('x')",
+    "sys.stderr.write('x')",
+    "traceback.print_exc()",
+    "from traceback import print_exc",
+    "os.write(2, b'x')",
+    "sys.exit(f'headrace: {error}')",
+    "from rich.console import Console",
+    "from rich.console import Console as Screen",
+    "import rich.console\nrich.console.Console()",
+    "from rich.console import Console as RichConsole\nRichConsole()",
+    "from rich.text import Text",
+    "from rich import print",
+    "from rich.markup import escape",
+    "Text.from_markup('[red]x')",
+    "console.print('[red]x', markup=True)",
+    "Panel(body, title=name)",
+    "console.status(f'{name} ...')",
+    "open(1, 'w')",
+    "raise SystemExit(f'no {name}')",
+    "logging.basicConfig()",
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_print_checker_sees_every_way_to_the_terminal(tmp_path, way):
+    assert len(list(prints_elsewhere(plant(tmp_path, a=way)))) == 1
+
+
+def test_print_checker_lets_pass_what_is_no_way_to_the_terminal(tmp_path):
+    free = "def f():\n    print('x')"
+    package = plant(tmp_path, printing=free, observe__screen__console=free, sandbox__inside__solution=free)
+    quiet = "os.write(pipe, b'x')\nsys.exit(1)\nfrom rich.console import Console as RichConsole, Group\n"
+    plant(package, quiet=f"{quiet}Panel(body, title=Text(name))\nfile.write('x')\necho('x')\nSpinner('dots')\n")
+    assert list(prints_elsewhere(package)) == []
 
 
 def test_call_checker_counts_what_is_passed_by_position(tmp_path):

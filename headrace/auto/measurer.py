@@ -21,6 +21,7 @@ from headrace.auto.slices import slice_of
 from headrace.durable.atomic_files import replace_file
 from headrace.models.resolve import cache_dir
 from headrace.observe.machine_mark import cpu_model
+from headrace.printing import echo
 from headrace.version import __version__
 
 SECONDS = 300
@@ -63,7 +64,7 @@ class ProbeMeasurer:
         place = cache_dir() / "measured" / f"{fingerprint(piece.config, threads)}.json"
         if (kept := _read(place)) is not None:
             return kept
-        print(MEASURING, file=sys.stderr, flush=True)
+        echo(MEASURING, err=True)
         figures = _ask(config, threads)
         if not figures.problem:
             _keep(place, figures)

@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.faultsim.case import Case, case_of
 from headrace.faultsim.lives import trial
+from headrace.printing import echo
 from headrace.types import Struct
 
 TRIES = 300
@@ -103,11 +104,9 @@ def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
         if problem := problem_of(case):
             finding = shrunk(case, problem)
             findings.append(finding)
-            print(f"seed {seed}: {problem}\n  shrunk: {finding.problem}\n  {finding.command}", flush=True)
+            echo(f"seed {seed}: {problem}\n  shrunk: {finding.problem}\n  {finding.command}")
         seed += 1
-    print(
-        f"{seed - first} schedules from seed {first} on in {time.monotonic() - began:.0f} s: {len(findings)} problems"
-    )
+    echo(f"{seed - first} schedules from seed {first} on in {time.monotonic() - began:.0f} s: {len(findings)} problems")
     return findings
 
 
@@ -127,7 +126,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.case:
         trial(msgspec.json.decode(options.case, type=Case))
-        print("every contract held")
+        echo("every contract held")
         return 0
     first = int(time.time()) * 1000 if options.first is None else options.first
     return 1 if fuzz(first, options.count, options.minutes * 60) else 0

@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 from headrace.errors import ConfigError
 from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import check_model_dir
+from headrace.printing import echo
 from headrace.settings.strict import STRICT
 
 Say = Callable[[str], None]
@@ -95,7 +96,7 @@ def _find(path: str, say: Say, setting: str) -> Path:
 
 
 def _say_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    echo(line, err=True)
 
 
 def _from_hub(repo: str, setting: str) -> Path:

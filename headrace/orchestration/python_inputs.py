@@ -6,7 +6,6 @@ The settings describe them: `reward.functions` has the functions' names (`python
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
 from headrace.orchestration.choosing import resumed_settings
+from headrace.printing import say
 from headrace.scoring.python_rewards import RewardFunction, Rewards, rewards_of
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build
@@ -78,7 +78,7 @@ def report_differences(config: Source, used: RunConfig, run: Path) -> None:
         if name not in ("name", "out") and name in theirs and theirs[name] != value
     ]
     if others:
-        print(f"headrace: the settings are those of {run}: {'; '.join(others)}", file=sys.stderr)
+        say(f"the settings are those of {run}: {'; '.join(others)}")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

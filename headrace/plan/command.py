@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from headrace.plan.rates.shapes import shape_of
 from headrace.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
+from headrace.printing import echo
 from headrace.rehearsal.memory_needs import token_activations
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS
@@ -27,7 +27,7 @@ from headrace.trainer.placement.cutting import LOOPS
 def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
     """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
-    print(
+    echo(
         json.dumps(report(found, request.travel(), price, request.config.train.steps), indent=1)
         if as_json
         else text(found, request, price)
@@ -36,12 +36,12 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
         from headrace.plan.charts import draw
 
         picture.write_text(draw(found, request.config.name, price))
-        print(f"the page with charts is in {picture}", file=sys.stderr)
+        echo(f"the page with charts is in {picture}", err=True)
     return 0
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    echo(line, err=True)
 
 
 def text(found: Answer, request: PlanRequest, price: float) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from headrace.batches import Failure
+from headrace.printing import echo
 from headrace.sandbox.sandbox import Sandbox, SandboxLost, SandboxResult
 from headrace.sandbox.tool import sandbox_of_this_process
 
@@ -95,7 +95,7 @@ def _score(code: str, given: Any, setup: str, entry_point: str, *, whole: bool) 
             first = f"; test {number}: {result.reason}: {' '.join(result.detail.split())}"
         if result.reason and (whole or result.reason in SLOW):
             break
-    print(f"unit_tests: {passed} of {len(tests)} passed{first}", file=sys.stderr)
+    echo(f"unit_tests: {passed} of {len(tests)} passed{first}", err=True)
     return float(passed == len(tests)) if whole else passed / len(tests)
 
 

@@ -4,13 +4,13 @@ version that it has."""
 from __future__ import annotations
 
 import secrets
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
 from headrace.errors import IdentityError
+from headrace.printing import echo
 from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
@@ -109,7 +109,7 @@ class FetchingReceiver:
                 self._apply_delta(name, manifest, update, bool(was))
                 return packed.verified(update)
             except (IdentityError, ValueError) as error:  # the full copy is the remedy, and the fingerprint the proof
-                print(f"version {update.version} is fetched whole: {error}", file=sys.stderr, flush=True)
+                echo(f"version {update.version} is fetched whole: {error}", err=True)
         held.delta = b""
         self.received += self._source.full(update, manifest, buffer)
         return packed.verified(update)

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from fact_stream import FactStream, records_of, write_journal
-from rich.console import Console
 
 from headrace import cli
 from headrace.batches import Group
@@ -17,6 +16,7 @@ from headrace.commands.looking.diff import RunComparison, compare_runs
 from headrace.commands.looking.diff_view import report
 from headrace.durable.journal import JOURNAL, AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.errors import ConfigError
+from headrace.observe.screen.console import Console
 from headrace.types import Prompt
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())

@@ -12,7 +12,6 @@ import pytest
 from fact_stream import FactStream, records_of, write_journal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from headrace import cli
 from headrace.commands.looking.inspect import find_step, inspect
@@ -26,6 +25,7 @@ from headrace.observe.numbers.rollout_view import (
     view_rollout,
     view_step,
 )
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.runs.pieces import split_text
 from headrace.reports import TrainReport

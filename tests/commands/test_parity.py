@@ -8,12 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from rich.console import Console
 from tiny_models import saved
 
 from headrace import cli
 from headrace.commands.installed import parity, parity_table
 from headrace.commands.installed.parity import LIMITS, ParityRow, measure
+from headrace.observe.screen.console import Console
 
 TOKENS = 12
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 from tiny_run import tiny_config, when_step
 
 import headrace
@@ -36,6 +35,7 @@ from headrace.durable.journal import (
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.health.family import Family, family
 from headrace.observe.machine_mark import machine_mark
+from headrace.observe.screen.console import Console
 from headrace.orchestration.store.run_directory import RunDirectory, configs_until
 from headrace.reports import LagStats, Noise, TrainReport
 

@@ -190,7 +190,7 @@ def test_two_runs_are_compared_in_the_terminal(
     monkeypatch.chdir(runs.parent)
     code, out = said(capsys, "compare", "first", "second")
     assert code == 0
-    rows = {re.split(r"\s{3,}", line.strip())[0]: re.split(r"\s{3,}", line.strip())[1:] for line in out.splitlines()}
+    rows = {re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:] for line in out.splitlines()}
     assert rows["train.lr"] == ["1e-05", "3e-05"] and rows["seed"] == ["0", "1"] and "name" not in rows
     assert rows["state"] == ["finished", "died"] and rows["steps"] == ["30 of 30", "30 of 30"]
     curves = [line for line in out.splitlines() if re.search(r"^  (first|second) +[▁▂▃▄▅▆▇█]", line)]

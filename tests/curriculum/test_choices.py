@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from headrace.durable.spelling import encode
 from headrace.observe.diagnosis.advice import advices
@@ -20,6 +19,7 @@ from headrace.observe.records import decode_metrics
 from headrace.observe.report.data import load
 from headrace.observe.report.page import page
 from headrace.observe.resume import Resume
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.live import frame
 from headrace.observe.screen.summary import summary
 from headrace.observe.sinks.scalars import _choice_scalars

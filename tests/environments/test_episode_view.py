@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from rich.console import Console
-
 from headrace.algo.advantage.training_rows import rows_of
 from headrace.batches import Group
 from headrace.durable.journal import JournalStep
 from headrace.observe.numbers.rollout_view import view_rollout
 from headrace.observe.report.rollouts import rollouts
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.loops.outcomes import Rolled, talk_of
 from headrace.reports import TrainReport

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from checkpoints import CHATML, SIZE, edit, save_tokenizer, save_weights
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_endings import LLAMA
 from tiny_run import tiny_config
@@ -20,6 +19,7 @@ from headrace.cli import main
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.preflight_view import show_preflight
 from headrace.rehearsal.preflight import preflight
 from headrace.rehearsal.two_columns import sight_of
@@ -258,7 +258,7 @@ def shown(
         system="Be brief.",
         reward="right = 1",
     )
-    console = Console(width=width, record=True, highlight=False, force_terminal=False)
+    console = Console(width=width, record=True, force_terminal=False)
     show_preflight(console, preflight(encoder), sight)
     return console.export_text()
 

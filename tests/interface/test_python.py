@@ -18,13 +18,13 @@ from typing import Any
 
 import pandas
 import pytest
-from rich.text import Text
 from tiny_run import of, tiny_config
 
 import headrace
 from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, Warned
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.surface import NotebookScreen, as_html
 from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.callbacks import Callbacks

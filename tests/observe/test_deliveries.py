@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fact_stream import FactStream
 from msgspec.structs import replace
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from headrace.observe.diagnosis.deliveries import travelled
 from headrace.observe.facts import Fact, FleetSample, MemberSample, RunStarted, StepTrained, WeightsLive, WeightWay
@@ -22,6 +22,7 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS, read_metrics, summarise
 from headrace.observe.report import write_report
 from headrace.observe.screen import live, status_view
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.summary import summary
 from headrace.observe.texts import size
 from headrace.reports import LoadReport
@@ -75,7 +76,7 @@ def folded(facts: list[Fact]) -> RunState:
 
 
 def shown(what: RenderableType, width: int = 80) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, height=60, highlight=False)
+    console = Console(file=io.StringIO(), width=width, height=60)
     console.print(what)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 

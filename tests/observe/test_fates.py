@@ -13,7 +13,6 @@ import pytest
 from fact_stream import FactStream
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from headrace.batches import Group, Row
 from headrace.durable.spelling import encode
@@ -26,6 +25,7 @@ from headrace.observe.numbers.step_totals import trimmed
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.summary import summary
 from headrace.plan.planned import planned_world
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates

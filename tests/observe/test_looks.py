@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fact_stream import FactStream, records_of, write_journal
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from test_troubles import half_failed
 
 from headrace.commands.looking.inspect import inspect
@@ -18,7 +18,8 @@ from headrace.observe.health.live_status import LiveStatus, Status
 from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
-from headrace.observe.screen.layout import distinct, flow, middle_out, one_line, without_marks
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.layout import distinct, flow, middle_out, without_marks
 from headrace.observe.screen.live import Text, sample_panel
 from headrace.observe.screen.status_view import panel
 from headrace.observe.screen.summary import summary
@@ -40,7 +41,7 @@ def state(tmp_path: Path) -> RunState:
 
 
 def shown(what: RenderableType, width: int, height: int = 60) -> str:
-    console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
+    console = Console(file=io.StringIO(), width=width, height=height)
     console.print(what)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -145,10 +146,6 @@ def test_a_long_sample_keeps_its_beginning_and_its_end_in_the_lines_it_has(state
     assert ("therefore the answer is forty-two." in flat(text)) == (height > 5)
 
 
-def test_a_model_cannot_move_the_cursor() -> None:
-    assert one_line("a\x1b[2J\nb\tc\x07 d\u202e") == "a�[2J b c� d�"
-
-
 def test_parts_that_have_no_room_go_to_the_next_line() -> None:
     parts = [Text("one"), Text(""), Text("two"), Text("three")]
     assert flow(parts, 40).plain == "one   two   three"
@@ -202,7 +199,7 @@ def test_inspect_gives_the_text_the_width(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "no/where"\n[rollout]\ntemperature = 1.0\n')
     write_journal(tmp_path, records_of([_talkative(fact) for fact in facts]))
     for width, beside in ((80, False), (140, True)):
-        console = Console(file=io.StringIO(), width=width, highlight=False)
+        console = Console(file=io.StringIO(), width=width)
         inspect(tmp_path, worst=0, console=console)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         texts = [line for line in lines if "The first of them" in line]

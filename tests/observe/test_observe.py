@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from pydantic import ValidationError
-from rich.console import Console
 
 from headrace.durable.atomic_files import AppendFile, read_lines, whole_lines
 from headrace.durable.spelling import encode
@@ -46,6 +45,7 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, read_metrics, summarise
 from headrace.observe.report import write_report
 from headrace.observe.resume import Resume, kept_of
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.summary import print_summary, summary
 from headrace.observe.screen.terminal import Header, LiveTerminal, PlainTerminal
 from headrace.observe.texts import bar, duration, number, sparkline

@@ -16,7 +16,6 @@ from typing import Any
 import preloaded_python
 import pytest
 from beside import until
-from rich.console import Console
 from tiny_run import tiny_config, when_step
 
 import headrace
@@ -31,6 +30,7 @@ from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
 from headrace.observe.screen import status_view
+from headrace.observe.screen.console import Console
 from headrace.orchestration.store.run_directory import RunDirectory, held
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from headrace.durable.journal import ReadyRecord
 from headrace.durable.spelling import encode
@@ -31,6 +30,7 @@ from headrace.observe.numbers.shares import Recent
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, answer_of
 from headrace.observe.report import write_report
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.live import frame
 from headrace.observe.screen.status_view import lines_of
 from headrace.observe.screen.summary import summary
@@ -85,7 +85,7 @@ def half_failed() -> RunState:
 
 
 def printed(what: Any) -> str:
-    console = Console(file=io.StringIO(), width=100, highlight=False)
+    console = Console(file=io.StringIO(), width=100)
     console.print(what)
     return " ".join(console.file.getvalue().replace("│", " ").split())  # type: ignore[attr-defined]
 

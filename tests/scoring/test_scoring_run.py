@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tiny_run import of, tiny_config
 
 import headrace
@@ -19,6 +18,7 @@ from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.observe.facts import ScorerAsked
 from headrace.observe.records import StepRow
+from headrace.observe.screen.console import Console
 from headrace.scoring.parts.score_log import SCORES
 from headrace.scoring.services.fake_service import FakeService
 from tests.scoring.test_judges import by_length

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from rich.console import Console
-from rich.markup import escape
 
 from headrace.batches import Failure
 from headrace.commands.again.bundle import FORMAT, Bundle, places_named, write_bundle
@@ -24,6 +22,8 @@ from headrace.commands.again.updates import Updates, norms_of_updates
 from headrace.config import RunConfig, dump_config
 from headrace.durable.journal import JournalStep, read_steps
 from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.orchestration.teaching import reward_weights
 from headrace.reports import differing
 from headrace.scoring.config import HANDED
@@ -66,7 +66,7 @@ def export_bundle(
 ) -> int:
     """Writes a bundle of a step, counted from 1. `include`: some of INCLUDED. Raises ConfigError if the run has no such step, or if the
     state that is asked for is not what the run trained."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     if file.exists():
         raise ConfigError(f"{file} exists already: name another file, or delete it")
     course = plan_rerun(run_dir, step, step)
@@ -85,7 +85,9 @@ def export_bundle(
             bundle = replace(bundle, updates=updates)
             if said:
                 console.print(
-                    f"[yellow]this machine does not repeat the step: {escape(said)}; the bundle has the run's own record[/]"
+                    Text(
+                        f"this machine does not repeat the step: {said}; the bundle has the run's own record", "yellow"
+                    )
                 )
             without_places(state, bundle.model)
         write_bundle(file, bundle, code.texts if "code" in include else {}, state)
@@ -208,20 +210,16 @@ def _conclude(
 ) -> None:
     size = file.stat().st_size
     held = ", ".join(["prompts, completions, rewards and numbers", *(one for one in INCLUDED if one in include)])
-    console.print(
-        f"{escape(str(file))}: step {bundle.step} of {escape(run_dir.name)}, {size / 1e6:.1f} MB, with {held}"
-    )
+    console.print(f"{file}: step {bundle.step} of {run_dir.name}, {size / 1e6:.1f} MB, with {held}")
     for sentence in bundle.left_out:
-        console.print(f"[yellow]not packed: {escape(sentence)}[/]")
+        console.print(Text(f"not packed: {sentence}", "yellow"))
     if code.texts and "code" not in include:
-        console.print(
-            f"without {escape(', '.join(code.texts))}; --include code packs the source, for those who do it again"
-        )
+        console.print(f"without {', '.join(code.texts)}; --include code packs the source, for those who do it again")
     if bundle.step > 1 and not {"adapter", "weights"} & set(include):
         kind = "adapter" if bundle.settings["lora"].get("rank") else "weights"
         console.print(
             f"without the state before the step: only reward and advantage can be done again (--include {kind} packs it)"
         )
     for place in places_named(bundle, (Path.home(), Path.cwd(), run_dir.absolute())):
-        console.print(f"[yellow]the data itself names {escape(place)}: read the prompts before you attach the file[/]")
-    console.print(f"elsewhere: headrace replay {escape(file.name)}" + (" --model DIR" if bundle.local else ""))
+        console.print(Text(f"the data itself names {place}: read the prompts before you attach the file", "yellow"))
+    console.print(f"elsewhere: headrace replay {file.name}" + (" --model DIR" if bundle.local else ""))

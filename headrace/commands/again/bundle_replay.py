@@ -6,10 +6,6 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from headrace.commands.again.bundle import CODE, STATE, Bundle, read_bundle
 from headrace.commands.again.stages import (
     StageName,
@@ -22,6 +18,9 @@ from headrace.commands.again.stages import (
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, texts
 from headrace.settings.paths import resolve_paths
 from headrace.settings.toml import build
 from headrace.version import __version__
@@ -32,7 +31,7 @@ TRAINED: tuple[StageName, ...] = ("loss", "backward", "optimizer")
 def replay_bundle(file: Path, model: str = "", trust: bool = False, console: Console | None = None) -> int:
     """Returns 0 if no stage that could be done differs, else 1. `model`: the base model here, if the bundle's was a directory. `trust`:
     whether code in the bundle may run. Raises ConfigError if the file is no bundle, or holds code that nobody trusts."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bundle"
         bundle = read_bundle(file, folder)
@@ -45,7 +44,7 @@ def replay_bundle(file: Path, model: str = "", trust: bool = False, console: Con
         results = asyncio.run(_stages(bundle, folder, model=model, scratch=Path(scratch)))
     console.print(_table(results))
     for sentence in bundle.left_out:
-        console.print(f"[dim]not in the bundle: {escape(sentence)}[/]")
+        console.print(Text(f"not in the bundle: {sentence}", "dim"))
     return _conclude(results, console)
 
 
@@ -53,7 +52,7 @@ def _headline(bundle: Bundle) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in bundle.packages.items())
     where = f"on {bundle.machine.get('cpu', 'an unknown machine')}"
     here = "" if bundle.headrace == __version__ else f" (here {__version__})"
-    return f"step {bundle.step}, done with headrace {bundle.headrace}{here} and {versions}, {escape(where)}"
+    return f"step {bundle.step}, done with headrace {bundle.headrace}{here} and {versions}, {where}"
 
 
 async def _stages(bundle: Bundle, folder: Path, *, model: str, scratch: Path) -> list[StageResult]:
@@ -89,25 +88,23 @@ def _cannot_train(bundle: Bundle, folder: Path, config: RunConfig, model: str) -
     return ""
 
 
-def _table(results: list[StageResult]) -> Table:
-    drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for name in ("stage", "done again", ""):
-        drawn.add_column(name, overflow="fold")
+def _table(results: list[StageResult]) -> FittedTable:
+    drawn = FittedTable(texts("stage", "done again", ""))
     for one in results:
         verdict = f"DIFFERS: {one.problem}" if one.problem else "the same" if one.done else "not done"
-        drawn.add_row(
-            one.name, escape(one.did), escape(verdict), style="bold red" if one.problem else "" if one.done else "dim"
-        )
+        drawn.add_row(one.name, one.did, verdict, style="bold red" if one.problem else "" if one.done else "dim")
     return drawn
 
 
 def _conclude(results: list[StageResult], console: Console) -> int:
     first = next((one for one in results if one.problem), None)
     if first:
-        console.print(f"[bold red]{first.name} is the first stage that differs[/]")
+        console.print(Text(f"{first.name} is the first stage that differs", "bold red"))
         return 1
     done = [one.name for one in results if one.done]
     console.print(
-        f"[green]the same result in {', '.join(done)}[/]" if done else "[yellow]no stage could be done again[/]"
+        Text(f"the same result in {', '.join(done)}", "green")
+        if done
+        else Text("no stage could be done again", "yellow")
     )
     return 0

@@ -15,10 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import LiveRecord, read_only
@@ -26,6 +22,9 @@ from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.machine_mark import machine_mark
 from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
 from headrace.observe.texts import plural
 from headrace.reports import TrainReport, differing
 
@@ -70,14 +69,14 @@ class Outcome:
 
 def replay(run_dir: Path, first: int, last: int | None = None, console: Console | None = None) -> int:
     """Repeats steps `first` to `last` (counted from 1) and prints the results. Returns 0 if all are as before, else 1."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     course = plan_rerun(run_dir, first, last or first)
     return asyncio.run(_replay(course, console))
 
 
 async def _replay(course: RerunPlan, console: Console) -> int:
     for complaint in course.complaints:
-        console.print(f"{escape(complaint)}: an older checkpoint is used")
+        console.print(f"{complaint}: an older checkpoint is used")
     console.print(_where_from(course))
     expected = read_expected(course.run_dir)
     table, outcomes = _table(), []
@@ -221,11 +220,9 @@ def _short(value: object) -> str:
 # -- what people see --------------------------------------------------------------------------------------------------------
 
 
-def _table() -> Table:
-    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("step", "loss", "grad norm", "tokens", "weights", "seconds", ""):
-        drawn.add_column(name, justify="left" if name in ("weights", "") else "right", overflow="fold")
-    return drawn
+def _table() -> FittedTable:
+    counted = numbers("step", "loss", "grad norm", "tokens")
+    return FittedTable([*counted, *texts("weights"), *numbers("seconds"), *texts("")])
 
 
 def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
@@ -233,20 +230,18 @@ def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
     name = f"{one.step}" if one.step >= course.first else f"{one.step} (before)"
     seconds = f"{report.seconds:.2f} ({one.before.seconds:.2f})"
     numbers = (name, f"{report.loss:.6g}", f"{report.grad_norm:.6g}", f"{report.loss_tokens:,}")
-    return (*numbers, one.fingerprint[:12], seconds, escape(one.verdict))
+    return (*numbers, one.fingerprint[:12], seconds, one.verdict)
 
 
 def _conclude(outcomes: list[Outcome], expected: Expected, console: Console) -> int:
     apart = next((one for one in outcomes if one.problem), None)
     if apart:
-        console.print(f"[bold red]step {apart.step} is the first whose result differs[/]")
+        console.print(Text(f"step {apart.step} is the first whose result differs", "bold red"))
     else:
-        console.print(f"[green]{plural(len(outcomes), 'step')} gave the same result[/]")
+        console.print(Text(f"{plural(len(outcomes), 'step')} gave the same result", "green"))
     elsewhere = [one for one in outcomes if not one.exact]
     if elsewhere:
         then = expected.machines.get(elsewhere[0].step) or {"machine": "unknown"}
         there = ", ".join(f"{name} {value}" for name, value in then.items())
-        console.print(
-            f"the run used another machine, or a GPU ({escape(there)}): means are compared within a tolerance"
-        )
+        console.print(f"the run used another machine, or a GPU ({there}): means are compared within a tolerance")
     return 1 if apart else 0

@@ -40,6 +40,7 @@ from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
 from headrace.orchestration.workers.placed.examined import ExaminedWorker
 from headrace.orchestration.workers.placed.host import PACKAGES
+from headrace.printing import echo
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 
@@ -140,7 +141,7 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
             )
             try:
                 await listener.open()
-                print(invitation(config, listener.address), file=sys.stderr, flush=True)
+                echo(invitation(config, listener.address), err=True)
                 await workers.until_asked()
             except OSError as error:
                 raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None

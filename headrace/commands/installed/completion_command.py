@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from headrace.commands.arguments import Commands, add_command
+from headrace.printing import echo
 
 HOW = {
     "bash": '  echo "source <(headrace completion bash)" >> ~/.bashrc',
@@ -23,5 +24,5 @@ def add_completion(commands: Commands) -> None:
 def _completion(arguments: argparse.Namespace) -> int:
     import argcomplete
 
-    print(argcomplete.shellcode(["headrace"], shell=arguments.shell))
+    echo(argcomplete.shellcode(["headrace"], shell=arguments.shell))
     return 0

@@ -310,33 +310,29 @@ SMOLLM2_135M = {
 
 # --- table -----------------------------------------------------------------------------------------------------------
 
-_MARKS = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "bad": "[bold red]✗[/]"}
+_MARKS = {"ok": ("✓", "green"), "note": ("–", "yellow"), "bad": ("✗", "bold red")}
 
 
 def print_findings(sections: dict[str, list[DoctorFinding]]) -> int:
     """Prints the findings and the verdict; returns the exit code."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from headrace.observe.screen.console import Console
+    from headrace.observe.screen.console import PrintableText as Text
+
+    console = Console()
     for title, findings in sections.items():
         table = Table.grid(padding=(0, 2, 0, 0))
         for width in (1, 22, None):
             table.add_column(width=width)
         for found in findings:
-            table.add_row(_MARKS[found.state], _escape(found.what), _escape(found.value))
+            table.add_row(Text(*_MARKS[found.state]), found.what, found.value)
             if found.remedy:
-                table.add_row("", "", f"[{'red' if found.state == 'bad' else 'dim'}]→ {_escape(found.remedy)}[/]")
-        console.print(f"[bold]{title}[/]", table, "", sep="\n")
+                table.add_row("", "", Text(f"→ {found.remedy}", "red" if found.state == "bad" else "dim"))
+        console.print(Text(title, "bold"), table, "", sep="\n")
     bad = [found.what for findings in sections.values() for found in findings if found.state == "bad"]
     if bad:
-        console.print(f"[bold red]Cannot run yet:[/] {_escape(', '.join(bad))}")
+        console.print(Text("Cannot run yet: ", "bold red").append(", ".join(bad), "default not bold"))
     else:
-        console.print("[green]Ready:[/] headrace train CONFIG.toml")
+        console.print(Text("Ready: ", "green").append("headrace train CONFIG.toml", "default"))
     return 1 if bad else 0
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -7,10 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from headrace.durable.atomic_files import replace_file
 from headrace.errors import ConfigError
 from headrace.observe.health.live_status import judge, read_live
@@ -18,16 +14,22 @@ from headrace.observe.records import METRICS
 from headrace.observe.report.apart import settings_apart
 from headrace.observe.report.data import load
 from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, compared_numbers, comparison_page
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
 from headrace.observe.texts import number, sparkline
 from headrace.orchestration.store.run_directory import held
 
 CURVE = 60
 """Characters of a curve in the terminal."""
 
+NARROWEST, BESIDE = 20, 14
+"""Characters of a curve beside its name; with less room it goes beneath. And those of spaces and the last number beside a curve."""
+
 
 def compare(runs: Sequence[Path], page: Path | None = None, console: Console | None = None) -> int:
     """Prints the comparison, or writes it to `page`. Raises ConfigError if a directory holds no run, or if there are too many."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     if not 2 <= len(runs) <= len(COLOURS):
         raise ConfigError(
             f"{len(runs)} runs were named; compare takes two to {len(COLOURS)} (headrace board overlays more)"
@@ -41,7 +43,7 @@ def compare(runs: Sequence[Path], page: Path | None = None, console: Console | N
         if page.suffix != ".html":
             raise ConfigError(f"--html {page}: name a file that ends in .html")
         replace_file(page, comparison_page(data).encode(), flush=False)
-        console.print(escape(str(page)))
+        console.print(str(page))
         return 0
     _settings(named, console)
     _numbers(data, console)
@@ -64,29 +66,21 @@ def _names(runs: Sequence[Path]) -> list[str]:
     return [str(run) for run in runs]
 
 
-def _table(first: str, names: Sequence[str], justify: str = "left") -> Table:
-    drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    drawn.add_column(first)
-    for name in names:
-        drawn.add_column(escape(name), justify="right" if justify == "right" else "left", overflow="fold")
-    return drawn
-
-
 def _settings(runs: Mapping[str, Path], console: Console) -> None:
     apart = settings_apart(runs)
     if not apart:
-        console.print("[dim]these runs have the same settings[/]")
+        console.print(Text("these runs have the same settings", "dim"))
         return
-    drawn = _table("setting", list(runs))
+    drawn = FittedTable(texts("setting", *runs))
     for name, values in apart.items():
-        drawn.add_row(name, *map(escape, values))
+        drawn.add_row(name, *values)
     console.print(drawn)
 
 
 def _numbers(data: Mapping[str, ComparedRun], console: Console) -> None:
-    drawn = _table("", list(data), "right")
+    drawn = FittedTable([*texts(""), *numbers(*data)])
     for name, values in compared_numbers(list(data.values())).items():
-        drawn.add_row(name, *map(escape, values), style="" if len(set(values)) > 1 else "dim")
+        drawn.add_row(name, *values, style="" if len(set(values)) > 1 else "dim")
     console.print()
     console.print(drawn)
 
@@ -95,15 +89,19 @@ def _curves(data: Mapping[str, ComparedRun], console: Console) -> None:
     """Prints a line of blocks for each run, drawn on one scale of values and one of steps."""
     widest = max(len(name) for name in data)
     longest = max(len(one.data.state.rows) for one in data.values())
+    beside = console.width - widest - BESIDE >= NARROWEST
+    most = max(1, min(CURVE, console.width - widest * beside - BESIDE))
+    between = "  " if beside else "\n    "
     for curve in CURVES[:3]:
         lines = {name: [curve.value(row) for row in one.data.state.rows] for name, one in data.items()}
         finite = [value for line in lines.values() for value in line if math.isfinite(value)]
         if not finite:
             continue
         within = min(finite), max(finite)
-        console.print(f"\n{curve.title}, {number(within[0])} to {number(within[1])} [dim]({escape(curve.note)})[/]")
+        head = f"\n{curve.title}, {number(within[0])} to {number(within[1])} "
+        console.print(Text(head).append(f"({curve.note})", "dim"))
         for name, line in lines.items():
-            width = max(1, round(CURVE * len(line) / longest)) if line else 0
+            width = max(1, round(most * len(line) / longest)) if line else 0
             last = next((value for value in reversed(line) if math.isfinite(value)), math.nan)
             drawn = sparkline(line, width, within)
-            console.print(f"  {escape(name.ljust(widest))}  {drawn.ljust(CURVE)}  {number(last)}", soft_wrap=True)
+            console.print(f"  {name.ljust(widest)}{between}{drawn.ljust(most)}  {number(last)}", soft_wrap=True)

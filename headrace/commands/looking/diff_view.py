@@ -4,62 +4,53 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from headrace.commands.looking.diff import KINDS, RunComparison, compare_runs
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
 from headrace.observe.texts import clip, plural
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:
     """Prints the comparison. Returns 0 if the journals are equal; 1 if they differ or cannot be read completely."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     found = compare_runs(a, b)
-    console.print(f"A = {escape(str(a))}, B = {escape(str(b))}: {plural(found.steps, 'step')} in both")
+    console.print(f"A = {a}, B = {b}: {plural(found.steps, 'step')} in both")
     if found.settings:
         console.print(_settings(found))
     for run, damage in found.damage.items():
         if damage:
-            console.print(
-                f"[yellow]Parts of {escape(str(run))} cannot be read and are not compared: {escape(str(damage))}[/]"
-            )
+            console.print(Text(f"Parts of {run} cannot be read and are not compared: {damage}", "yellow"))
     if earliest := found.earliest:
         kind = KINDS[earliest.kind]
-        console.print(f"[bold]The first difference is at {escape(earliest.place) or 'the start'}[/]: {kind}, "
-                      f"{escape(_clipped(earliest.a))} | {escape(_clipped(earliest.b))}")  # fmt: skip
+        head = Text(f"The first difference is at {earliest.place or 'the start'}", "bold")
+        console.print(head.append(f": {kind}, {_clipped(earliest.a)} | {_clipped(earliest.b)}", "not bold"))
         console.print(_kinds(found))
         return 1
     if any(found.damage.values()):
         console.print("The readable parts of both are the same")
         return 1
-    console.print("[green]Prompts, tokens, log-probs, versions, rewards, advantages, masks and reports are the same[/]")
+    console.print(
+        Text("Prompts, tokens, log-probs, versions, rewards, advantages, masks and reports are the same", "green")
+    )
     return 0
 
 
-def _settings(found: RunComparison) -> Table:
-    table = _table("setting", "A", "B")
+def _settings(found: RunComparison) -> FittedTable:
+    table = FittedTable(texts("setting", "A", "B"))
     for name, a, b in found.settings:
-        table.add_row(escape(name), *(escape("-" if one is None else str(one)) for one in (a, b)))
+        table.add_row(name, *("-" if one is None else str(one) for one in (a, b)))
     return table
 
 
-def _kinds(found: RunComparison) -> Table:
-    table = _table("", "first difference", "A", "B", "in all")
+def _kinds(found: RunComparison) -> FittedTable:
+    table = FittedTable([*texts("", "first difference", "A", "B"), *numbers("in all")])
     for kind, title in KINDS.items():
         one = found.first.get(kind)
         if one is None:
-            table.add_row(title, "[green]none[/]")
+            table.add_row(title, Text("none", "green"), "", "", "")
         else:
-            sides = (escape(_clipped(side)) for side in (one.a, one.b))
-            table.add_row(title, escape(one.place), *sides, f"{found.counts[kind]:,}")
-    return table
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="right" if name == "in all" else "left", overflow="fold")
+            table.add_row(title, one.place, _clipped(one.a), _clipped(one.b), f"{found.counts[kind]:,}")
     return table
 
 

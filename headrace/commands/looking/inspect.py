@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from headrace.commands.again.rerun import Stage, plan_rerun, rerun
 from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.inspect_view import show
 from headrace.observe.texts import counted, number
 from headrace.orchestration.runs.pieces import pieces_of
+from headrace.printing import echo, printable_json
 from headrace.reports import TrainReport
 from headrace.types import Struct
 
@@ -49,13 +49,13 @@ def inspect(
 ) -> int:
     """`step`: counted from 1; by default the last one. `worst`: how many rollouts are shown token by token. `tokens`: show these also with
     one token per line."""
-    console, damage = console or Console(highlight=False), Damage()
+    console, damage = console or Console(), Damage()
     journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
     oldest = trimmed_below(settings_of(run_dir), journaled.step)
     views = [one for one in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
     if as_json:
-        print(encode(Inspected(journaled.report, tuple(views), source, str(damage))).decode())
+        echo(printable_json(encode(Inspected(journaled.report, tuple(views), source, str(damage))).decode()))
         return 0
     show(
         console,
@@ -66,7 +66,7 @@ def inspect(
         tokens=tokens,
     )
     if damage:
-        console.print(f"[yellow]parts of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
+        console.print(Text(f"parts of {JOURNAL} cannot be read: {damage}", "yellow"))
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.commands.arguments import Commands, add_command, add_run, positive
 from headrace.commands.finding import run_directory
+from headrace.printing import echo
 
 
 def add_ls(commands: Commands) -> None:
@@ -45,7 +46,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from headrace.orchestration.runs.pieces import pieces_of
 
     run_dir = run_directory(arguments.run)
-    print(write_report(run_dir, pieces_of(run_dir)))
+    echo(write_report(run_dir, pieces_of(run_dir)))
     return 0
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from headrace.commands.arguments import Commands, add_command
+from headrace.printing import say
 
 REFUSED = 2
 
@@ -27,9 +27,8 @@ def add_preflight(commands: Commands) -> None:
 def _preflight(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from rich.console import Console
-
     from headrace.models.endings import ANSWER, QUESTION
+    from headrace.observe.screen.console import Console
     from headrace.observe.screen.preflight_view import show_preflight
     from headrace.orchestration.python_inputs import with_python_inputs
     from headrace.orchestration.runs.rehearse import try_files
@@ -46,7 +45,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     said = {one.text for one in found.findings}
     for problem in found.problems:
         if not any(problem.endswith(text) for text in said):
-            print(f"headrace: {problem}", file=sys.stderr)
+            say(problem)
     if found.findings:
-        show_preflight(Console(highlight=False), found.findings, found.sight)
+        show_preflight(Console(), found.findings, found.sight)
     return REFUSED if found.problems else 0

@@ -6,40 +6,49 @@ import time
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from headrace.errors import ConfigError
 from headrace.observe.board.run_list import RunLine, RunList
 from headrace.observe.costs import dollars
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.fitted_table import FittedTable, TableColumn
 from headrace.observe.texts import clip, duration
 from headrace.orchestration.store.run_directory import held
+from headrace.printing import echo, printable_json
 
 STATE = 48
 """Characters of a state; headrace status shows all of it."""
 
+COLUMNS = (
+    TableColumn(title="run", whole=28),
+    TableColumn(title="state"),
+    TableColumn(title="step", number=True),
+    TableColumn(title="reward", number=True),
+    TableColumn(title="held out", number=True, spare=1),
+    TableColumn(title="took", number=True, spare=3),
+    TableColumn(title="cost", number=True, spare=2),
+    TableColumn(title="changed", number=True, spare=4),
+)
+
 
 def list_runs(directory: Path, as_json: bool = False, console: Console | None = None) -> int:
     """Prints the runs, the newest first. Raises ConfigError if there is no such directory."""
-    console = console or Console(highlight=False)
+    console = console or Console()
     if not directory.is_dir():
         raise ConfigError(
             f"{directory} is no directory; runs are kept in runs/ unless out says otherwise (headrace train makes it)"
         )
     lines = RunList(directory, held).lines()
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(lines), indent=2).decode())
+        echo(printable_json(msgspec.json.format(msgspec.json.encode(lines), indent=2).decode()))
         return 0
     if not lines:
-        console.print(f"{escape(str(directory))} holds no run yet; headrace train CONFIG.toml starts one")
+        console.print(f"{directory} holds no run yet; headrace train CONFIG.toml starts one")
         return 0
-    drawn = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     priced = any(one.cost is not None for one in lines)
-    for name in ("run", "state", "step", "reward", "held out", "took", *(["cost"] * priced), "changed"):
-        drawn.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=name != "state")
+    drawn = FittedTable([one for one in COLUMNS if priced or one.title != "cost"])
     for one in lines:
-        drawn.add_row(*map(escape, _cells(one, priced)), style="bold" if one.living else "")
+        drawn.add_row(*_cells(one, priced), style="bold" if one.living else "")
     console.print(drawn)
     return 0
 
@@ -53,5 +62,11 @@ def _cells(one: RunLine, priced: bool) -> tuple[str, ...]:
         "–" if one.held_out is None else f"{one.held_out:.3f}",
         duration(one.seconds),
         *(["–" if one.cost is None else dollars(one.cost)] * priced),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed)),
+        _day(one.changed),
     )
+
+
+def _day(seconds: float) -> str:
+    """`11-28 13:05` in this year, else `2024-11-28`."""
+    then = time.localtime(seconds)
+    return time.strftime("%m-%d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)

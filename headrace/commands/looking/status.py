@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live as Redrawn
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.health import live_status, stacks
 from headrace.observe.screen import status_view
+from headrace.observe.screen.console import Console
 from headrace.orchestration.store.run_directory import CONFIG, LOCK, held
+from headrace.printing import echo
 
 DEAD = 1
 EVERY = 2.0
@@ -36,10 +37,10 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
         )
         raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
     followers = [live_status.Follower(path) for path in live_status.parts_of(run)]
-    console = Console(highlight=False)
+    console = Console()
     if as_json:
         looked = _look(followers)
-        print(json.dumps(_tree(followers, looked), indent=2))
+        echo(json.dumps(_tree(followers, looked), indent=2))
     elif watch and console.is_terminal:
         looked = _watch(console, followers)
     else:
@@ -102,7 +103,7 @@ def ask_for_stacks(run: Path) -> int:
     while time.monotonic() < deadline:
         if new := set((run / "logs").glob("stacks-*.txt")) - before:
             time.sleep(0.1)
-            sys.stdout.write(max(new).read_text())
+            echo(max(new).read_text().rstrip("\n"))
             return 0
         time.sleep(0.1)
     raise HeadraceError(

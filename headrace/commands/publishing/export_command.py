@@ -13,6 +13,7 @@ import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
 from headrace.errors import ConfigError
+from headrace.printing import echo
 
 
 def add_export(commands: Commands) -> None:
@@ -57,7 +58,7 @@ def _export(arguments: argparse.Namespace) -> int:
         if one.to:
             adapter = (to / "adapter_config.json").exists()
             reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
-            print(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
+            echo(f"{one.to}: {checkpoint.name}, for {reader}.from_pretrained")
         if one.push:
             _push(run_dir, to, checkpoint, name=one.push, private=one.private)
     return 0
@@ -76,7 +77,7 @@ def _export_gguf(one: argparse.Namespace, run_dir: Path) -> int:
         folder = Path(scratch) / "model"
         checkpoint = headrace.export(run_dir, folder, one.dtype, merge=one.merge, step=one.step)
         write_gguf(folder, to, name=run_dir.resolve().name, dtype=one.dtype)
-    print(f"{to}: {checkpoint.name}, for llama.cpp ({one.dtype})")
+    echo(f"{to}: {checkpoint.name}, for llama.cpp ({one.dtype})")
     return 0
 
 
@@ -94,4 +95,4 @@ def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: 
             path = Path(read_config(config_of_run(run_dir)).model.path)
             without_places(folder, path.name if path.is_dir() else str(path))
         write_card(run_dir, folder, step, name.rpartition("/")[2])
-        print(push(folder, name, private=private, message=f"Step {step} of a run with headrace {headrace.__version__}"))
+        echo(push(folder, name, private=private, message=f"Step {step} of a run with headrace {headrace.__version__}"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import headrace
 from headrace.errors import ConfigError
+from headrace.printing import echo
 from headrace.settings.extras import install, is_installed
 
 DEMO = "demo"
@@ -60,7 +61,7 @@ def recipes(arguments: argparse.Namespace) -> int:
     if not arguments.recipe:
         width = max(len(one.stem) for one in _all())
         for one in _all():
-            print(f"{one.stem:<{width}}  {_first_words(one)}")
+            echo(f"{one.stem:<{width}}  {_first_words(one)}")
         return 0
     chosen = recipe(arguments.recipe)
     target = arguments.to or Path(chosen.stem)
@@ -71,7 +72,7 @@ def recipes(arguments: argparse.Namespace) -> int:
     for one in files:
         shutil.copyfile(one, target / one.name)
     _link_documentation(target / README)
-    print(f"{target} holds {', '.join(one.name for one in files)}; now: headrace train {target / chosen.name}")
+    echo(f"{target} holds {', '.join(one.name for one in files)}; now: headrace train {target / chosen.name}")
     return 0
 
 

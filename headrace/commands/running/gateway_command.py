@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.commands.finding import run_directory
 from headrace.errors import ConfigError
+from headrace.printing import echo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
     """Prints the address, or plays rollouts with the command. Raises ConfigError for a run that hands out none."""
     address = run if re.match("https?://", run) else address_of(run_directory(run))
     if not command:
-        print(address)
+        echo(address)
         return 0
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once} plays nothing; choose 1 or more")
@@ -39,8 +40,8 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
 
     from headrace.environments.agents.outside_agents import OutsideAgents
 
-    count = asyncio.run(OutsideAgents(address, command, at_once, lambda line: print(line, flush=True)).play())
-    print(f"the run is over; rollouts played here: {count}")
+    count = asyncio.run(OutsideAgents(address, command, at_once, echo).play())
+    echo(f"the run is over; rollouts played here: {count}")
     return 0
 
 

@@ -27,8 +27,7 @@ def pool(arguments: argparse.Namespace) -> int:
 
 def change_pool(run_dir: Path, change: str, member: str) -> int:
     """Raises ConfigError for a wrong question, HeadraceError for what the run has refused."""
-    from rich.console import Console
-
+    from headrace.observe.screen.console import Console
     from headrace.observe.screen.members import table
     from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
 
@@ -37,7 +36,7 @@ def change_pool(run_dir: Path, change: str, member: str) -> int:
     if change == "add" and not re.fullmatch(r"https?://[^/\s?#@]+/?", member):
         raise ConfigError(f"{member} is no address of a server; write it as http://HOST:PORT")
     answer = ask(run_dir, PoolQuestion(change, member), SECONDS)  # type: ignore[arg-type]
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(soft_wrap=True)
     for line in table(answer.members):
         console.print(line)
     if answer.error:

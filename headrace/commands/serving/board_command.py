@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.printing import echo
 from headrace.settings.extras import install, is_installed
 
 NEEDED = ("starlette", "uvicorn")
@@ -67,7 +68,7 @@ def _serve(directory: Path, host: str, port: int, token: str) -> None:
         count = len(shown.lines())
         runs = f"{count} run{'' if count == 1 else 's'}" if count else "no run yet"
         place = f"{address_of(sock)}{'/?token=TOKEN (the one of --token-file)' if token else ''}"
-        print(f"headrace board: {runs} of {directory} at {place}", flush=True)
+        echo(f"headrace board: {runs} of {directory} at {place}")
         asyncio.run(serve_until_asked(make_server(make_board_app(shown, token)), sock, leave))
     finally:
         sock.close()
@@ -95,9 +96,9 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
     )
     try:
         assert child.stdout is not None
-        print(child.stdout.readline().strip() or "headrace board: it did not start", flush=True)
+        echo(child.stdout.readline().strip() or "headrace board: it did not start")
         yield
-        print(f"headrace board: ended with the run; headrace board {directory} shows it again", flush=True)
+        echo(f"headrace board: ended with the run; headrace board {directory} shows it again")
     finally:
         child.terminate()
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
+from headrace.printing import echo
 from headrace.settings.extras import install, is_installed
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     from headrace.serve import start
 
-    return start.serve(config, lambda text: print(f"headrace serve: {text}", flush=True))
+    return start.serve(config, lambda text: echo(f"headrace serve: {text}"))
 
 
 def _training(arguments: argparse.Namespace, settings: dict[str, Any]) -> TrainingConfig | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.commands.arguments import Commands, add_command
 from headrace.errors import ConfigError
+from headrace.printing import echo
 
 QUESTIONS = {
     "model": (
@@ -51,8 +52,8 @@ def _init(arguments: argparse.Namespace) -> int:
     data = _answer("data", arguments.data)
     reward = _answer("reward", arguments.reward, default_reward(data))
     for path in write_starter(arguments.config, model=model, data=data, reward=reward):
-        print(path)
-    print(f"next: headrace train {arguments.config} --dry-run      then the same without --dry-run")
+        echo(path)
+    echo(f"next: headrace train {arguments.config} --dry-run      then the same without --dry-run")
     return 0
 
 

@@ -11,6 +11,7 @@ from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.serving import board_command as boarding
 from headrace.errors import ConfigError
+from headrace.printing import echo
 
 if TYPE_CHECKING:
     from headrace.config import RunConfig
@@ -48,15 +49,14 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
     """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
     import asyncio
 
-    from rich.console import Console
-
     from headrace.config import dump_config
+    from headrace.observe.screen.console import Console
     from headrace.observe.screen.preflight_view import show_preflight
     from headrace.orchestration.runs.rehearse import rehearse
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
-    print(f"{dump_config(done.config)}\n{done.page()}\n\nFiles")
-    show_preflight(Console(highlight=False), done.findings, done.sight)
+    echo(f"{dump_config(done.config)}\n{done.page()}\n\nFiles")
+    show_preflight(Console(), done.findings, done.sight)
     return 0
 
 
@@ -77,7 +77,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     config = _config(arguments.source if named else None, run_dir, arguments.set)
     measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
     which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
-    print(
+    echo(
         f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
     )

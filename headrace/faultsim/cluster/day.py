@@ -27,6 +27,7 @@ from headrace.faultsim.cluster.hardware.mishaps import Mishap, mishaps_of
 from headrace.faultsim.cluster.hardware.sizing import ClusterSize
 from headrace.faultsim.faults import Killed, forget
 from headrace.observe.facts import Accounting
+from headrace.printing import echo
 from headrace.simulate.virtual_time import VirtualTimeLoop
 
 
@@ -164,7 +165,7 @@ def main() -> int:
         options.hours,
         seeds=options.seeds,
         harsher=options.harsher,
-        say=lambda text: print(text, flush=True),
+        say=echo,
         bus=options.bus,
         warnings=options.say,
     )

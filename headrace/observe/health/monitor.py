@@ -23,6 +23,7 @@ from headrace.observe.health.live_status import add_verdict
 from headrace.observe.health.outside import may_be_read_by, stacks_from_outside
 from headrace.observe.health.own_stacks import innermost
 from headrace.observe.health.stacks import is_stopped, process_state
+from headrace.printing import guard_streams, say
 
 SLICE = 0.5
 """Seconds of one turn. A turn that took longer means that this process was stopped too, and counts as two slices at most."""
@@ -50,9 +51,8 @@ class Monitor:
             )
             may_be_read_by(self._process.pid)
         except OSError as error:
-            print(
-                f"headrace: the process that watches the interpreter could not be started ({error}): a blocked interpreter will not be reported",
-                file=sys.stderr,
+            say(
+                f"the process that watches the interpreter could not be started ({error}): a blocked interpreter will not be reported"
             )
         finally:
             os.close(theirs)
@@ -115,8 +115,9 @@ def _end(pid: int, silent: float, file: Path, runs: Sequence[str]) -> None:
 
 
 def _say(*sentences: str) -> None:
-    print(f"headrace: {'; '.join(sentences)}", file=sys.stderr, flush=True)
+    say("; ".join(sentences))
 
 
 if __name__ == "__main__":
+    guard_streams()
     watch(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from headrace.printing import say
+
 SCREEN = 16_000
 """Characters of one call on a screen: 200 lines."""
 LOG = 200_000
@@ -65,8 +67,8 @@ def bounded_prints(who: str, most: int) -> Iterator[None]:
     finally:
         _budget.reset(token)
         if budget.dropped and sys.stderr:
-            sys.stderr.write(
-                f"\nheadrace: {who} printed {most + budget.dropped:,} characters in one call; {budget.dropped:,} of them are left out\n"
+            say(
+                f"{who} printed {most + budget.dropped:,} characters in one call; {budget.dropped:,} of them are left out"
             )
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from headrace.observe.health import orphans
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import communicate, waited_for_a_core, within
+from headrace.printing import echo_traceback, guard_streams
 
 T = TypeVar("T")
 
@@ -300,13 +300,14 @@ def _opened(log: Path | None) -> Any:
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns the standard input and output, for frames. From then on what the user's code prints goes to standard error, and its
-    standard input is empty."""
+    """Returns the standard input and output, for frames. From then on what the user's code prints goes to standard error, where no
+    terminal obeys it, and its standard input is empty."""
     orders, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    guard_streams()
     return orders, reports
 
 
@@ -331,7 +332,7 @@ def obey_until_end(read: Callable[[], Any], obey: Callable[[Any], object]) -> No
             while (frame := read()) is not None:
                 obey(frame)
         except Exception:
-            traceback.print_exc()
+            echo_traceback()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
                 os.killpg(0, signal.SIGKILL)

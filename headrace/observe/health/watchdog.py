@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -34,6 +32,7 @@ from headrace.observe.health.monitor import Monitor
 from headrace.observe.health.patience import Reading, Starvation
 from headrace.observe.health.snapshot import Camera, blame
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
+from headrace.printing import echo, echo_traceback
 
 STALLED = 3
 """Exit code of a process that its watchdog ended."""
@@ -178,7 +177,7 @@ class Watchdog:
                 self._turn(passed, woken)
             except Exception:  # nothing watches the watchdog, so no error may end it
                 with suppress(Exception):
-                    traceback.print_exc()
+                    echo_traceback()
 
     def _turn(self, passed: float, woken: bool) -> None:
         self._monitor.beat(list(self._places))
@@ -269,4 +268,4 @@ def _longest_first(waits: Sequence[Waits]) -> list[Lasting]:
 
 
 def _print(lines: Sequence[str]) -> None:
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    echo("\n".join(lines), err=True)

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from rich.console import Group, RenderableType
 
 from headrace.observe.config import ObserveConfig
 from headrace.observe.facts import Evaluated, RunEnded, RunStarted
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.live import brief, padded
 from headrace.observe.screen.surface import REFRESH, open_screen, terminal_mode
 from headrace.observe.screen.terminal import Header, PlainLines
@@ -24,7 +25,7 @@ class Board:
 
     def __init__(self, names: Sequence[str], mode: str, console: Console | None = None) -> None:
         """`mode`: live, plain or off."""
-        self._console = console or Console(highlight=False)
+        self._console = console or Console()
         self._lanes = {name: _Lane(lambda line, name=name: self._say(name, line)) for name in names}  # type: ignore[misc]
         self._mode = mode
         self._screen = open_screen(self._view, self._console) if mode == "live" else None
@@ -37,7 +38,7 @@ class Board:
 
     def _say(self, name: str, line: str) -> None:
         if self._mode == "plain":
-            self._console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{name}: {line}", soft_wrap=True)
 
     def close(self) -> None:
         """Stops the view; may be called twice."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 
 from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.fitted_table import FittedTable, TableColumn, no_room_for
 from headrace.observe.screen.layout import one_line
 from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
@@ -44,12 +45,13 @@ def show(
     console.print(_legend(chosen, source))
 
 
-def _headline(views: Sequence[RolloutView], report: TrainReport) -> str:
+def _headline(views: Sequence[RolloutView], report: TrainReport) -> Text:
     tickets = len({one.ticket for one in views})
-    return (
-        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
+    return Text(f"Step {report.step + 1}", "bold").append(
+        f": {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
         f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
-        f"{report.loss_tokens:,} tokens in the loss"
+        f"{report.loss_tokens:,} tokens in the loss",
+        "not bold",
     )
 
 
@@ -66,6 +68,9 @@ def _lag_lines(report: TrainReport) -> RenderableType:
 ROOM = 40
 """Fewest characters for a rollout's text beside its numbers; with less room it goes beneath them."""
 
+SPARE = ("versions", "stop", "lag", "tokens", "|Δ| mean", "advantage")
+"""Columns in the order in which they are left out on a terminal that is too narrow for all."""
+
 
 class _Overview:
     """One line per rollout on a wide terminal; on a narrow one its numbers, and its text beneath them."""
@@ -77,16 +82,23 @@ class _Overview:
         self._head += ["|Δ| mean"] if gaps else []
         self._rows = [_numbers(one, gaps) for one in views]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        columns, out = list(zip(self._head, *self._rows, strict=True)), list[str]()
+        for name in SPARE:
+            if sum(max(map(len, column)) + 1 for column in columns) > options.max_width:
+                columns, out = [column for column in columns if column[0] != name], [*out, name]
+        widths = [max(map(len, column)) for column in columns]
         texts = [_text_of(one) for one in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
         fits = beside >= min(ROOM, max(map(len, texts)))
-        yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
-        for cells, text in zip(self._rows, texts, strict=True):
+        head, *rows = zip(*columns, strict=True)
+        yield Text(_justified(head, widths) + "  text" * fits, "dim")
+        for cells, text in zip(rows, texts, strict=True):
             numbers = _justified(cells, widths)
             lines = [f"{numbers}  {text}"] if fits else [numbers, f"  {text}"]
             yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        if out:
+            yield no_room_for(out)
 
 
 def _text_of(one: RolloutView) -> str:
@@ -148,7 +160,7 @@ def _tokens(one: RolloutView) -> Text:
     return text
 
 
-def _token_table(one: RolloutView) -> Table:
+def _token_table(one: RolloutView) -> FittedTable:
     table = _table(
         "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
     )
@@ -165,7 +177,7 @@ def _token_table(one: RolloutView) -> Table:
             f"{one.advantages[place]:+.3f}" if one.advantages else "-",
             ", ".join(filter(None, (one.left_out[place], "mixed" * one.mixed[place]))),
         ]
-        table.add_row(*map(escape, cells), style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
+        table.add_row(*cells, style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
     return table
 
 
@@ -212,10 +224,6 @@ def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
     return text
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in names:
-        right = name.startswith("#")
-        # On a narrow terminal only texts wrap, never numbers.
-        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    return table
+def _table(*names: str) -> FittedTable:
+    """A name of a column of numbers begins with #."""
+    return FittedTable([TableColumn(title=name.removeprefix("#"), number=name.startswith("#")) for name in names])

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as RichText
+
+from headrace.observe.screen.console import PrintableText as Text
 
 LABEL, FAINT = "bold cyan", "dim"
 GAP = 3
 """Spaces between two parts of a line."""
 
-Line = tuple[str, Sequence[Text]]
+Line = tuple[str, Sequence[RichText]]
 """Label and parts; a line without a label continues the one above it."""
 
 
-def flow(parts: Sequence[Text], width: int) -> Text:
+def flow(parts: Sequence[RichText], width: int) -> Text:
     """Puts the parts beside each other, and on the next line if there is no room. Empty parts are left out."""
     text, used = Text(), 0
     for part in parts:
@@ -40,7 +43,7 @@ class Lines:
     def __init__(self, lines: Sequence[Line], label_width: int = 9) -> None:
         self._lines, self._label_width = lines, label_width
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         label = max([self._label_width, *(len(label) for label, _ in self._lines)])
         table = Table.grid(padding=(0, 2))
         table.add_column(style=LABEL, width=label, no_wrap=True)
@@ -56,14 +59,14 @@ class HeaderAbove:
     def __init__(self, header: RenderableType, rest: RenderableType) -> None:
         self._header, self._rest = header, rest
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         top = console.render_lines(self._header, options, pad=False)
         yield self._header
         yield Text("")
         yield from console.render(self._rest, options.update(height=max(1, console.height - len(top) - 2)))
 
 
-def middle_out(text: str | Text, width: int, most: int, console: Console) -> Text:
+def middle_out(text: str | Text, width: int, most: int, console: RichConsole) -> RichText:
     """Wraps text to at most `most` lines. A longer text is shortened to its beginning and its end, where the answer is."""
     text = text if isinstance(text, Text) else Text(text)
     lines = Text(one_line(text.plain), text.style).wrap(console, width, overflow="fold")
@@ -78,12 +81,7 @@ def middle_out(text: str | Text, width: int, most: int, console: Console) -> Tex
 
 
 def one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
-
-
-def printable(text: str) -> str:
-    """Replaces characters that would move the cursor or change colours: a model may write anything."""
-    return "".join(c if c.isprintable() else "�" for c in text)
+    return " ".join(text.split())
 
 
 def without_marks(traceback: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.text import Text
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
@@ -16,7 +16,8 @@ from headrace.observe.diagnosis.verdicts import before_and_after, pool_shares, w
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
-from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, without_marks
 from headrace.observe.screen.members import line_of
 from headrace.observe.texts import bar, counted, number, percent, plural, reward_text, sparkline, with_error
 
@@ -58,7 +59,7 @@ class StateView:
     ) -> None:
         self._lines, self._samples, self._notes, self._trace = lines, samples, notes, trace
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, WIDTH))
         height, inside = options.height or console.height, options.update(height=None)
         above: list[RenderableType] = [Lines(self._lines)]
@@ -77,7 +78,7 @@ class StateView:
         for panel in self._panels(console, options.max_width, height):
             yield from console.render(panel, inside)
 
-    def _panels(self, console: Console, width: int, height: int) -> list[Panel]:
+    def _panels(self, console: RichConsole, width: int, height: int) -> list[Panel]:
         made: list[Panel] = []
         for left, sample in zip(range(len(self._samples), 0, -1), self._samples, strict=True):
             if height < LEAST:
@@ -88,9 +89,9 @@ class StateView:
         return made
 
 
-def _trace_panel(title: str, body: str, console: Console, width: int, height: int) -> Panel:
+def _trace_panel(title: str, body: str, console: RichConsole, width: int, height: int) -> Panel:
     """Shows the last lines of a traceback, with the exception and its place."""
-    lines = Text("\n".join(map(printable, body.splitlines()))).wrap(console, width - 4, overflow="fold")
+    lines = Text("\n".join(body.splitlines())).wrap(console, width - 4, overflow="fold")
     shown = Text("\n").join(list(lines)[2 - height :])
     return Panel(shown, title=Text(title), title_align="left", border_style=WARN, width=width)
 
@@ -278,7 +279,7 @@ def _checks(state: RunState) -> list[Text]:
     return parts
 
 
-def sample_panel(sample: Sample, console: Console, width: int, height: int) -> Panel:
+def sample_panel(sample: Sample, console: RichConsole, width: int, height: int) -> Panel:
     """Shows one rollout in at most `height` lines."""
     versions = f"version {sample.first_version}"
     if sample.last_version != sample.first_version:

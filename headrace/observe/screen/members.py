@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.text import Text
-
 from headrace.observe.facts import MemberMoved, MemberSample
 from headrace.observe.numbers.state import RunState
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.layout import FAINT, Line
 from headrace.observe.texts import clip, plural
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from headrace.observe.screen.layout import FAINT, LABEL, printable
+from headrace.observe.screen.console import UNBOUNDED, Console
+from headrace.observe.screen.console import PrintableText as Text
+from headrace.observe.screen.layout import FAINT, LABEL
 from headrace.observe.texts import plural
 from headrace.reports import Finding, Sight, TextPart
 
@@ -23,6 +25,8 @@ STYLES = {
     "tool": "blue",
 }
 """Colours by the kind of text. Roles that are not named are written as they are."""
+WIDEST = 120
+"""Columns of both sides together: wider ones are hard to read."""
 LINES = 16
 """The most lines of a prompt or a completion; a longer one loses its middle."""
 
@@ -41,14 +45,15 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     table.add_column(overflow="fold")
     for one in findings:
         mark, style = MARKS[one.verdict]
-        table.add_row(Text(mark, style), one.what, Text(printable(one.text)))
+        table.add_row(Text(mark, style), one.what, Text(one.text))
     return table
 
 
 def _columns(console: Console, sight: Sight) -> RenderableType:
-    left = console.width * 11 // 20
-    right = console.width - left - 3
-    table = Table(box=None, padding=0, pad_edge=False, show_header=False, width=console.width)
+    whole = 80 if console.width == UNBOUNDED else min(console.width, WIDEST)
+    left = whole * 11 // 20
+    right = whole - left - 3
+    table = Table(box=None, padding=0, pad_edge=False, show_header=False, width=whole)
     for width in (left, 3, right):
         table.add_column(width=width, overflow="fold")
     line = Text(" │ ", FAINT)
@@ -68,31 +73,31 @@ def _columns(console: Console, sight: Sight) -> RenderableType:
     answer = _given("completions", sight.completion, right)
     row(
         _seen(sight.answered, left),
-        Group(answer, Text(f"→ {printable(sight.reward)}", "bold")) if sight.reward else answer,
+        Group(answer, Text(f"→ {sight.reward}", "bold")) if sight.reward else answer,
     )
     legend = Text(" ").join(
         [Text(kind, STYLES[kind]) for kind in ("special", "template", "system", "user", "assistant", "tool")]
     )
-    return Group(Text(), table, Text(), Text(f"row {printable(sight.row)} · ", FAINT) + legend)
+    return Group(Text(), table, Text(), Text(f"row {sight.row} · ", FAINT) + legend)
 
 
-def _seen(parts: Sequence[TextPart], width: int) -> Text:
+def _seen(parts: Sequence[TextPart], width: int) -> RenderableType:
     text = Text()
     for part in parts:
-        for number, line in enumerate(part.text.split("\n")):
+        for number, line in enumerate(part.text.replace("\t", "    ").split("\n")):
             if number:
                 text.append("⏎\n", FAINT)
-            text.append(printable(line), STYLES.get(part.kind, ""))
+            text.append(line, STYLES.get(part.kind, ""))
     return _shortened(text, width)
 
 
 def _given(name: str, value: str, width: int) -> RenderableType:
-    text = Text("\n").join(Text(printable(line)) for line in value.split("\n"))
+    text = Text("\n").join(Text(line) for line in value.replace("\t", "    ").split("\n"))
     shown = _shortened(text, width) if value else Text("(nothing)", FAINT)
     return Group(Text(f"{name}:", FAINT), shown)
 
 
-def _shortened(text: Text, width: int) -> Text:
+def _shortened(text: Any, width: int) -> Any:
     lines = [piece for line in text.split("\n", allow_blank=True) for piece in _folded(line, width)]
     if len(lines) > LINES:
         tail = LINES // 3
@@ -101,7 +106,7 @@ def _shortened(text: Text, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def _folded(line: Text, width: int) -> list[Text]:
+def _folded(line: Any, width: int) -> list[Any]:
     """Cuts a line at the width, wherever that is: a break between words would look like one that the text has."""
     cuts, used = list[int](), 0
     for at, letter in enumerate(line.plain):

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
-from rich.text import Text
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, shares
@@ -19,6 +18,8 @@ from headrace.observe.health.live_status import LIVING, SILENT, LiveStatus, Stat
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen import live
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
 from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.screen.members import line_of
@@ -48,7 +49,7 @@ def show(console: Console, name: str, status: Status, state: RunState) -> None:
         return
     for label, parts in lines_of(name, status, state):
         text = (" " * GAP).join(part.plain for part in parts if part.plain)
-        console.print(f"{label:<12}{text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{label:<12}{text}", soft_wrap=True)
 
 
 def panel(name: str, status: Status, state: RunState) -> RenderableType:

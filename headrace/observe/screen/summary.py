@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
 from headrace.observe.costs import dollars
 from headrace.observe.diagnosis.advice import advices
@@ -29,6 +28,8 @@ from headrace.observe.diagnosis.verdicts import (
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.fates import DISCARDED
 from headrace.observe.numbers.state import RunState
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.screen.members import absences
@@ -73,7 +74,7 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
 
 def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
     """Prints the summary. `report`: the path that `write_report` returned; None if the run's directory no longer exists."""
-    (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
+    (console or Console()).print(summary(state, report.parent if report else None, report))
 
 
 def _is_bad(state: RunState) -> bool:

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
 from headrace.observe.config import ObserveConfig
+from headrace.observe.screen.console import Console
 
 REFRESH = 4.0
 """Frames per second. A thread redraws, so that the clock moves while the event loop waits for a worker."""

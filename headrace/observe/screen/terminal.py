@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
-from rich.text import Text
 
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import measured_on, shares
@@ -29,6 +29,8 @@ from headrace.observe.facts import (
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.observe.screen.live import WIDTH, frame, padded
 from headrace.observe.screen.surface import REFRESH, open_screen
@@ -48,7 +50,7 @@ class Header:
         self._started, self._step = state.started, state.step
         self._phase, self._left = measures.phase(state), measures.seconds_left(state)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         passed, width = self._clock() - self._updated, min(options.max_width, WIDTH)
         name = [Text("headrace ", LABEL)]
         if self._started:
@@ -105,13 +107,13 @@ class PlainTerminal:
     """The log as a sink: one line per step, and one for everything else that a reader should know."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
-        self._console.print("headrace: loading the model", markup=False)
+        self._console = console or Console(soft_wrap=True, force_jupyter=False)
+        self._console.print("headrace: loading the model")
         self._lines = PlainLines()
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         for line in self._lines.of(fact, state):
-            self._console.print(f"[{duration(fact.t)}] {line}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"[{duration(fact.t)}] {line}", soft_wrap=True)
 
     def close(self) -> None:
         pass

@@ -6,7 +6,6 @@ A run has one lane; a run that trains several adapters has one for each.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from headrace.orchestration.store.resume_rules import check_bound, check_resumab
 from headrace.orchestration.store.run_directory import RunDirectory
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
+from headrace.printing import echo, say
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
 def report_unbegun(lanes: Iterable[Lane]) -> None:
     """Reports an interrupt during loading, for which there is no summary."""
     if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
-        print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
+        say("interrupted while loading: nothing was written")
 
 
 def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
@@ -106,7 +106,7 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     more = (
         f"--set train.steps={2 * steps}" if len(lanes) == 1 else "CONFIG.toml (with more train.steps for its adapters)"
     )
-    print(
+    echo(
         f"headrace: {path} is finished: all of its {steps} steps are done. To train it further, give it more steps, for instance: "
         f"headrace train --resume {path} {more}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -34,6 +33,7 @@ from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_o
 from headrace.orchestration.store.named_logs import temporary_logs
 from headrace.orchestration.store.run_directory import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
+from headrace.printing import echo
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
 
@@ -43,11 +43,11 @@ class _Stderr:
 
     def record(self, fact: Fact) -> None:
         if isinstance(fact, Warned):
-            print(fact.message, file=sys.stderr)
+            echo(fact.message, err=True)
         elif isinstance(fact, FirstFailure):
-            print(f"the first {fact.reason}: {fact.detail}", *fact.traceback.splitlines(), sep="\n  ", file=sys.stderr)
+            echo("\n  ".join([f"the first {fact.reason}: {fact.detail}", *fact.traceback.splitlines()]), err=True)
         elif isinstance(fact, WorkerLost):
-            print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
+            echo(f"the {fact.who} process {fact.how}; it is started again", err=True)
 
 
 def evaluate(
@@ -86,7 +86,7 @@ async def _choose_and_evaluate(
         model_dir = await asyncio.to_thread(resolve_model, config.model.path)
         config = await asyncio.to_thread(settle_here, config, model_dir, measurer)
         for what, why in config.chosen.why.items():
-            print(f"{what}: {why}", file=sys.stderr)
+            echo(f"{what}: {why}", err=True)
     return await _evaluate(config, checkpoint, prompts, inputs)
 
 
@@ -192,7 +192,7 @@ def export(
     checkpoint = checkpoint_of(run, step)
     if config.lora.quantise and not merge:
         said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
-        print(f"{said}: --merge writes the policy that was trained", file=sys.stderr)
+        echo(f"{said}: --merge writes the policy that was trained", err=True)
     # Torch is imported here only: an evaluation's controller does without it.
     from headrace.trainer.step.exporting import export_weights
     from headrace.trainer.step.learner import Assignment

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -31,6 +30,7 @@ from headrace.orchestration.starting import start_engine
 from headrace.orchestration.workers.build import open_launcher
 from headrace.orchestration.workers.joining.greeting import Terms
 from headrace.orchestration.workers.joining.same_model import agree
+from headrace.printing import say
 from headrace.rollouts.notebook import Notebook
 from headrace.rollouts.partial import Interrupts
 from headrace.scoring.overlong import punished
@@ -69,7 +69,6 @@ def serve_rollouts(hosting: Hosting) -> None:
 
 async def _serve(hosting: Hosting, logs: Path) -> None:
     run = await _find(hosting)
-    say = lambda message: print(f"headrace: {message}", file=sys.stderr, flush=True)  # noqa: E731
     bus = open_bus(hosting.bus, run, password=hosting.password, say=say)
     who = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     host = RolloutHost(bus, who, lambda notice: open_parts(notice, hosting, logs), patience=hosting.patience, say=say)
@@ -84,11 +83,7 @@ async def _serve(hosting: Hosting, logs: Path) -> None:
 
 
 def _drain(host: RolloutHost, hosting: Hosting, name: signal.Signals) -> None:
-    print(
-        f"headrace: {name.name}: taking no more; up to {hosting.patience.drain:g} s for what is in hand, the rest is given back",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"{name.name}: taking no more; up to {hosting.patience.drain:g} s for what is in hand, the rest is given back")
     host.drain()
     asyncio.get_running_loop().remove_signal_handler(name)  # the second one ends the process
 
@@ -106,7 +101,7 @@ async def _find(hosting: Hosting) -> str:
         if loop.time() > until:
             raise ConfigError(f"{hosting.bus} has no run{f' called {hosting.run}' if hosting.run else ''}")
         if not waits:
-            print(f"headrace: waiting for a run on {hosting.bus}", file=sys.stderr, flush=True)
+            say(f"waiting for a run on {hosting.bus}")
             waits = True
         await asyncio.sleep(AGAIN)
 
@@ -187,8 +182,8 @@ class _Stderr:
 
     def record(self, fact: Fact) -> None:
         if isinstance(fact, Warned):
-            print(f"headrace: {fact.message}", file=sys.stderr, flush=True)
+            say(fact.message)
         elif isinstance(fact, WorkerLost):
-            print(f"headrace: the {fact.who} process {fact.how}; it is started again", file=sys.stderr, flush=True)
+            say(f"the {fact.who} process {fact.how}; it is started again")
         elif isinstance(fact, FirstFailure):
-            print(f"headrace: the first {fact.reason}: {fact.detail}", file=sys.stderr, flush=True)
+            say(f"the first {fact.reason}: {fact.detail}")

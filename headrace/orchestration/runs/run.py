@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from headrace.orchestration.runs.result import RunResult, result_of
 from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
 from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
+from headrace.printing import say
 
 
 def train(
@@ -48,9 +48,7 @@ def train(
             if error.who != "trainer" or death > most or not (path / CONFIG).exists():
                 raise
             said = f"death no. {death} of train.max_deaths = {most}"
-            print(
-                f"headrace: {error}; {said}: the run goes on from its last checkpoint and its journal", file=sys.stderr
-            )
+            say(f"{error}; {said}: the run goes on from its last checkpoint and its journal")
             resume, config = path, read_config(config_of_run(path))
     raise AssertionError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +14,7 @@ from headrace.orchestration.build import BuiltRun
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.wording import machine_change
+from headrace.printing import say
 
 PATIENCE = {0: LAST_WORD, 1: 5.0}
 """Seconds in which the engine should answer after training, by the number of interrupts: whoever pressed Ctrl-C waits."""
@@ -107,7 +107,7 @@ class Session:
             async with built.parts.telemetry.waits.named("closing", "the worker processes"):
                 await built.close()
         except StalledError as error:  # nor may a process that cannot be killed
-            print(f"headrace: {error}", file=sys.stderr)
+            say(error)
 
     async def _redo(self, built: BuiltRun) -> None:
         """Repeats journaled steps, which brings the trainer to the moment of the kill too."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, name_of
+from headrace.printing import echo_traceback
 
 
 def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
@@ -28,7 +29,7 @@ def vital(work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException:
-        traceback.print_exc()
+        echo_traceback()
     os._exit(1)
 
 

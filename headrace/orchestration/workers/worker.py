@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from headrace.orchestration.workers.user_hosts.same_code import agree_to
 from headrace.orchestration.workers.user_hosts.user_host import serve_user_code
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
+from headrace.printing import echo_traceback, guard_streams, say
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.reports import TrainReport
 from headrace.weights import WeightUpdate
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    guard_streams()
     gc.disable()  # until `begun`
     kind, how, where = sys.argv[1:4]
     joined = how == "--join"
@@ -78,7 +79,8 @@ def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
     try:
         return dial(where, kind, os.environ.pop(TOKEN, ""), os.environ.pop(SEAT, ""))  # type: ignore[arg-type]
     except (OSError, ConfigError) as error:
-        sys.exit(f"headrace: {error}")
+        say(error)
+        sys.exit(1)
 
 
 def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]) -> None:
@@ -89,7 +91,7 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]
                 released()
             inbox.put(frame)
     except BaseException:
-        traceback.print_exc()
+        echo_traceback()
     leave()
 
 

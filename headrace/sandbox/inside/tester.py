@@ -20,9 +20,9 @@ from headrace.sandbox.inside.remote_code import (
     STAND_INS,
     TEST,
     InPlace,
-    TestLines,
     RemoteCode,
     RemoteObject,
+    TestLines,
     raised_by_code,
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.models.resolve import cache_dir
 from headrace.native.build import Built, compiled
+from headrace.printing import echo
 
 SOURCE = Path(__file__).parent / "src"
 
@@ -23,5 +24,5 @@ def built() -> Built:
 
 if __name__ == "__main__":
     found = built()
-    print(f"delta of weights: {found.reason}" + ("" if found.library else "; numpy is used, which is slower"))
+    echo(f"delta of weights: {found.reason}" + ("" if found.library else "; numpy is used, which is slower"))
     sys.exit(0)

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from fact_stream import FactStream
-from rich.console import Console
 
 from headrace import cli
 from headrace.commands.looking.compare import compare
@@ -24,6 +23,7 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS, StepRow, summarise
 from headrace.observe.report import write_report
+from headrace.observe.screen.console import Console
 from headrace.observe.screen.summary import summary
 from headrace.observe.sinks.scalars import scalars
 

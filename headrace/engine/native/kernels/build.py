@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.models.resolve import cache_dir
 from headrace.native.build import Built, compiled
+from headrace.printing import echo
 
 SOURCE = Path(__file__).parent / "src"
 
@@ -27,5 +28,5 @@ if __name__ == "__main__":
     for dtype in ("bfloat16", "float32"):
         found = built(dtype=dtype)
         remedy = "" if found.library else "; the engine runs in PyTorch, which is slower"
-        print(f"engine kernels, {dtype}: {found.reason}{remedy}")
+        echo(f"engine kernels, {dtype}: {found.reason}{remedy}")
     sys.exit(0)

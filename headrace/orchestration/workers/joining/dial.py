@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ from headrace.orchestration.workers.joining.greeting import (
 from headrace.orchestration.workers.joining.packages import own_packages
 from headrace.orchestration.workers.joining.sessions.session_end import SessionEnd
 from headrace.orchestration.workers.wire import BEATS, WorkerEnd
+from headrace.printing import say
 from headrace.version import __version__
 
 
@@ -122,7 +122,7 @@ def _take_seat(
         elif welcome.waiting:
             sock.settimeout(DESERTED)
             if not waits:
-                print("headrace: all seats are taken; this worker waits for one", file=sys.stderr, flush=True)
+                say("all seats are taken; this worker waits for one")
             waits = True
         else:
             return welcome

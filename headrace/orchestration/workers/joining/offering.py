@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from headrace.orchestration.workers.joining.greeting import (
     Terms,
 )
 from headrace.orchestration.workers.wire import WorkerEnd
+from headrace.printing import say
 
 LOST, REFUSED, NOBODY = 1, 2, 3
 """Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is; nobody was there for all
@@ -59,7 +59,7 @@ def offer(
                 seated=seated,
                 examine=examine,
             )
-            print(f"headrace: {kind} of the run at {address}", file=sys.stderr, flush=True)
+            say(f"{kind} of the run at {address}")
             return end
         except RunOver as over:
             _end(0, str(over))
@@ -82,7 +82,7 @@ def leave_when_asked(end: WorkerEnd) -> None:
 
     def tell() -> None:
         asked.wait()
-        print("headrace: SIGTERM: giving the seat back", file=sys.stderr, flush=True)
+        say("SIGTERM: giving the seat back")
         end.push(LEAVING, None)
 
     signal.signal(signal.SIGTERM, ask)
@@ -104,5 +104,5 @@ def left_alone() -> None:
 
 def _end(code: int, why: str) -> None:
     """Ends the process from any of its threads."""
-    print(f"headrace: {why}", file=sys.stderr, flush=True)
+    say(why)
     os._exit(code)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.orchestration.workers.joining.connecting import connected, received
 from headrace.orchestration.workers.joining.greeting import CA, TOKEN, Welcome, WitnessHello, WordsSaid, packed
+from headrace.printing import PrintableBytes
 from headrace.version import __version__
 
 KEPT = 1 << 20
@@ -62,6 +63,7 @@ class _Witness:
         self._address, self._printed, self._orders = address, printed, orders
         self._token, self._ca = os.environ.get(TOKEN, ""), os.environ.get(CA, "")
         self._session = ""
+        self._here = PrintableBytes(2)
         self._pieces: deque[WordsSaid] = deque()
         self._waiting = self._at = self._cut = 0
         """Bytes in `_pieces`; bytes of all words so far; and those that were cut and not reported yet."""
@@ -91,7 +93,7 @@ class _Witness:
         if not (data := os.read(self._printed, PIECE)):
             return False
         with contextlib.suppress(OSError):  # nobody reads there
-            os.write(2, data)
+            self._here.write(data)
         with self._changed:
             self._pieces.append(WordsSaid(self._at, data))
             self._at, self._waiting = self._at + len(data), self._waiting + len(data)

@@ -18,6 +18,7 @@ from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.stacks import process_state
 from headrace.orchestration.workers.launch.forked_process import ForkedProcess
+from headrace.printing import say
 from headrace.protocols import Job
 
 PROGRAM = "headrace.orchestration.workers.worker"
@@ -98,7 +99,7 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.kill()
             if said := await asyncio.to_thread(_bury, self._process):
-                print(f"headrace: the {self._who} process {self.pid} {said}", file=sys.stderr)
+                say(f"the {self._who} process {self.pid} {said}")
         self._family.ended(self.pid)
 
     def how_it_ended(self, wrong: str) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
 from headrace.orchestration.workers.launch.child import PROGRAM, environment
 from headrace.orchestration.workers.launch.local import LocalWorker
 from headrace.orchestration.workers.launch.preloaded import OWN, CannotFork, ForkRequest, fork
+from headrace.printing import say
 from headrace.protocols import Heard, Job
 
 
@@ -61,10 +61,7 @@ class ForkedWorker(LocalWorker):
                 try:
                     self._process.has(await fork(variables, request, list(files.values())))
                 except CannotFork as why:
-                    print(
-                        f"headrace: the {job.who} is started anew and loads its libraries itself: {why}",
-                        file=sys.stderr,
-                    )
+                    say(f"the {job.who} is started anew and loads its libraries itself: {why}")
                     self._process.spawn(job, words[3:], [connection])
             except OSError as error:  # no memory, no descriptors
                 self._absent = str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from headrace.orchestration.workers.user_hosts.host_messages import (
 )
 from headrace.orchestration.workers.user_hosts.same_code import code_problem
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
+from headrace.printing import say
 from headrace.scoring.workers.processes import check_functions
 
 PIECE = 1 << 16
@@ -49,7 +49,7 @@ def load(start: UserHostStart) -> None:
         for settings in start.environments:
             check_function(settings)
     except ConfigError as error:
-        print(f"headrace: this machine cannot serve the run: {error}", file=sys.stderr, flush=True)
+        say(f"this machine cannot serve the run: {error}")
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.orchestration.workers.joining.greeting import DESERTED, SILENCE
 from headrace.orchestration.workers.joining.sessions.outbox import HEAD, Outbox, head_of, segment
+from headrace.printing import say
 
 AGAIN = 0.2
 """Seconds between two attempts to connect anew."""
@@ -93,14 +93,14 @@ class SessionEnd:
         with self._lock:
             self._broken = True
         self._sock.close()
-        print("headrace: the connection to the run broke; connecting anew", file=sys.stderr, flush=True)
+        say("the connection to the run broke; connecting anew")
         since = time.monotonic()
         while True:
             try:
                 sock, received = self._redial(self._received)
                 break
             except HeadraceError as error:
-                print(f"headrace: {error}", file=sys.stderr, flush=True)
+                say(error)
                 return False
             except OSError as error:
                 # Nobody listens there any more; or else there is no way to the machine, or the controller itself hangs.

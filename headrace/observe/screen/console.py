@@ -1,0 +1,54 @@
+"""The console of all views. What headrace colours is coloured; every other character arrives as it would be read.
+
+Text of users may hold anything: markup of rich (`[red]`) and names of emoji (`:fire:`) are never read as such, and what would steer the
+terminal is replaced (`printing.py`). So no view has to escape anything, and a view colours with `PrintableText`, not with markup.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import IO, Any
+
+import rich.console
+import rich.text
+from rich.segment import Segment
+
+from headrace.printing import printable
+
+UNBOUNDED = 1 << 16
+"""Columns of a pipe or a file: lines stay whole, so that they can be searched."""
+
+
+class Console(rich.console.Console):
+    """rich's console for text of users. A pipe or a file has no width unless one is given (`width`, or the variable COLUMNS)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        if not (self.is_terminal or self.is_jupyter or options.get("width") or os.environ.get("COLUMNS")):
+            self.width = UNBOUNDED
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def file(self) -> IO[str]:
+        """The stream that is written to, beneath a guard that would take our colours out."""
+        stream = super().file
+        return getattr(stream, "unguarded", stream)
+
+    def render_str(self, text: str, **how: Any) -> rich.text.Text:
+        return super().render_str(printable(text), **how)
+
+    def render(self, renderable: Any, options: rich.console.ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yields the pieces of anything that is shown, printable. Only what moves the cursor of a live view passes as it is."""
+        for piece in super().render(renderable, options):
+            yield piece if piece.control else Segment(printable(piece.text), piece.style)
+
+
+class PrintableText(rich.text.Text):
+    """rich's text, printable from the start, so that it is measured as it is shown."""
+
+    def __init__(self, text: str = "", style: Any = "", **how: Any) -> None:
+        super().__init__(printable(text), style, **how)
+
+    def append(self, text: rich.text.Text | str, style: Any = None) -> PrintableText:
+        super().append(printable(text) if isinstance(text, str) else text, style)
+        return self
