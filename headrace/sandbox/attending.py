@@ -30,7 +30,7 @@ class CallEnd(NamedTuple):
     printed: list[bytes]
     """Standard output, standard error and, for a test, the verdict."""
     test_status: int = 0
-    """Of the process of a test, if the code has another one."""
+    """The test's, if the code has another process."""
 
 
 def pipes(count: int) -> tuple[list[int], list[int]]:
@@ -78,10 +78,10 @@ def attend(
     return CallEnd(
         broken,
         status,
-        sum(used for _, used in ends.values()),
-        cpu,
-        [bytes(one) for one in printed.values()],
-        ends[first][0] if first != code else 0,
+        cpu_seconds=sum(used for _, used in ends.values()),
+        code_cpu_seconds=cpu,
+        printed=[bytes(one) for one in printed.values()],
+        test_status=ends[first][0] if first != code else 0,
     )
 
 

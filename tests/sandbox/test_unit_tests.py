@@ -90,6 +90,10 @@ SOLVES_NOTHING = {
         "failed",
     ),
     "an answer without an end": ("import os\nos.write(3, b'\\x00\\x10\\x00\\x00x')\nimport time; time.sleep(1000)", "time"),
+    "answers are not sent": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n    if name.endswith('json_frames'): module.send = lambda *_: None\ndef add(a, b): return 0",
+        "time",
+    ),
     "AssertionError is raised": ("def add(a, b): raise AssertionError", "failed"),
     "a deep answer": ("def add(a, b):\n    x = []\n    for _ in range(5000): x = [x]\n    return x", "failed"),
     "an endless answer": ("def add(a, b):\n    while True: yield 1", "failed"),

@@ -1,5 +1,6 @@
 """The work of a process that was forked for a call.
 
-Read `confine.py` (gives up its rights), `solution.py` (the code), `tester.py` (the test, in a process of its own), `plain.py` (values between
-the two) and `json_frames.py`.
+Read `confine.py` (gives up its rights) and `solution.py` (the code). A test has a process of its own, `tester.py`, for which the code is what
+`remote_code.py` makes of it; `answering.py` is the other end, and `plain.py` and `json_frames.py` are the values between the two. `together.py`
+runs the test once more beside the code.
 """

@@ -59,7 +59,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "aenter": lambda manager: _entered(manager, later=True),
     "aexit": lambda manager, error: _left(manager, error, later=True),
 }  # fmt: skip
-"""What a test may do with an object of the code, beside calling it and reading its attributes."""
+"""All that a test may do with an object of the code, beside calling it and reading its attributes."""
 
 
 class _TestEnded(BaseException):
@@ -165,7 +165,7 @@ class Answers:
         return {"value": found}
 
     def _awaited(self, place: int) -> Any:
-        """At the first question only a task is made, so that others which are awaited at once begin before it runs."""
+        """Answers the first question when there is a task, so that others which are awaited at once begin before it runs."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         if place not in self._tasks:

@@ -315,14 +315,14 @@ STAND_INS: dict[str, Any] = {
         "CancelledError": BaseException,
     }.items()
 }
-"""For exceptions that end a loop, a task or a process well: in place of them, an exception of the code ends the test."""
+"""Classes for exceptions that end a loop, a task or a process well: in place of them, an exception of the code ends the test."""
 
 
-class Lines(NamedTuple):
-    """Lines of the test."""
+class TestLines(NamedTuple):
+    """Lines of a test."""
 
     asserts: set[int]
-    """All lines of assert statements."""
+    """All lines of assert statements, and of unittest's methods."""
     raises: set[int]
     blocks: list[range]
     """Those of each `with`."""
@@ -339,7 +339,7 @@ def _lines(error: BaseException) -> set[int]:
 
 
 class RemoteCode:
-    def __init__(self, end: Callable[[str, str], NoReturn], lines: Lines) -> None:
+    def __init__(self, end: Callable[[str, str], NoReturn], lines: TestLines) -> None:
         """`end`: ends this process with a verdict."""
         self._end = end
         self._lines = lines
@@ -348,7 +348,7 @@ class RemoteCode:
         self._places: dict[int, int] = {}
         self._kinds: dict[int, type] = {}
         self.own_word = ""
-        """What only the code has said, and no test can take its word for; empty if there was nothing."""
+        """Something that only the code has said, and for which no test can take its word; empty if there was nothing."""
         self.raised = False
         """Whether the code has raised an exception."""
         self.assertion = ""
@@ -377,7 +377,8 @@ class RemoteCode:
         self.own_word = self.own_word or f"how an object of its own and {other!r:.60} compare ({name})"
 
     def swallowed(self, error: BaseException) -> None:
-        """A context manager of the code has caught the exception, and the test goes on behind its block."""
+        """The code may have caught the exception: its context manager, and the test goes on behind its block, or what called a function of the
+        test."""
         lines = _lines(error)
         left_out = any(
             lines & set(range(line)) & set(block)
@@ -444,7 +445,7 @@ class RemoteCode:
         try:
             return {"value": self._sent(work(*args, **named))}
         except BaseException as error:
-            self._failed(error)
+            self.swallowed(error)  # perhaps
             return {"raised": self._sent(error)}
 
     def _read(self, read: Callable[..., Any], *sent: Any) -> Any:

@@ -12,6 +12,7 @@ import builtins
 import json
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -19,9 +20,9 @@ from headrace.sandbox.inside.remote_code import (
     STAND_INS,
     TEST,
     InPlace,
-    Lines,
     RemoteCode,
     RemoteObject,
+    TestLines,
     raised_by_code,
 )
 
@@ -30,27 +31,29 @@ _VERDICT = 0
 _CALLS_NOTHING = (
     "the test calls nothing of the code; a function with the name of one of Python's is named in the column entry_point"
 )
+_EXPECTING = ("assertRaises", "assertRaisesRegex", "raises", "suppress", "isinstance", "issubclass")
+"""Functions whose arguments may be exceptions that are expected."""
 _IN_PLACE, _REACHED = "__in_place__", "__reached__"
 
 
-class NamesOfTest(dict[str, Any]):
-    """The global names of a test."""
+class NamesOfPython(dict[str, Any]):
+    """Python's own names, in which a test looks for those that it does not define; any other is one of the code. Not in its global names: the
+    body of a class would not find it there."""
 
-    def __init__(self, entry_point: str, code: RemoteCode) -> None:
-        super().__init__(__name__="__test__", __builtins__=builtins)
-        self[_IN_PLACE] = lambda work: InPlace(work) if isinstance(work, RemoteObject) else work
-        self[_REACHED] = lambda: setattr(self, "reached", True)
-        self._entry_point, self._code = entry_point, code
+    def __init__(self, entry_point: str, find: Callable[[str], Any]) -> None:
+        super().__init__({name: value for name, value in vars(builtins).items() if name != entry_point})
+        self._find = find
         self.used = False
         """Whether the test has used a name of the code."""
-        self.reached = False
-        """Whether it has come to an assert statement."""
 
     def __missing__(self, name: str) -> Any:
-        if name != self._entry_point and hasattr(builtins, name):
-            return getattr(builtins, name)
         self.used = True
-        return self._code.ask({"ask": "name", "name": name})
+        return self._find(name)
+
+
+def names_of_test(python: NamesOfPython) -> dict[str, Any]:
+    """Returns the global names of a test, which it is going to extend."""
+    return {"__name__": "__test__", "__builtins__": python}
 
 
 class TestModule(ModuleType):
@@ -72,11 +75,13 @@ class _Rewriting(ast.NodeTransformer):
     """Says that an assert statement is reached and that the value of a call is not used, and expects what stands in for exceptions."""
 
     def __init__(self) -> None:
-        self.lines = Lines(set(), set(), [])
+        self.asserts = False
+        self.lines = TestLines(set(), set(), [])
         self.expects = False
         """Whether the test names an exception that has a stand-in."""
 
     def visit_Assert(self, node: ast.Assert) -> Any:
+        self.asserts = True
         self.lines.asserts.update(_span(node))
         self.generic_visit(node)
         return [ast.Expr(_call(_REACHED)), node]
@@ -106,7 +111,11 @@ class _Rewriting(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        node.args = [self._with_stand_in(one) for one in node.args]
+        name = _name(node.func)
+        if name in _EXPECTING:
+            node.args = [self._with_stand_in(one) for one in node.args]
+        if name.startswith("assert"):
+            self.lines.asserts.update(_span(node))
         return node
 
     def visit_Name(self, node: ast.Name) -> Any:
@@ -121,14 +130,16 @@ class _Rewriting(ast.NodeTransformer):
     def _with_stand_in(self, node: Any) -> Any:
         if isinstance(node, ast.Tuple):
             node.elts = [self._with_stand_in(one) for one in node.elts]
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if name not in STAND_INS:
+        if (name := _name(node)) not in STAND_INS:
             return node
-        stand_in = ast.Name(_stand_in(name), ast.Load())
-        return ast.Tuple([node, stand_in], ast.Load())
+        return ast.Tuple([node, ast.Name(_stand_in(name), ast.Load())], ast.Load())
 
 
-def _span(node: ast.stmt) -> range:
+def _name(node: Any) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _span(node: ast.stmt | ast.expr) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
@@ -161,23 +172,28 @@ def run_test(test: str, entry_point: str) -> NoReturn:
     except (SyntaxError, ValueError, RecursionError) as error:
         end_test("unsupported", f"the test is not valid Python: {error}")
     code = RemoteCode(end_test, rewriting.lines)
-    names = NamesOfTest(entry_point, code)
-    names |= {_stand_in(name): kind for name, kind in STAND_INS.items()}
-    TestModule.names = names
+    python = NamesOfPython(entry_point, lambda name: code.ask({"ask": "name", "name": name}))
+    reached: list[bool] = []
+    python[_IN_PLACE] = lambda work: InPlace(work) if isinstance(work, RemoteObject) else work
+    python[_REACHED] = lambda: reached.append(True) if not reached else None
+    python.update({_stand_in(name): kind for name, kind in STAND_INS.items()})
+    TestModule.names = names = names_of_test(python)
     sys.modules["__main__"], sys.argv = TestModule("__main__"), [TEST]
     try:
         exec(program, names)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:  # unittest.main() raises it in any case
-            _end_badly(error, names, rewriting)
-    _end_well(code, names, rewriting)
+            _end_badly(error, rewriting, used=python.used)
+    if rewriting.asserts and not reached and not code.raised:  # an expected exception is a verdict too
+        end_test("unsupported", "the test ended before any of its assert statements")
+    _end_well(code, used=python.used)
 
 
-def _end_badly(error: BaseException, names: NamesOfTest, rewriting: _Rewriting) -> NoReturn:
+def _end_badly(error: BaseException, rewriting: _Rewriting, *, used: bool) -> NoReturn:
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, ImportError) and not raised_by_code(error):
         end_test("unsupported", f"the test imports what is not there: {said}")
-    if not names.used:
+    if not used:
         end_test("unsupported", f"{_CALLS_NOTHING}; and it fails: {said}")
     if isinstance(error, MemoryError) and not raised_by_code(error):
         end_test("unsupported", "the test itself uses more than sandbox.memory_mib")
@@ -185,13 +201,11 @@ def _end_badly(error: BaseException, names: NamesOfTest, rewriting: _Rewriting) 
     end_test("failed", str(error) if isinstance(error, AssertionError) else said, sure=sure)
 
 
-def _end_well(code: RemoteCode, names: NamesOfTest, rewriting: _Rewriting) -> NoReturn:
+def _end_well(code: RemoteCode, *, used: bool) -> NoReturn:
     if code.assertion:
         end_test("failed", code.assertion)
-    if not names.used:
+    if not used:
         end_test("unsupported", _CALLS_NOTHING)
-    if rewriting.lines.asserts and not names.reached and not code.raised:  # an expected exception is a verdict too
-        end_test("unsupported", "the test ended before any of its assert statements")
     if code.own_word:
         end_test("unsupported", f"only the code can say {code.own_word}")
     end_test("", "")

@@ -6,7 +6,6 @@ the other way round, has met something that the two processes do not share, and 
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import sys
@@ -14,24 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from headrace.sandbox.inside.confine import CHANNEL
+from headrace.sandbox.inside.remote_code import TEST
 from headrace.sandbox.inside.solution import NAME, compiled, new_module
+from headrace.sandbox.inside.tester import NamesOfPython, names_of_test
 
 _Verdict = tuple[str, str]
-
-
-class _Names(dict[str, Any]):
-    """The global names of a test: its own, Python's, and then the code's."""
-
-    def __init__(self, entry_point: str, module: ModuleType, python: dict[str, Any]) -> None:
-        super().__init__(__name__="__test__", __builtins__=python)
-        self._entry_point, self._module, self._python = entry_point, module, python
-
-    def __missing__(self, name: str) -> Any:
-        if name != self._entry_point and name in self._python:
-            return self._python[name]
-        if not hasattr(self._module, name):
-            raise NameError(f"the code defines no {name}")
-        return getattr(self._module, name)
 
 
 class _CodeAndTest(ModuleType):
@@ -67,17 +53,16 @@ def sealed(printed: bytes, seal: str) -> bytes:
 
 
 def _verdict(code: str, test: str, entry_point: str) -> _Verdict:
-    python = dict(vars(builtins))
     module = new_module(code)
+    python = NamesOfPython(entry_point, lambda name: _find(module, name))  # before the code can replace them
     try:
         exec(compiled(code, show=False), module.__dict__)
     except BaseException as error:
         return "failed", type(error).__name__
-    names = _Names(entry_point, module, python)
-    _CodeAndTest.test_names = names
-    module.__class__, sys.argv = _CodeAndTest, ["test.py"]
+    _CodeAndTest.test_names = names = names_of_test(python)
+    module.__class__, sys.argv = _CodeAndTest, [TEST]
     try:
-        exec(compile(test, "test.py", "exec"), names)
+        exec(compile(test, TEST, "exec"), names)
     except SystemExit as error:
         if _by_code(error):
             return "failed", "the code raised SystemExit"
@@ -85,6 +70,12 @@ def _verdict(code: str, test: str, entry_point: str) -> _Verdict:
     except BaseException as error:
         return "failed", f"{type(error).__name__}: {error}"[:500]
     return "", ""
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise NameError(f"the code defines no {name}")
+    return getattr(module, name)
 
 
 def _by_code(error: BaseException) -> bool:
