@@ -115,7 +115,12 @@ def test_the_test_may_exceed_the_limits_by_itself(sandbox):
 
 
 PLAIN = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=3)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=3)
 )
 HASHABLE = st.integers(-3, 3) | st.text(max_size=2)
 VALUES = st.recursive(
@@ -170,7 +175,7 @@ def test_changes_in_place_are_those_of_ordinary_python(sandbox, changes, left_ou
     def code(lines: list[str]) -> str:
         return "def f(a):\n    " + "\n    ".join([*lines, "return a"])
 
-    if not (wanted := after(changes)):
+    if not (wanted := after(changes)) or "..." in wanted:  # a list in itself cannot be written down
         return
     test = f"{GIVEN}f(a)\nassert (a, first, named) == {wanted}"
     fewer = [*changes[:left_out], *changes[left_out + 1 :]]
