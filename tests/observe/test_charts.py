@@ -275,7 +275,7 @@ def test_held_out_prompts_that_failed_stand_beside_the_measurement(tmp_path: Pat
 def test_the_page_has_a_style_for_a_phone_with_links_to_every_section(page: str) -> None:
     assert '<meta name="viewport"' in page and "@media (max-width: 640px)" in page
     sections = re.findall(r'<section id="(\w+)">', page)
-    assert re.findall(r'<a href="#(\w+)">', page) == sections and len(sections) == 6
+    assert re.findall(r'<a href="#(\w+)">', page) == sections and len(sections) == 7
     assert not re.search(r"nav a[^{}]*\{[^{}]*display: none", STYLE)
 
 

@@ -43,7 +43,7 @@ async def faked(
     """The real server over an engine without a model, which serves version 0."""
     serving = Serving(
         engine=engine or FakeEngine(seconds_per_token=0.001),
-        encoder=ChatEncoder(model),
+        encoder=ChatEncoder(model).with_special_tokens("hide"),  # as `headrace serve`
         name="tiny",
         limits=limits or ServerLimits(),
         dtype="float32",
