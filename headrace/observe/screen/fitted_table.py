@@ -87,9 +87,9 @@ class FittedTable:
         room = width - GAP * (len(columns) - 1)
         whole = self._width(columns, whole=True) <= width
         widths = {at: self._least(at, whole) for at in columns}
-        for _ in range(room - sum(widths.values())):
-            if wrapped := [at for at in columns if widths[at] < self._wanted(at)]:
-                widths[min(wrapped, key=widths.__getitem__)] += 1
+        wanted = {at: self._wanted(at) for at in columns}
+        while sum(widths.values()) < room and (short := [at for at in columns if widths[at] < wanted[at]]):
+            widths[min(short, key=widths.__getitem__)] += 1
         for _ in range(sum(widths.values()) - room):  # a terminal that is narrower than two columns
             widest = max(columns, key=widths.__getitem__)
             widths[widest] = max(1, widths[widest] - 1)
