@@ -87,10 +87,9 @@ class FittedTable:
         room = width - GAP * (len(columns) - 1)
         whole = self._width(columns, whole=True) <= width
         widths = {at: self._least(at, whole) for at in columns}
-        missing = {at: self._wanted(at) - widths[at] for at in columns}
-        for _ in range(min(room - sum(widths.values()), sum(missing.values()))):
-            most = max(columns, key=missing.__getitem__)
-            widths[most], missing[most] = widths[most] + 1, missing[most] - 1
+        wanted = {at: self._wanted(at) for at in columns}
+        while sum(widths.values()) < room and (short := [at for at in columns if widths[at] < wanted[at]]):
+            widths[min(short, key=widths.__getitem__)] += 1
         for _ in range(sum(widths.values()) - room):  # a terminal that is narrower than two columns
             widest = max(columns, key=widths.__getitem__)
             widths[widest] = max(1, widths[widest] - 1)

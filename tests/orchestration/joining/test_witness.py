@@ -96,6 +96,21 @@ raise SystemExit(3)
 """
 
 
+RAW = """
+import os
+from headrace.orchestration.workers.joining.witness import witnessed
+
+witnessed("127.0.0.1:1")
+os.write(1, "é\\x1b[2J\\u202e".encode()[:1])
+os.write(2, "é\\x1b[2J\\u202e".encode()[1:])
+"""
+
+
+def test_what_a_worker_prints_steers_no_terminal_that_it_was_started_in() -> None:
+    done = subprocess.run([sys.executable, "-c", RAW], capture_output=True, check=True)
+    assert done.stderr.decode() == "é␛[2J�"
+
+
 def telemetry() -> Telemetry:
     clock = asyncio.get_running_loop().time
     return Telemetry(lambda fact: None, clock, Waits(lambda fact: None, clock, 1e5, 1e6))
