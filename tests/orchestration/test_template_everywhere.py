@@ -88,7 +88,7 @@ def test_a_text_teacher_reads_with_it_and_with_its_own_template(moody: Path, tin
     found = asyncio.run(rehearse(config))
 
     def front(planned: PlannedTeacher, columns: Config) -> tuple[str, str]:
-        teacher = _text_teacher(planned, FakeEngine(), config.task)
+        teacher = _text_teacher(planned, FakeEngine(), config.task, lambda done: True)
         assert planned.encoder is not None
         prompt = Prompt("p", "a", (1,), columns)
         written = planned.encoder.written
