@@ -52,7 +52,7 @@ class ModelFiles:
         """Empty where weights are no safetensors."""
         return {name: (path, one) for path in weight_files(self.directory) for name, one in read_header(path).items()}
 
-    def named(self, endings: Sequence[str]) -> tuple[str, Path, Stored] | None:
+    def first(self, endings: Sequence[str]) -> tuple[str, Path, Stored] | None:
         """The first tensor whose name ends so."""
         found = (
             (name, path, one)
@@ -151,7 +151,7 @@ def _begin(files: ModelFiles, chat: bool) -> Finding | None:
 
 
 def _vocabulary(files: ModelFiles) -> Finding | None:
-    embedding = files.named(EMBEDDINGS)
+    embedding = files.first(EMBEDDINGS)
     rows = embedding[2].shape[0] if embedding else files.config.get("vocab_size")
     if not isinstance(rows, int):
         return None
@@ -179,7 +179,7 @@ def _vocabulary(files: ModelFiles) -> Finding | None:
 
 
 def _head(files: ModelFiles) -> Finding | None:
-    embedding, head, tied = files.named(EMBEDDINGS), files.named(HEADS), files.config.get("tie_word_embeddings")
+    embedding, head, tied = files.first(EMBEDDINGS), files.first(HEADS), files.config.get("tie_word_embeddings")
     if not embedding or not isinstance(tied, bool):
         return None
     name = head[0] if head else ""
