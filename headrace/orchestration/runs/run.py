@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig, config_of_run, read_config
+from headrace.config import RunConfig
 from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
+from headrace.orchestration.runs.call import Call
 from headrace.orchestration.runs.callbacks import Callbacks
 from headrace.orchestration.runs.hosting import Act, complete, host
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
@@ -22,7 +22,7 @@ from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
 from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
-from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
+from headrace.orchestration.store.run_directory import RunDirectory
 
 
 def train(
@@ -40,38 +40,27 @@ def train(
     Raises `HeadraceError` with one sentence if the run could not be finished, and whatever a callback raised. An error that can be found
     before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
-    for death in itertools.count(1):
+    call = Call(config=config, resume=resume, inputs=inputs, callbacks=callbacks, measurer=measurer)
+    while True:
         try:
-            return _until_it_ends(config, resume, inputs, callbacks, measurer)
+            return _until_it_ends(call)
         except WorkerDied as error:
-            path, most = resume or config.run_dir, config.train.max_deaths
-            if error.who != "trainer" or death > most or not (path / CONFIG).exists():
+            if not call.outlives(error):
                 raise
-            said = f"death no. {death} of train.max_deaths = {most}"
+            said = f"death no. {call.deaths} of train.max_deaths = {call.config.train.max_deaths}"
             print(
                 f"headrace: {error}; {said}: the run goes on from its last checkpoint and its journal", file=sys.stderr
             )
-            resume, config = path, read_config(config_of_run(path))
-    raise AssertionError
 
 
-def _until_it_ends(
-    config: RunConfig,
-    resume: Path | None,
-    inputs: PythonInputs,
-    callbacks: Callbacks | None,
-    measurer: Measurer | None,
-) -> RunResult:
+def _until_it_ends(call: Call) -> RunResult:
     """Trains until the run, or its trainer, has ended."""
+    config, inputs, resume = call.config, call.inputs, call.resume
     if config.adapters:
-        lanes = train_together(config, inputs, resume, callbacks, measurer)
-        return result_of(resume or config.run_dir, lanes)
-    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=measurer))
+        return result_of(call.path, train_together(call))
+    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
-    with (
-        full_disk_as_error(resume or config.run_dir),
-        RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
-    ):
+    with full_disk_as_error(call.path), RunDirectory.of(call.path, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
             report_finished(directory.path, [lane])
@@ -81,11 +70,12 @@ def _until_it_ends(
                 rehearsed = complete(rehearse(config, inputs, resume))
             for fact in rehearsed.facts(lane.storage.seconds):
                 lane.storage.recorder.record(fact)
-            _train(lane, inputs, callbacks, writes=not resume)
+            _train(lane, inputs, call.callbacks, writes=not resume)
         except HeadraceError as error:
             lane.add_resume_hint(error)
             raise
         finally:
+            call.begun |= lane.storage.begun
             lane.close()
         report_unbegun([lane])
         return result_of(directory.path, {"": lane})
