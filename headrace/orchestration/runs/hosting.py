@@ -87,6 +87,8 @@ class _Beside:
                 while errand := self._errands.get():
                     self._do(errand)
             self._thread.join()
+        if self._error is not None and self._heard:  # nobody in the loop has heard of it, so the caller has to
+            raise KeyboardInterrupt from self._error
         if self._error is not None:
             raise self._error
 

@@ -16,7 +16,7 @@ from headrace.orchestration.build import build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.call import Call
 from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Act, complete, host
+from headrace.orchestration.runs.hosting import Act, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
@@ -70,7 +70,7 @@ def _until_it_ends(call: Call) -> RunResult:
                 rehearsed = complete(rehearse(config, inputs, resume))
             for fact in rehearsed.facts(lane.storage.seconds):
                 lane.storage.recorder.record(fact)
-            _train(lane, inputs, call.callbacks, writes=not resume)
+            _train(call, lane)
         except HeadraceError as error:
             lane.add_resume_hint(error)
             raise
@@ -81,10 +81,10 @@ def _until_it_ends(call: Call) -> RunResult:
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
-    config, directory, storage = lane.config, lane.directory, lane.storage
+def _train(call: Call, lane: Lane) -> None:
+    config, directory, storage, callbacks = lane.config, lane.directory, lane.storage, call.callbacks
     watchdog = Watchdog(
-        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=writes
+        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not call.resume
     )
     storage.recorder.add(watchdog)
     if callbacks:
@@ -99,9 +99,7 @@ def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes
         telemetry = open_telemetry(config, storage.recorder, clock)
         watchdog.add(directory.path, telemetry.waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, inputs, telemetry))
+        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry))
 
     with watchdog:
-        host(go, callbacks.errands if callbacks else None)
-    if callbacks:
-        callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")
+        call.host(go, [lane])

@@ -26,7 +26,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.runs.call import Call
-from headrace.orchestration.runs.hosting import Act, complete, host
+from headrace.orchestration.runs.hosting import Act, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.session import report_unhandled, run_clock
@@ -37,7 +37,7 @@ from headrace.orchestration.user_sites import user_sites
 
 def train_together(call: Call) -> dict[str, Lane]:
     """Trains all adapters to their last step. If one fails, the others stop with a checkpoint, and its error is raised."""
-    config, inputs, resume, callbacks = call.config, call.inputs, call.resume, call.callbacks
+    config, inputs, resume = call.config, call.inputs, call.resume
     rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
     with full_disk_as_error(call.path), ExitStack() as undo:
@@ -70,9 +70,7 @@ def train_together(call: Call) -> dict[str, Lane]:
                 lanes=lanes,
                 watchdog=watchdog,
             )
-            host(together.run, callbacks.errands if callbacks else None)
-        if callbacks:
-            callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")
+            call.host(together.run, lanes.values())
         report_unbegun(lanes.values())
         return lanes
 
@@ -210,7 +208,7 @@ class _SeveralRuns:
         name, error = running[failed[0]], failed[0].exception()
         assert error is not None
         for task in others:
-            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="")
+            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="", asked=False)
         await asyncio.gather(*others, return_exceptions=True)  # only the first error is raised
         if isinstance(error, HeadraceError):
             error.add_note(
