@@ -14,14 +14,14 @@ from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.runs.call import Call
 from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Act, complete
+from headrace.orchestration.runs.hosting import Heed, Termination, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
-from headrace.orchestration.runs.session import report_unhandled, run_clock
+from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
+from headrace.orchestration.runs.train_call import TrainCall
 from headrace.orchestration.store.run_directory import RunDirectory
 
 
@@ -40,7 +40,13 @@ def train(
     Raises `HeadraceError` with one sentence if the run could not be finished, and whatever a callback raised. An error that can be found
     before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
-    call = Call(config=config, resume=resume, inputs=inputs, callbacks=callbacks, measurer=measurer)
+    call = TrainCall(config=config, resume=resume, inputs=inputs, callbacks=callbacks, measurer=measurer)
+    with Termination():
+        return _through_deaths(call)
+
+
+def _through_deaths(call: TrainCall) -> RunResult:
+    """Trains until the run has ended, with one trainer after the other."""
     while True:
         try:
             return _until_it_ends(call)
@@ -53,7 +59,7 @@ def train(
             )
 
 
-def _until_it_ends(call: Call) -> RunResult:
+def _until_it_ends(call: TrainCall) -> RunResult:
     """Trains until the run, or its trainer, has ended."""
     config, inputs, resume = call.config, call.inputs, call.resume
     if config.adapters:
@@ -81,7 +87,7 @@ def _until_it_ends(call: Call) -> RunResult:
         return result_of(directory.path, {"": lane})
 
 
-def _train(call: Call, lane: Lane) -> None:
+def _train(call: TrainCall, lane: Lane) -> None:
     config, directory, storage, callbacks = lane.config, lane.directory, lane.storage, call.callbacks
     watchdog = Watchdog(
         directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not call.resume
@@ -90,9 +96,9 @@ def _train(call: Call, lane: Lane) -> None:
     if callbacks:
         storage.recorder.add(callbacks)
 
-    async def go(on_interrupt: Callable[[Act], None]) -> None:
+    async def go(on_signal: Callable[[Heed], None]) -> None:
         clock = run_clock(storage.seconds)
-        on_interrupt(lane.session.interrupt)
+        on_signal(Notices(lane.session.interrupt, config.orchestration.grace).hear)
         if callbacks:
             callbacks.attach(lane.session.stop)
         report_unhandled(lambda said: storage.recorder.record(Warned(clock(), said)))

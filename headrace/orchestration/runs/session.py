@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -39,6 +40,37 @@ def report_unhandled(say: Callable[[str], None]) -> None:
     asyncio.get_running_loop().set_exception_handler(heard)
 
 
+class Notices:
+    """Turns the signals that reach a run into interrupts: Ctrl-C into one each, SIGTERM into one, and one more when its time is over."""
+
+    def __init__(self, interrupt: Callable[[str, str], object], grace: float) -> None:
+        """`interrupt`: see `Session.interrupt`. `grace`: seconds after SIGTERM in which the run should end with a checkpoint."""
+        self._interrupt, self._grace = interrupt, grace
+        self._asked = self._terminated = False
+
+    def hear(self, number: signal.Signals) -> None:
+        """Called in the event loop."""
+        if number != signal.SIGTERM:
+            self._asked = True
+            self._interrupt("interrupted", " (Ctrl-C again: leave now)")
+            return
+        if self._terminated:  # whoever sends it to a process often sends it to its group too
+            return
+        self._terminated = True
+        within = f"{self._grace:g} s (orchestration.grace)"
+        self._tell(f"SIGTERM: the run ends after this step, with a checkpoint, or without one in {within}")
+        asyncio.get_running_loop().call_later(self._grace, self._late)
+        if not self._asked:
+            self._interrupt("SIGTERM", f" within {within}")
+
+    def _late(self) -> None:
+        self._tell(f"SIGTERM was sent {self._grace:g} s ago (orchestration.grace): leaving now")
+        self._interrupt("SIGTERM", "")
+
+    def _tell(self, said: str) -> None:
+        print(f"headrace: {said}", file=sys.stderr, flush=True)
+
+
 class Session:
     """The life of one pipeline in this process, from its parts to their end, whatever ends it."""
 
@@ -67,7 +99,7 @@ class Session:
             self._built = await building
             await self._train(self._built)
         except Exception as error:
-            left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `Call.host`
+            left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `TrainCall.host`
             self.reason = self._left_for if left else str(error) if isinstance(error, HeadraceError) else repr(error)
             raise
         except asyncio.CancelledError:
@@ -124,9 +156,7 @@ class Session:
         built.parts.telemetry.warn(said)
         await built.pipeline.redo(built.redo)
 
-    def interrupt(
-        self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)", *, asked: bool = True
-    ) -> None:
+    def interrupt(self, why: str, again: str, *, asked: bool = True) -> None:
         """The first call ends the run after the current step, with a checkpoint. The second one ends it at once. `asked`: whether somebody
         outside the run wants it."""
         self._interrupts += 1

@@ -25,17 +25,17 @@ from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.runs.call import Call
-from headrace.orchestration.runs.hosting import Act, complete
+from headrace.orchestration.runs.hosting import Heed, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.runs.session import report_unhandled, run_clock
+from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
+from headrace.orchestration.runs.train_call import TrainCall
 from headrace.orchestration.store.resume_rules import check_resumable
 from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
 from headrace.orchestration.user_sites import user_sites
 
 
-def train_together(call: Call) -> dict[str, Lane]:
+def train_together(call: TrainCall) -> dict[str, Lane]:
     """Trains all adapters to their last step. If one fails, the others stop with a checkpoint, and its error is raised."""
     config, inputs, resume = call.config, call.inputs, call.resume
     rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
@@ -112,7 +112,7 @@ class _AllRecorders:
 class _SeveralRuns:
     def __init__(
         self,
-        call: Call,
+        call: TrainCall,
         *,
         config: RunConfig,
         directory: RunDirectory,
@@ -124,9 +124,9 @@ class _SeveralRuns:
         self._loading: asyncio.Task[Any] | None = None
         """The task that loads. None once the pipelines run: an interrupt then goes to each of them."""
 
-    async def run(self, on_interrupt: Callable[[Act], None]) -> None:
+    async def run(self, on_signal: Callable[[Heed], None]) -> None:
         self._loading = asyncio.current_task()
-        on_interrupt(self._interrupt)
+        on_signal(Notices(self._interrupt, self._config.orchestration.grace).hear)
         try:
             await self._run()
         except asyncio.CancelledError:
@@ -216,12 +216,12 @@ class _SeveralRuns:
             )
         raise error
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, why: str, again: str) -> None:
         if self._loading:
             self._loading.cancel()
             self._loading = None
         for lane in self._lanes.values():
-            lane.session.interrupt()
+            lane.session.interrupt(why, again)
 
 
 async def _ready(built: BuiltRun) -> BuiltRun:

@@ -17,7 +17,7 @@ from headrace.orchestration.runs.lane import Lane
 
 
 @dataclass(kw_only=True)
-class Call:
+class TrainCall:
     config: RunConfig
     resume: Path | None
     """The directory of the run to resume. None for a new run, until its trainer dies."""
