@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 the run failed (`status`: it has died; `replay`: a result differs; `diff`: the runs differ); 2 the input cannot
 work; 3 the watchdog ended the run (`observe/health/watchdog.py`); 4 the run paused because too many rollouts failed (fix the cause, then
-`--resume`); 130 interrupted.
+`--resume`); 130 interrupted; 143 ended by SIGTERM (`--resume` goes on).
 
 It uses argparse, because a dozen commands with a few options each need no dependency, and `--help` prints at once.
 """

@@ -57,6 +57,11 @@ def say(message: object) -> None:
     echo(f"headrace: {message}", err=True)
 
 
+def say_from_handler(message: str) -> None:
+    """Prints a message of headrace itself from a signal handler: `print` may be what the signal has interrupted."""
+    os.write(2, f"headrace: {printable(message)}\n".encode())
+
+
 def echo_traceback() -> None:
     """Prints the exception that is being handled on standard error, with its traceback."""
     echo(traceback.format_exc().rstrip("\n"), err=True)

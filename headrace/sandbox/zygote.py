@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -125,6 +126,9 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # sent to all processes of a job, it would fail a solution that is right
     zygote = Zygote(SandboxLimits(*json.loads(arguments[0])), arguments[1], in_memory=arguments[2] == "memory")
     for name in USUAL:
         importlib.import_module(name)

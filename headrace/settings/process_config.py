@@ -138,6 +138,9 @@ class OrchestrationConfig:
     """Seconds in which that engine must have given the devices back. Then its process is killed; the next loan has a new one."""
     reconnect: float = Field(default=5.0, ge=0)
     """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
+    grace: float = Field(default=25.0, gt=0)
+    """Seconds after SIGTERM in which a run should end with a checkpoint. Then it leaves without one. Kubernetes kills a process after 30 s, Slurm
+    too (`KillWait`), systemd after 90 s: keep it some seconds below that."""
     bus: str = ""
     """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
     redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""

@@ -223,7 +223,7 @@ def in_a_loop(main: Any, errands: Any = None) -> None:
 def test_a_loop_of_its_own_only_where_it_is_needed():
     threads = []
 
-    async def main(on_interrupt):
+    async def main(on_signal):
         threads.append(threading.current_thread())
 
     host(main)
@@ -235,7 +235,7 @@ def test_a_loop_of_its_own_only_where_it_is_needed():
 
 
 def test_an_error_of_the_loop_is_raised_by_the_caller():
-    async def main(on_interrupt):
+    async def main(on_signal):
         raise ConfigError("it cannot work")
 
     with pytest.raises(ConfigError, match="it cannot work"):
@@ -245,10 +245,10 @@ def test_an_error_of_the_loop_is_raised_by_the_caller():
 def test_interrupts_reach_the_loop_each_once_however_early():
     heard: list[int] = []
 
-    async def main(on_interrupt):
+    async def main(on_signal):
         os.kill(os.getpid(), signal.SIGINT)  # before anybody listens
         await asyncio.sleep(0.05)
-        on_interrupt(lambda: heard.append(1))
+        on_signal(lambda number: heard.append(1))
         for count in (1, 2, 3):
             async with asyncio.timeout(60):
                 while len(heard) < count:
@@ -269,9 +269,9 @@ def test_a_second_interrupt_leaves_a_callback_that_does_not_end():
         while True:
             time.sleep(0.01)
 
-    async def main(on_interrupt):
+    async def main(on_signal):
         left = asyncio.Event()
-        on_interrupt(lambda: (heard.append(1), len(heard) == 2 and left.set()))
+        on_signal(lambda number: (heard.append(1), len(heard) == 2 and left.set()))
         errands.put(endless)
         await asyncio.to_thread(began.wait, 60)
         for count in (1, 2):

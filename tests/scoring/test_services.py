@@ -447,15 +447,15 @@ def test_scores_that_were_received_are_not_asked_for_again_after_a_kill(tmp_path
     assert "http://service/score" in [url for url, _, _ in changed.asked]
 
 
+def opened(directory: Path, warn: Any = pytest.fail) -> ScoreLog:
+    log = ScoreLog({})
+    log.open(directory, warn)
+    return log
+
+
 def test_failures_are_not_recorded_and_damage_costs_a_request(tmp_path: Path):
-    job = ScoringJob("?", ("a",), ((1,),), {})
-
-    def opened() -> ScoreLog:
-        log = ScoreLog({})
-        log.open(tmp_path, pytest.fail)
-        return log
-
-    log = opened()
+    job, said = ScoringJob("?", ("a",), ((1,),), {}), list[str]()
+    log = opened(tmp_path)
     log.keep("one", job, [Failure("reward_timeout")])
     log.keep("two", job, [1.5])
     log.keep("three", job, [(0.5, 1.0)])
@@ -463,10 +463,27 @@ def test_failures_are_not_recorded_and_damage_costs_a_request(tmp_path: Path):
     lines = (tmp_path / SCORES).read_bytes().splitlines()
     assert len(lines) == 2
     (tmp_path / SCORES).write_bytes(lines[0] + b"\nnonsense\n" + lines[1] + b"\n" + lines[1][:20])
-    again = opened()
+    again = opened(tmp_path, said.append)
+    assert said == [f"{tmp_path / SCORES}: line 2 is damaged: these scores are not used; their groups are scored again"]
     assert again.find("one", job) is None
     assert again.find("two", job) == [1.5] and again.find("three", job) == [(0.5, 1.0)]
     assert again.find("two", job) is None, "once: what comes again is asked again"
+
+
+def test_no_changed_byte_changes_a_score(tmp_path: Path):
+    job = ScoringJob("?", ("a",), ((1,),), {})
+    log = opened(tmp_path)
+    log.keep("one", job, [0.5])
+    log.close()
+    whole = (tmp_path / SCORES).read_bytes()
+    for place in range(len(whole) - 1):  # without the last newline a line is one that a kill cut off
+        for byte in {*b'05"}1', whole[place] ^ 1} - {whole[place]}:
+            said: list[str] = []
+            (tmp_path / SCORES).write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            log = opened(tmp_path, said.append)
+            assert log.find("one", job) is None and len(said) == 1, f"byte {place} is {bytes([byte])!r}"
+            log.close()
+            opened(tmp_path).close()  # which says it no more
 
 
 def test_a_log_that_cannot_be_written_warns_and_goes_on(tmp_path: Path):

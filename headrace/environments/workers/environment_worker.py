@@ -23,7 +23,7 @@ from headrace.environments.workers.loading import load_player
 from headrace.environments.workers.player import Player, ToolLimits
 from headrace.environments.workers.step_driver import exports, exports_if_set, is_stepped
 from headrace.errors import ConfigError
-from headrace.observe.health.orphans import signal_me_when_orphaned
+from headrace.observe.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
 from headrace.observe.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> None:
     # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
     signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
+    leave_sigterm_to_controller()
     orders, reports = take_pipes()
     spec, settings = arguments[0], json.loads(arguments[1])
     sender = FrameSender(reports)

@@ -33,3 +33,13 @@ def signal_me_when_orphaned(signum: signal.Signals) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
         os._exit(0)
+
+
+def leave_sigterm_to_controller() -> None:
+    """Called by a worker at its start. Slurm and systemd send SIGTERM to every process of a job: a worker that ended of it would take the run's
+    last checkpoint with it. The controller ends its workers by closing their connections.
+
+    What the user's code starts ends of SIGTERM as usual: a handler, unlike SIG_IGN, is not inherited by programs, and forks get the default."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls in native code must not fail because of the signal
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))

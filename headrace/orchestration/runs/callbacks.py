@@ -36,7 +36,8 @@ class Callbacks:
         self.errands: Errands = SimpleQueue()
         self._stops: list[Stop] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._over = False
+        self.stopped = False
+        """Whether a function has asked the run to end, or failed."""
         self._error: BaseException | None = None
 
     def attach(self, stop: Stop) -> None:
@@ -61,7 +62,7 @@ class Callbacks:
             raise self._error
 
     def _call(self, name: str, function: Callable[[Any], object], value: Step | Evaluation) -> None:
-        if self._over:
+        if self.stopped:
             return
         try:
             function(value)
@@ -75,7 +76,7 @@ class Callbacks:
             self._stop(said, said)
 
     def _stop(self, why: str, reason: str) -> None:
-        self._over = True
+        self.stopped = True
         for stop in self._stops:
             assert self._loop is not None
             try:

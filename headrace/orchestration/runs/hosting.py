@@ -1,11 +1,14 @@
-"""Chooses the thread of the controller's event loop, and passes Ctrl-C to it.
+"""Chooses the thread of the controller's event loop, and passes signals to it.
 
-called from                                  the loop runs in            SIGINT is handled by
------------                                  ----------------            ------------------
-the command line, a script                   the calling thread          the loop
-a notebook, or any coroutine (its thread     a thread of its own         the calling thread, if it is the main one;
-has a loop already, which is blocked)                                    it wakes the loop
-with callbacks, which the caller runs        the same                    the same
+called from                                  the loop runs in            signals are handled by
+-----------                                  ----------------            ----------------------
+the command line, a script                   the calling thread          the calling thread, if it is the main one;
+a notebook, or any coroutine (its thread     a thread of its own         it wakes the loop
+has a loop already, which is blocked)
+with callbacks, which the caller runs        a thread of its own
+
+SIGINT (Ctrl-C) is handled while a loop runs. SIGTERM, with which Kubernetes, Slurm, systemd and spot machines end a process some time before
+they kill it, is handled only within a `Termination`: elsewhere it ends the process at once, as without headrace.
 """
 
 from __future__ import annotations
@@ -18,32 +21,78 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Any, TypeVar
+
+from headrace.printing import say, say_from_handler
 
 T = TypeVar("T")
 Act = Callable[[], object]
-Main = Callable[[Callable[[Act], None]], Coroutine[Any, Any, None]]
-"""Its argument is a function that registers a callback, which is called in the loop at every interrupt."""
+Heed = Callable[[signal.Signals], object]
+Main = Callable[[Callable[[Heed], None]], Coroutine[Any, Any, None]]
+"""Its argument is a function that registers a callback, which is called in the loop at every signal."""
 Errands = SimpleQueue[Act | None]
 """Functions that the calling thread must call while the loop runs in another one. None ends the queue."""
 
 
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a process that SIGTERM has asked to end."""
+
+
+class Termination:
+    """Within this context SIGTERM ends a run like Ctrl-C, and at its end the process, with `SystemExit`: whoever sent it wants more than one
+    run to end. Outside an event loop it raises `SystemExit` at once. It does nothing where the caller handles SIGTERM, and outside the main
+    thread."""
+
+    def __init__(self) -> None:
+        self.heard = self._handles = False
+
+    def __enter__(self) -> Termination:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._handles = True
+            signal.signal(signal.SIGTERM, self.leave)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.heard and (error is None or isinstance(error, KeyboardInterrupt)):
+            say("ended by SIGTERM")
+            raise SystemExit(TERMINATED) from error
+
+    def leave(self, number: int, frame: Any) -> None:
+        """The signal handler where no loop runs."""
+        if not self.heard:  # it may be sent to the process, and to its group
+            self.heard = True
+            say_from_handler("ended by SIGTERM")
+            raise SystemExit(TERMINATED)
+
+
 def host(main: Main, errands: Errands | None = None) -> None:
-    """Runs `main` to its end in a new event loop, and returns or raises as it does."""
-    if errands is None and not _loop_runs_here():
-        asyncio.run(main(_on_signal))
-    else:
-        _Beside(main, SimpleQueue() if errands is None else errands).run()
+    """Runs `main` to its end in a new event loop, and returns or raises as it does. If it raises, and a signal came too late for it, raises
+    KeyboardInterrupt."""
+    signals = _Signals()
+    try:
+        if errands is None and not _loop_runs_here():
+            with signals.caught():
+                asyncio.run(main(signals.attach))
+        else:
+            _Beside(main, SimpleQueue() if errands is None else errands, signals).run()
+    except Exception as error:
+        if signals.unheard:  # the caller might go on after this error
+            raise KeyboardInterrupt from error
+        raise
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` and returns its result. An interrupt cancels it, and raises KeyboardInterrupt here."""
+    """Runs `work` and returns its result. A signal cancels it, and raises KeyboardInterrupt here."""
     found: list[T] = []
 
-    async def go(on_interrupt: Callable[[Act], None]) -> None:
+    async def go(on_signal: Callable[[Heed], None]) -> None:
         task = asyncio.current_task()
         assert task is not None
-        on_interrupt(task.cancel)
+        on_signal(lambda number: task.cancel())
         found.append(await work)
 
     try:
@@ -61,27 +110,67 @@ def _loop_runs_here() -> bool:
     return True
 
 
-def _on_signal(act: Act) -> None:
-    with suppress(NotImplementedError, ValueError, RuntimeError):  # outside the main thread Ctrl-C is the caller's
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, act)
+class _Signals:
+    """Passes the signals of a process to its loop, each once, however early they come."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._heed: Heed | None = None
+        self.unheard: deque[signal.Signals] = deque()
+        """Signals that were not passed to the loop yet, which may not be running."""
+        self.count = 0
+
+    def attach(self, heed: Heed) -> None:
+        """Called in the loop."""
+        self._heed, self._loop = heed, asyncio.get_running_loop()
+        self._loop.call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        while self.unheard:
+            number = self.unheard.popleft()
+            if self._heed:
+                self._heed(number)
+
+    @contextmanager
+    def caught(self, also: Act = lambda: None) -> Iterator[None]:
+        """Catches signals within this context. `also`: called at each, where it interrupted the thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        terminated = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+
+        def caught(number: int, frame: Any) -> None:
+            """It may interrupt this thread anywhere, so it must take no lock."""
+            if number == signal.SIGTERM and isinstance(terminated, Termination):
+                terminated.heard = True
+            self.count += number == signal.SIGINT
+            self.unheard.append(signal.Signals(number))
+            if loop := self._loop:
+                with suppress(RuntimeError):  # closed meanwhile
+                    loop.call_soon_threadsafe(self._pass_on)
+            also()
+
+        heeded = [signal.SIGINT, *([signal.SIGTERM] if isinstance(terminated, Termination) else [])]
+        before = [(number, signal.signal(number, caught)) for number in heeded]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, signal.default_int_handler if handler is None else handler)
 
 
 class _Beside:
-    """Runs the loop in a thread of its own. The calling thread meanwhile does errands and passes on interrupts."""
+    """Runs the loop in a thread of its own. The calling thread meanwhile does errands and passes on signals."""
 
-    def __init__(self, main: Main, errands: Errands) -> None:
-        self._main, self._errands = main, errands
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._act: Act | None = None
-        self._heard: deque[None] = deque()
-        """Interrupts that were not passed to the loop yet, which may not be running."""
-        self._interrupts, self._errand = 0, False
+    def __init__(self, main: Main, errands: Errands, signals: _Signals) -> None:
+        self._main, self._errands, self._signals = main, errands, signals
+        self._errand = False
         self._error: BaseException | None = None
         inherited = contextvars.copy_context()  # it tells a notebook to which cell the output belongs
         self._thread = threading.Thread(target=inherited.run, args=(self._turn,), name="headrace-loop", daemon=True)
 
     def run(self) -> None:
-        with self._signals():
+        with self._signals.caught(also=self._interrupt_errand):
             self._thread.start()
             with suppress(KeyboardInterrupt):  # raised in an errand that did not end; the loop is ending already
                 while errand := self._errands.get():
@@ -99,40 +188,12 @@ class _Beside:
 
     def _turn(self) -> None:
         try:
-            asyncio.run(self._main(self._attach))
+            asyncio.run(self._main(self._signals.attach))
         except BaseException as error:
             self._error = error
         finally:
-            self._loop = None
             self._errands.put(None)
 
-    def _attach(self, act: Act) -> None:
-        self._act, self._loop = act, asyncio.get_running_loop()
-        self._loop.call_soon(self._pass_on)
-
-    def _pass_on(self) -> None:
-        while self._heard:
-            self._heard.popleft()
-            if self._act:
-                self._act()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._interrupted)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
-
-    def _interrupted(self, number: int, frame: Any) -> None:
-        """The signal handler. It may interrupt the calling thread anywhere, so it must take no lock."""
-        self._interrupts += 1
-        self._heard.append(None)
-        if loop := self._loop:
-            with suppress(RuntimeError):  # closed meanwhile
-                loop.call_soon_threadsafe(self._pass_on)
-        if self._errand and (self._interrupts > 1 or not self._thread.is_alive()):
+    def _interrupt_errand(self) -> None:
+        if self._errand and (self._signals.count > 1 or not self._thread.is_alive()):
             raise KeyboardInterrupt

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig, config_of_run, read_config
+from headrace.config import RunConfig
 from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.observe.facts import Warned
@@ -15,13 +14,14 @@ from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Act, complete, host
+from headrace.orchestration.runs.hosting import Heed, Termination, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
-from headrace.orchestration.runs.session import report_unhandled, run_clock
+from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
-from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
+from headrace.orchestration.runs.train_call import TrainCall
+from headrace.orchestration.store.run_directory import RunDirectory
 from headrace.printing import say
 
 
@@ -40,36 +40,31 @@ def train(
     Raises `HeadraceError` with one sentence if the run could not be finished, and whatever a callback raised. An error that can be found
     before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
-    for death in itertools.count(1):
+    call = TrainCall(config=config, resume=resume, inputs=inputs, callbacks=callbacks, measurer=measurer)
+    with Termination():
+        return _through_deaths(call)
+
+
+def _through_deaths(call: TrainCall) -> RunResult:
+    """Trains until the run has ended, with one trainer after the other."""
+    while True:
         try:
-            return _until_it_ends(config, resume, inputs, callbacks, measurer)
+            return _until_it_ends(call)
         except WorkerDied as error:
-            path, most = resume or config.run_dir, config.train.max_deaths
-            if error.who != "trainer" or death > most or not (path / CONFIG).exists():
+            if not call.outlives(error):
                 raise
-            said = f"death no. {death} of train.max_deaths = {most}"
+            said = f"death no. {call.deaths} of train.max_deaths = {call.config.train.max_deaths}"
             say(f"{error}; {said}: the run goes on from its last checkpoint and its journal")
-            resume, config = path, read_config(config_of_run(path))
-    raise AssertionError
 
 
-def _until_it_ends(
-    config: RunConfig,
-    resume: Path | None,
-    inputs: PythonInputs,
-    callbacks: Callbacks | None,
-    measurer: Measurer | None,
-) -> RunResult:
+def _until_it_ends(call: TrainCall) -> RunResult:
     """Trains until the run, or its trainer, has ended."""
+    config, inputs, resume = call.config, call.inputs, call.resume
     if config.adapters:
-        lanes = train_together(config, inputs, resume, callbacks, measurer)
-        return result_of(resume or config.run_dir, lanes)
-    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=measurer))
+        return result_of(call.path, train_together(call))
+    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
-    with (
-        full_disk_as_error(resume or config.run_dir),
-        RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
-    ):
+    with full_disk_as_error(call.path), RunDirectory.of(call.path, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
             report_finished(directory.path, [lane])
@@ -79,37 +74,36 @@ def _until_it_ends(
                 rehearsed = complete(rehearse(config, inputs, resume))
             for fact in rehearsed.facts(lane.storage.seconds):
                 lane.storage.recorder.record(fact)
-            _train(lane, inputs, callbacks, writes=not resume)
+            _train(call, lane)
         except HeadraceError as error:
             lane.add_resume_hint(error)
             raise
         finally:
+            call.begun |= lane.storage.begun
             lane.close()
         report_unbegun([lane])
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
-    config, directory, storage = lane.config, lane.directory, lane.storage
+def _train(call: TrainCall, lane: Lane) -> None:
+    config, directory, storage, callbacks = lane.config, lane.directory, lane.storage, call.callbacks
     watchdog = Watchdog(
-        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=writes
+        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not call.resume
     )
     storage.recorder.add(watchdog)
     if callbacks:
         storage.recorder.add(callbacks)
 
-    async def go(on_interrupt: Callable[[Act], None]) -> None:
+    async def go(on_signal: Callable[[Heed], None]) -> None:
         clock = run_clock(storage.seconds)
-        on_interrupt(lane.session.interrupt)
+        on_signal(Notices(lane.session.interrupt, config.orchestration.grace).hear)
         if callbacks:
             callbacks.attach(lane.session.stop)
         report_unhandled(lambda said: storage.recorder.record(Warned(clock(), said)))
         telemetry = open_telemetry(config, storage.recorder, clock)
         watchdog.add(directory.path, telemetry.waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, inputs, telemetry))
+        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry))
 
     with watchdog:
-        host(go, callbacks.errands if callbacks else None)
-    if callbacks:
-        callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")
+        call.host(go, [lane])

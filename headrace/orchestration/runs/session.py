@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from headrace.errors import HeadraceError, StalledError
+from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Evaluated, RunEnded
 from headrace.orchestration.build import BuiltRun
 from headrace.orchestration.loops.utilisation import LAST_WORD
@@ -39,6 +40,37 @@ def report_unhandled(say: Callable[[str], None]) -> None:
     asyncio.get_running_loop().set_exception_handler(heard)
 
 
+class Notices:
+    """Turns the signals that reach a run into interrupts: Ctrl-C into one each, SIGTERM into one, and one more when its time is over."""
+
+    def __init__(self, interrupt: Callable[[str, str], object], grace: float) -> None:
+        """`interrupt`: see `Session.interrupt`. `grace`: seconds after SIGTERM in which the run should end with a checkpoint."""
+        self._interrupt, self._grace = interrupt, grace
+        self._asked = self._terminated = False
+
+    def hear(self, number: signal.Signals) -> None:
+        """Called in the event loop."""
+        if number != signal.SIGTERM:
+            self._asked = True
+            self._interrupt("interrupted", " (Ctrl-C again: leave now)")
+            return
+        if self._terminated:  # whoever sends it to a process often sends it to its group too
+            return
+        self._terminated = True
+        within = f"{self._grace:g} s (orchestration.grace)"
+        self._tell(f"SIGTERM: the run ends after this step, with a checkpoint, or without one in {within}")
+        asyncio.get_running_loop().call_later(self._grace, self._late)
+        if not self._asked:
+            self._interrupt("SIGTERM", f" within {within}")
+
+    def _late(self) -> None:
+        self._tell(f"SIGTERM was sent {self._grace:g} s ago (orchestration.grace): leaving now")
+        self._interrupt("SIGTERM", "")
+
+    def _tell(self, said: str) -> None:
+        say(said)
+
+
 class Session:
     """The life of one pipeline in this process, from its parts to their end, whatever ends it."""
 
@@ -50,6 +82,10 @@ class Session:
         self._built: BuiltRun | None = None
         self._training = self._trained = self._leaving = False
         self._interrupts, self._left_for = 0, "interrupted"
+        self.asked = False
+        """Whether somebody outside the run has asked it to end."""
+        self.kept = False
+        """Whether there is a checkpoint of the last step."""
         self._main: asyncio.Task[Any] | None = None
 
     def recall(self) -> None:
@@ -63,7 +99,8 @@ class Session:
             self._built = await building
             await self._train(self._built)
         except Exception as error:
-            self.reason = str(error) if isinstance(error, HeadraceError) else repr(error)
+            left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `TrainCall.host`
+            self.reason = self._left_for if left else str(error) if isinstance(error, HeadraceError) else repr(error)
             raise
         except asyncio.CancelledError:
             self.reason = self._left_for
@@ -119,9 +156,11 @@ class Session:
         built.parts.telemetry.warn(said)
         await built.pipeline.redo(built.redo)
 
-    def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
-        """The first call ends the run after the current step, with a checkpoint. The second one ends it at once."""
+    def interrupt(self, why: str, again: str, *, asked: bool = True) -> None:
+        """The first call ends the run after the current step, with a checkpoint. The second one ends it at once. `asked`: whether somebody
+        outside the run wants it."""
         self._interrupts += 1
+        self.asked = self.asked or asked
         if self._interrupts == 1 and self._training and self._built:
             said = f"{why}: finishing this step, writing a checkpoint{again}"
             self._built.parts.telemetry.warn(said)
@@ -137,8 +176,13 @@ class Session:
             self._left_for = reason
             self.interrupt(why, again="")
 
+    def leave(self) -> None:
+        """Notes that the pipeline has ended because it was asked to, though not with a checkpoint. Does nothing if it was finished."""
+        if self.reason != "finished" or not self._trained:
+            self.reason = self._left_for
+
     async def _ended(self, built: BuiltRun) -> RunEnded:
-        saved = built.parts.snapshots.saved_step == built.pipeline.step
+        self.kept = saved = built.parts.snapshots.saved_step == built.pipeline.step
         return RunEnded(
             t=built.parts.telemetry.clock(),
             reason=self.reason,

@@ -13,11 +13,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError
@@ -27,29 +25,23 @@ from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.python_inputs import PythonInputs
-from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Act, complete, host
+from headrace.orchestration.runs.hosting import Heed, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.runs.session import report_unhandled, run_clock
+from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
+from headrace.orchestration.runs.train_call import TrainCall
 from headrace.orchestration.store.resume_rules import check_resumable
 from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
 from headrace.orchestration.user_sites import user_sites
 
 
-def train_together(
-    config: RunConfig,
-    inputs: PythonInputs,
-    resume: Path | None,
-    callbacks: Callbacks | None,
-    measurer: Measurer | None = None,
-) -> dict[str, Lane]:
+def train_together(call: TrainCall) -> dict[str, Lane]:
     """Trains all adapters to their last step. If one fails, the others stop with a checkpoint, and its error is raised."""
-    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=measurer))
+    config, inputs, resume = call.config, call.inputs, call.resume
+    rehearsed = None if resume else complete(rehearse(config, inputs, measurer=call.measurer))
     config = rehearsed.config if rehearsed else config
-    with full_disk_as_error(resume or config.run_dir), ExitStack() as undo:
-        directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
+    with full_disk_as_error(call.path), ExitStack() as undo:
+        directory = undo.enter_context(RunDirectory.of(call.path, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
         board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
@@ -71,19 +63,14 @@ def train_together(
             directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not resume
         )
         with watchdog:
-            keep = partial(directory.keep_config, step=0) if resume else directory.begin
             together = _SeveralRuns(
+                call,
                 config=config,
                 directory=directory,
                 lanes=lanes,
-                inputs=inputs,
                 watchdog=watchdog,
-                keep_settings=keep,
-                callbacks=callbacks,
             )
-            host(together.run, callbacks.errands if callbacks else None)
-        if callbacks:
-            callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")
+            call.host(together.run, lanes.values())
         report_unbegun(lanes.values())
         return lanes
 
@@ -125,23 +112,21 @@ class _AllRecorders:
 class _SeveralRuns:
     def __init__(
         self,
+        call: TrainCall,
         *,
         config: RunConfig,
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
-        inputs: PythonInputs,
         watchdog: Watchdog,
-        keep_settings: Callable[[str], None],
-        callbacks: Callbacks | None,
     ) -> None:
-        self._config, self._directory, self._lanes, self._inputs = config, directory, lanes, inputs
-        self._watchdog, self._keep_settings, self._callbacks = watchdog, keep_settings, callbacks
+        self._call, self._config, self._directory, self._lanes = call, config, directory, lanes
+        self._watchdog, self._callbacks = watchdog, call.callbacks
         self._loading: asyncio.Task[Any] | None = None
         """The task that loads. None once the pipelines run: an interrupt then goes to each of them."""
 
-    async def run(self, on_interrupt: Callable[[Act], None]) -> None:
+    async def run(self, on_signal: Callable[[Heed], None]) -> None:
         self._loading = asyncio.current_task()
-        on_interrupt(self._interrupt)
+        on_signal(Notices(self._interrupt, self._config.orchestration.grace).hear)
         try:
             await self._run()
         except asyncio.CancelledError:
@@ -168,7 +153,7 @@ class _SeveralRuns:
                         lane.config,
                         model_dir,
                         encoder,
-                        inputs=self._inputs,
+                        inputs=self._call.inputs,
                         logs=lane.directory.logs,
                         telemetry=dataclasses.replace(telemetry, record=lane.storage.recorder.record),
                         sites=sites,
@@ -200,9 +185,17 @@ class _SeveralRuns:
                     lane.config, prepared[name], pools=lent, adapter=name, storage=lane.storage, telemetry=telemetry
                 )
             built = {name: begin() for name, begin in joined.items()}
-            self._keep_settings(dump_config(self._config))
+            self._keep_settings()
             undo.pop_all()
         return built
+
+    def _keep_settings(self) -> None:
+        settings = dump_config(self._config)
+        if self._call.resume:
+            self._directory.keep_config(settings, step=0)
+        else:
+            self._directory.begin(settings)
+        self._call.begun = True
 
     async def _train(self, built: Mapping[str, BuiltRun]) -> None:
         running = {
@@ -215,7 +208,7 @@ class _SeveralRuns:
         name, error = running[failed[0]], failed[0].exception()
         assert error is not None
         for task in others:
-            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="")
+            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="", asked=False)
         await asyncio.gather(*others, return_exceptions=True)  # only the first error is raised
         if isinstance(error, HeadraceError):
             error.add_note(
@@ -223,12 +216,12 @@ class _SeveralRuns:
             )
         raise error
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, why: str, again: str) -> None:
         if self._loading:
             self._loading.cancel()
             self._loading = None
         for lane in self._lanes.values():
-            lane.session.interrupt()
+            lane.session.interrupt(why, again)
 
 
 async def _ready(built: BuiltRun) -> BuiltRun:

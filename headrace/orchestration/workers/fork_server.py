@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.health.orphans import signal_me_when_orphaned
+from headrace.observe.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.orchestration.workers import worker
 from headrace.orchestration.workers.build import KINDS, preload
 from headrace.orchestration.workers.launch.clone import fork_for_parent
@@ -38,6 +38,7 @@ def main() -> None:
     gc.disable()  # as in a worker, which enables it
     signal_me_when_orphaned(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_sigterm_to_controller()
     requests = socket.socket(fileno=int(sys.argv[1]))
     load()
     gc.freeze()  # a collection in a worker would copy every page that it writes to

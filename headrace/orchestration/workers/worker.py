@@ -23,7 +23,7 @@ import msgspec
 
 from headrace.batches import Batch
 from headrace.errors import ConfigError, IdentityError
-from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
+from headrace.observe.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun, fail
 from headrace.orchestration.workers.engine_loop import EngineLoop
@@ -56,6 +56,8 @@ def main() -> None:
     if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which ends its workers
+    if not joined:
+        leave_sigterm_to_controller()
     answer_signals()
     if cores := [int(core) for core in os.environ.get(CORES, "").split(",") if core]:
         os.sched_setaffinity(0, cores)

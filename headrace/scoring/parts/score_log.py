@@ -1,11 +1,14 @@
 """`scores.jsonl`: the scores of services and judges, as they come, so that a run that is killed does not ask (and pay) for them again.
 
+One JSON line per record, `{"sum": checksum, "record": {...}}`. A line that has changed would give a group another reward, so it is not used.
+
 A group with several scorers may wait for one of them for minutes after the others have answered. Once all have, the group is in the journal
 and its records here are of no use: they are removed when the file has grown.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import xxhash
 
 from headrace.batches import Failure
 from headrace.durable.atomic_files import AppendFile, read_lines, replace_file
+from headrace.durable.journal import Damage
 from headrace.errors import HeadraceError
 from headrace.scoring.job import ScoringJob, Values
 from headrace.types import Struct
@@ -34,7 +38,29 @@ class ScoreRecord(Struct, frozen=True):
     values: list[float | tuple[float, ...] | Failure | None]
 
 
+_HEAD = re.compile(rb'\{"sum":"([0-9a-f]{16})","record":')
 _decode = msgspec.json.Decoder(ScoreRecord).decode
+
+
+def _line(record: ScoreRecord) -> bytes:
+    body = msgspec.json.encode(record)
+    return b'{"sum":"%s","record":%s}' % (_sum(body), body)
+
+
+def _read(line: bytes) -> ScoreRecord | None:
+    """Returns None if the line is not as it was written."""
+    head = _HEAD.match(line)
+    if head is None or not line.endswith(b"}"):
+        return None
+    body = line[head.end() : -1]
+    try:
+        return _decode(body) if head[1] == _sum(body) else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def _sum(body: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(body).encode()
 
 
 class ScoreLog:
@@ -52,14 +78,17 @@ class ScoreLog:
         self._size = 0
 
     def open(self, run_dir: Path, warn: Callable[[str], None]) -> None:
-        """Reads what an earlier process of the run recorded. If the disk cannot be written, it warns, and records no more."""
+        """Reads what an earlier process of the run recorded, and warns of damaged lines, which are removed. If the disk cannot be written, it
+        warns, and records no more."""
         self._path, self._warn = run_dir / SCORES, warn
-        for line in read_lines(self._path):
-            try:
-                record = _decode(line)
-            except msgspec.MsgspecError:
-                continue  # a changed byte costs one request
-            self._records[record.key] = self._earlier[record.key] = record
+        damage = Damage()
+        for number, line in enumerate(read_lines(self._path), 1):
+            if record := _read(line):
+                self._records[record.key] = self._earlier[record.key] = record
+            else:
+                damage.add(f"line {number}", "is damaged")
+        if damage:
+            warn(f"{self._path}: {damage}: these scores are not used; their groups are scored again")
         self._guarded(self._write_anew)
 
     def find(self, scorer: str, job: ScoringJob) -> Values | None:
@@ -74,7 +103,7 @@ class ScoreLog:
         record = ScoreRecord(self._key(scorer, job), values)
         self._records.pop(record.key, None)  # the newest is the last
         self._records[record.key] = record
-        line = msgspec.json.encode(record)
+        line = _line(record)
         self._guarded(lambda: self._append(line))
 
     def _append(self, line: bytes) -> None:
@@ -102,7 +131,7 @@ class ScoreLog:
         assert self._path is not None
         self.close()
         self._records = dict(list(self._records.items())[-NEWEST:])
-        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in self._records.values())
+        lines = b"".join(_line(record) + b"\n" for record in self._records.values())
         if lines or self._path.exists():
             replace_file(self._path, lines, flush=False)
         self._file, self._size = AppendFile(self._path), len(lines)

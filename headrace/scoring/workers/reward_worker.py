@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.observe.health.orphans import signal_me_when_orphaned
+from headrace.observe.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.user_prints import LOG
 from headrace.observe.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> None:
     # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
     signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
+    leave_sigterm_to_controller()
     calls, pipe = take_pipes()
     answers = FrameSender(pipe)
     check = arguments[:1] == ["--check"]

@@ -1,0 +1,70 @@
+"""One call of `train`: what it was asked for, which holds for all processes of its trainer, however many of them die."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.auto.measurer import Measurer
+from headrace.config import RunConfig, config_of_run, read_config
+from headrace.errors import WorkerDied
+from headrace.orchestration.python_inputs import PythonInputs
+from headrace.orchestration.runs.callbacks import Callbacks
+from headrace.orchestration.runs.hosting import Main, host
+from headrace.orchestration.runs.lane import Lane
+from headrace.printing import say
+
+
+@dataclass(kw_only=True)
+class TrainCall:
+    config: RunConfig
+    resume: Path | None
+    """The directory of the run to resume. None for a new run, until its trainer dies."""
+    inputs: PythonInputs
+    callbacks: Callbacks | None
+    measurer: Measurer | None
+    begun: bool = False
+    """Whether `config.toml` in the run's directory holds the settings of this call. Until all is loaded it holds those of an earlier one."""
+    deaths: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.resume or self.config.run_dir
+
+    def outlives(self, error: WorkerDied) -> bool:
+        """Whether the run goes on by itself after this death. It then does so with the settings of this call."""
+        self.deaths += 1
+        if error.who != "trainer" or self.deaths > self.config.train.max_deaths or not (self.begun or self.resume):
+            return False
+        self.resume = self.path
+        if self.begun:  # what was chosen at the start, and the steps that fit into `train.minutes`
+            self.config = read_config(config_of_run(self.resume))
+        return True
+
+    def host(self, main: Main, lanes: Collection[Lane]) -> None:
+        """Runs the event loop of these lanes to its end. Then it raises what a callback raised.
+
+        If the trainer dies after somebody has asked the run to end (a signal, a callback), the run ends: to start the trainer again would
+        train on against that wish."""
+        died = ""
+        try:
+            host(main, self.callbacks.errands if self.callbacks else None)
+        except WorkerDied as error:
+            if error.who != "trainer" or not self._asked(lanes):
+                raise
+            died = f" ({error})"
+            for lane in lanes:
+                lane.session.leave()
+        if self._asked(lanes) and any(lane.storage.begun and not lane.session.kept for lane in lanes):
+            say(
+                f"the run has ended without a checkpoint of its last step{died}: headrace train --resume {self.path} "
+                "repeats the steps that are in no checkpoint from the journal, and goes on"
+            )
+        if self.callbacks:
+            self.callbacks.raise_error(f"resume it with headrace.train(resume={str(self.path)!r})")
+
+    def _asked(self, lanes: Collection[Lane]) -> bool:
+        """Whether somebody has asked the run to end."""
+        return any(lane.session.asked for lane in lanes) or (self.callbacks is not None and self.callbacks.stopped)
