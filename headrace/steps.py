@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -98,6 +99,7 @@ class Transcript:
     kv_versions: list[int] = field(default_factory=list)
     mixed: list[bool] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
+    """Those of the first tokens. The tokens behind them have none."""
     scores: PromptScores | None = None
     end: Finished | None = None
 
@@ -137,23 +139,35 @@ class Transcript:
         )
 
     def _top(self) -> TopLogprobs | None:
-        if not self.request.top_logprobs:
+        k = max([self.request.top_logprobs, *(len(one.top_tokens) // 4 for one in self.details)])
+        if not k:
             return None
-        tokens = b"".join(one.top_tokens for one in self.details)
-        return TopLogprobs(self.request.top_logprobs, tokens, b"".join(one.top_logprobs for one in self.details))
+        nothing = array("i", [0] * k).tobytes(), array("f", [-math.inf] * k).tobytes()
+        rows = [(one.top_tokens, one.top_logprobs) for one in self._of_tokens()]
+        padded = [[row + none[len(row) :] for row, none in zip(pair, nothing, strict=True)] for pair in rows]
+        return TopLogprobs(k, b"".join(tokens for tokens, _ in padded), b"".join(logprobs for _, logprobs in padded))
 
     def _mask(self) -> SamplingMask | None:
-        if not self.request.return_mask:
+        """Returns what was recorded, even if the request does not ask for it: a resumed run may have other settings."""
+        if not self.request.return_mask and not any(one.mask for one in self.details):
             return None
-        offsets = array("q", [0])
-        for one in self.details:
+        offsets, details = array("q", [0]), self._of_tokens()
+        for one in details:
             offsets.append(offsets[-1] + len(one.mask) // 4)
-        return SamplingMask(b"".join(one.mask for one in self.details), offsets.tobytes())
+        return SamplingMask(b"".join(one.mask for one in details), offsets.tobytes())
+
+    def _of_tokens(self) -> list[TokenDetails]:
+        """[T] the details of each token."""
+        return self.details + [TokenDetails(self.request.id)] * (len(self.tokens) - len(self.details))
 
 
 def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> None:
     """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped."""
     versions = output.versions or (output.version,) * len(output.tokens)
+    for request_id in {one.request_id for one in output.details}:
+        if transcript := find(request_id):  # tokens before, sampled under other settings, may have none
+            missing = len(transcript.tokens) - len(transcript.details)
+            transcript.details += [TokenDetails(request_id)] * missing
     columns = zip(output.request_ids, output.tokens, output.logprobs, versions, output.kv_versions, strict=True)
     for request_id, token, logprob, version, kv_version in columns:
         if transcript := find(request_id):

@@ -11,6 +11,7 @@ from dataclasses import dataclass as plain
 from typing import Literal
 
 import msgspec
+import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -344,23 +345,36 @@ def joined(first: Completion, second: Completion) -> Completion:
         error=second.error,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         prompt_top=first.prompt_top or second.prompt_top,
-        top=_joined_top(first.top, second.top),
-        mask=_joined_mask(first.mask, second.mask),
+        top=_joined_top(first, second),
+        mask=_joined_mask(first, second),
         routing=second.routing
         or first.routing,  # the later one covers all positions, with the KV entries in use at its end
     )
 
 
-def _joined_top(first: TopLogprobs | None, second: TopLogprobs | None) -> TopLogprobs | None:
-    if first is None or second is None:
-        return first or second
-    return TopLogprobs(first.k, first.tokens + second.tokens, first.logprobs + second.logprobs)
+def _joined_top(first: Completion, second: Completion) -> TopLogprobs | None:
+    """Fills up a part that has fewer (or none), because it was asked for under other settings, with token 0 and a log-prob of -inf."""
+    k = max((part.top.k for part in (first, second) if part.top), default=0)
+    if first.top is None and second.top is None:
+        return None
+    tokens, logprobs = b"", b""
+    for part in (first, second):
+        ids, values = np.zeros((len(part.tokens), k), np.int32), np.full((len(part.tokens), k), -np.inf, np.float32)
+        if part.top and part.top.k:
+            ids[:, : part.top.k] = np.frombuffer(part.top.tokens, np.int32).reshape(-1, part.top.k)
+            values[:, : part.top.k] = np.frombuffer(part.top.logprobs, np.float32).reshape(-1, part.top.k)
+        tokens, logprobs = tokens + ids.tobytes(), logprobs + values.tobytes()
+    return TopLogprobs(k, tokens, logprobs)
 
 
-def _joined_mask(first: SamplingMask | None, second: SamplingMask | None) -> SamplingMask | None:
-    if first is None or second is None:
-        return first or second
-    offsets, more = array("q", first.offsets), array("q", second.offsets)
-    behind = offsets[-1]
-    offsets.extend(behind + offset for offset in more[1:])
-    return SamplingMask(first.token_ids + second.token_ids, offsets.tobytes())
+def _joined_mask(first: Completion, second: Completion) -> SamplingMask | None:
+    """A part without a mask was sampled from the whole vocabulary, which is an empty row for each of its tokens."""
+    if first.mask is None and second.mask is None:
+        return None
+    offsets, token_ids = array("q", [0]), b""
+    for part in (first, second):
+        behind = offsets[-1]
+        more = array("q", part.mask.offsets)[1:] if part.mask else [0] * len(part.tokens)
+        offsets.extend(behind + offset for offset in more)
+        token_ids += part.mask.token_ids if part.mask else b""
+    return SamplingMask(token_ids, offsets.tobytes())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from array import array
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from fake_world import FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
@@ -21,8 +23,9 @@ from headrace.observe.health.waits import Waits
 from headrace.rollouts.partial import Interrupts, PartialConfig, joined, partial_problems
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
+from headrace.steps import Finished, StepOutput, TokenDetails, Transcript, write_down
 from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Request, Sampling, SamplingMask, VersionSpan
+from headrace.types import Completion, Request, Sampling, SamplingMask, TopLogprobs, VersionSpan
 
 MODES = (
     "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",
@@ -234,6 +237,72 @@ def test_a_completion_cut_anywhere_and_joined_is_itself(drawn: list[tuple[int, b
 
     whole = joined(part(slice(0, cut), "interrupted"), part(slice(cut, None), "stop"))
     assert whole == part(slice(0, None), "stop")
+
+
+parts = st.lists(
+    st.tuples(
+        st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4),  # of each token, what was left to sample from
+        st.sampled_from([None, 0, 1, 3]),  # None: no masks; else masks and so many of the most probable tokens
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def _allowed(mask: SamplingMask | None, count: int) -> list[list[int]]:
+    """[T] the rows of a mask; an empty one is the whole vocabulary."""
+    if mask is None:
+        return [[]] * count
+    ids, offsets = array("i", mask.token_ids), array("q", mask.offsets)
+    assert len(offsets) == count + 1 and offsets[-1] == len(ids)
+    return [list(ids[start:end]) for start, end in itertools.pairwise(offsets)]
+
+
+def _likely(top: TopLogprobs | None, count: int) -> list[list[int]]:
+    """[T] the most probable tokens."""
+    if top is None:
+        return [[]] * count
+    ids, values = array("i", top.tokens), array("f", top.logprobs)
+    assert len(ids) == len(values) == count * top.k
+    pairs = list(zip(ids, values, strict=True))
+    return [
+        [token for token, value in pairs[place * top.k : (place + 1) * top.k] if value > -np.inf]
+        for place in range(count)
+    ]
+
+
+@given(parts)
+def test_parts_with_and_without_masks_keep_each_token_its_own(drawn: list[tuple[list[list[int]], Any]]) -> None:
+    """Processes of a run may differ in top_p, top_k, min_p. Their tokens are joined as completions, or are in one log of passes."""
+    expected_rows: list[list[int]] = []
+    expected_top: list[list[int]] = []
+    whole: Completion | None = None
+    last_k = drawn[-1][1]
+    log = Transcript(
+        request=Request("t0/0", (1,), Sampling(), return_mask=last_k is not None, top_logprobs=last_k or 0)
+    )
+    for rows, k in drawn:
+        alone = Transcript(request=Request("t0/0", (1,), Sampling(), return_mask=k is not None, top_logprobs=k or 0))
+        for row in rows:
+            likely = list(range(k or 0))
+            details = TokenDetails(
+                "t0/0",
+                array("i", likely).tobytes(),
+                array("f", [-1.0] * len(likely)).tobytes(),
+                array("i", row).tobytes(),
+            )
+            told = () if k is None else (details,)
+            output = StepOutput(0, ("t0/0",), (5,), (-0.5,), (0,), details=told)
+            for transcript in (alone, log):
+                write_down(output, {"t0/0": transcript}.get)
+            expected_rows.append([] if k is None else row)
+            expected_top.append(likely)
+        part = alone.completion(Finished("t0/0", "interrupted"))
+        whole = joined(whole, part) if whole else part
+    assert whole is not None
+    for one in (whole, log.so_far()):
+        assert _allowed(one.mask, len(expected_rows)) == expected_rows
+        assert _likely(one.top, len(expected_top)) == expected_top
 
 
 def test_what_is_told_at_the_end_is_that_of_the_end() -> None:

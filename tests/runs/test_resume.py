@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
@@ -427,3 +428,36 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
         and found.completions.keys() == {mine}
     )
     assert peak < size / 10, f"{peak} bytes for {size} on the disk"
+
+
+def stop_after_two(step: headrace.Step) -> None:
+    if step.step == 2:
+        raise headrace.StopTraining
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 1.0), (1.0, 0.9)])
+def test_rollouts_under_way_go_on_with_another_top_p(
+    tmp_path: Path, tiny_llama: Path, before: float, after: float
+) -> None:
+    """Their tokens before the resume keep the masks that they were sampled under, or have none."""
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        rollout={"max_tokens": 48, "top_p": before},
+        train={"steps": 100, "learning_rate": 1e-7},
+        staleness={"max_lag": 40, "groups_per_step": 2},  # so that the engine is never without work
+    )
+    run = headrace.train(config, on_step=stop_after_two).directory
+    done = of(run, RunEnded)[-1].step
+    buffer = load_controller(run / "checkpoints" / f"step-{done:06d}").buffer
+    steps = done + (len(buffer.ready) + len(buffer.in_flight)) // 2 + 2
+    headrace.train(resume=run, sets=[f"rollout.top_p={after}", f"train.steps={steps}"])
+    mixed = 0
+    for step in read_steps(run):
+        for row in (row for group in step.groups for row in group.rows):
+            cut = np.diff(np.frombuffer(row.sampling_mask.offsets, np.int64)) > 0 if row.sampling_mask else None
+            assert cut is None or len(cut) == len(row.tokens)
+            mixed += cut is not None and 0 < cut.sum() < len(cut)
+    assert mixed, "no rollout was under way"
+    for row in of(run, StepRow):
+        assert abs(row.report.kl) < 1e-3, "each token is trained under the distribution that it was sampled from"
