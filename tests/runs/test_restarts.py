@@ -77,7 +77,6 @@ def test_so_does_the_trainer_of_several_adapters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     both = {**lora_config, "adapters": [{"name": "a"}, {"name": "b"}], "train": {"steps": 2, "learning_rate": 1e-2}}
-    both["watch"] = {"trial": False}
     run = headrace.train(both).directory
     killer = kill_the_loading_trainer()
     headrace.train({**both, "train": {"steps": 3, "learning_rate": 1e-3}}, resume=run)
