@@ -10,7 +10,6 @@ import json
 import re
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-
 NUMBER = re.compile(r"(?<![A-Za-z\d_.,])-?\d+(?:[.,]\d+)*")  # no sign in 5-3, and 1,2 is not 2
 
 
