@@ -55,6 +55,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
+from headrace.orchestration.runs.train_call import TrainCall
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.user_sites import user_sites
 from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
@@ -467,13 +468,11 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Se
     config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
     lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
     return _SeveralRuns(
+        TrainCall(config=config, resume=None, inputs=NO_INPUTS, callbacks=None, measurer=None),
         config=config,
         directory=directory,  # type: ignore[arg-type]
         lanes={"a": lane},  # type: ignore[dict-item]
-        inputs=NO_INPUTS,
         watchdog=Showing(),  # type: ignore[arg-type]
-        keep_settings=lambda settings: None,
-        callbacks=None,
     )
 
 
