@@ -14,7 +14,7 @@ from headrace.algo.noise import NoiseWatch
 from headrace.curriculum.chooser import open_curriculum
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import Journal, JournalStep
-from headrace.errors import IdentityError
+from headrace.errors import HeadraceError, IdentityError
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.groups.group_source import GroupSource
@@ -155,6 +155,8 @@ async def go_live(
     in nats; None if the probe is switched off. Raises IdentityError where the engine's model has other parameters than the trainer's."""
     try:
         return await _go_live(parts, adapter, serve_base)
+    except HeadraceError:  # among them ConfigError, which is a ValueError too
+        raise
     except ValueError as error:
         raise IdentityError(
             f"the engine cannot hold what the trainer publishes: {error}. The files of the model may contradict each other: `headrace preflight MODEL` "
