@@ -65,6 +65,9 @@ def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everyth
     assert err == "" and not (tmp_path / "runs").exists()
     settings, shown = out[: out.index("\nRun\n")], out[out.index("\nRun\n") :]
     assert load_config(tomllib.loads(settings)) == config
+    assert max(map(len, shown.splitlines())) <= 80
+    shown, files = shown[: shown.index("\nFiles\n")], shown[shown.index("\nFiles\n") :]
+    assert "What the model sees" in files and "→ share_of_e = 0" in files and "weights agree" in files
     assert [line for line in shown.splitlines() if line and line[0] != " "] == [
         "Run", "Prompts", "Reward", "Algorithm", "Where", "Memory",
     ]  # fmt: skip
@@ -72,7 +75,6 @@ def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everyth
     assert "mask token weights to [0.5, 5]" in shown and "all tokens of the optimizer step (token_mean)" in shown
     for who in ("controller", "trainer", "engine", "between", "together"):
         assert f"\n  {who:<13} " in shown
-    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_reward_is_given_the_row_s_answer_as_the_run_will_give_completions(tmp_path, tiny_llama):

@@ -32,10 +32,11 @@ LINES = 16
 
 
 def show_preflight(console: Console, findings: Sequence[Finding], sight: Sight | None) -> None:
-    console.print(_findings(findings))
+    width = 80 if console.width == UNBOUNDED else min(console.width, WIDEST)
+    console.print(_findings(findings), width=width)
     if sight:
-        console.print(_columns(console, sight))
-    console.print(_verdict(findings))
+        console.print(_columns(console, sight, width), width=width)
+    console.print(_verdict(findings), width=width)
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:
@@ -49,8 +50,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     return table
 
 
-def _columns(console: Console, sight: Sight) -> RenderableType:
-    whole = 80 if console.width == UNBOUNDED else min(console.width, WIDEST)
+def _columns(console: Console, sight: Sight, whole: int) -> RenderableType:
     left = whole * 11 // 20
     right = whole - left - 3
     table = Table(box=None, padding=0, pad_edge=False, show_header=False, width=whole)
