@@ -7,6 +7,7 @@ Files disagree about them: tools for supervised fine-tuning write a template tha
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,14 @@ def endings_of(model_dir: Path, tokenizer: Any) -> Endings:
 
 
 def end_tokens(model_dir: Path) -> frozenset[int]:
-    """Returns every token that ends a completion. Loads the tokenizer, if there is one."""
+    """Returns every token that ends a completion. Loads the tokenizer, if there is one, once for all members of a fleet."""
+    files = (path for path in model_dir.glob("*") if path.suffix in (".json", ".jinja", ".model"))
+    return _end_tokens(model_dir, tuple(sorted((path.name, path.stat().st_mtime_ns) for path in files)))
+
+
+@functools.lru_cache(maxsize=4)
+def _end_tokens(model_dir: Path, written: tuple[tuple[str, int], ...]) -> frozenset[int]:
+    """`written`: the times of its files, so that changed ones are read anew."""
     try:
         tokenizer = load_tokenizer(model_dir)
     except ConfigError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from checkpoints import CHATML, save_tokenizer, save_weights
+from checkpoints import CHATML, edit, save_tokenizer, save_weights
 from tiny_run import of, tiny_config
 
 import headrace
@@ -76,6 +77,14 @@ def test_one_truth_about_ends(
 def encoder_of_files(directory: Path) -> frozenset[int]:
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     return ChatEncoder(directory).endings.named
+
+
+def test_ends_are_read_once_for_a_fleet_and_anew_where_a_file_has_changed(tmp_path: Path) -> None:
+    save_weights(save_tokenizer(tmp_path), ends=0)
+    assert end_tokens(tmp_path) is end_tokens(tmp_path)
+    edit(tmp_path / "config.json", eos_token_id=[0, 4])
+    os.utime(tmp_path / "config.json", ns=(1, 1))  # however coarse the clock of the file system is
+    assert end_tokens(tmp_path) == {0, 2, 4}
 
 
 def test_only_an_end_that_the_model_wrote_is_one(tmp_path: Path) -> None:

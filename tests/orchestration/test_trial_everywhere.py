@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import save_tokenizer, save_weights
 from stale_kinds import check_named, findings
 from tiny_run import tiny_config
 
@@ -26,29 +26,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied Llama whose attention looks somewhere: of the usual random weights, queries and keys change next to nothing."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    directory = tmp_path_factory.mktemp("model")
-    shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+    return save_weights(save_tokenizer(tmp_path_factory.mktemp("model")), spread=0.2)
 
 
 TRIED = [*((place, "bfloat16") for place in PLACES), ("shared memory", "float32"), ("headrace serve, HTTP", "float32")]

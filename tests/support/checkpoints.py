@@ -59,8 +59,10 @@ def save_weights(
     tied: bool = True,
     ends: Any = 2,
     generation: Any = None,
+    spread: float = 0.02,
 ) -> Path:
-    """`ends`, `generation`: `eos_token_id` of config.json and generation_config.json. `rows`: of the embedding."""
+    """`ends`, `generation`: `eos_token_id` of config.json and generation_config.json. `rows`: of the embedding. `spread`: the standard
+    deviation of matrices."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,6 +82,7 @@ def save_weights(
         bos_token_id=None,
         pad_token_id=None,
         eos_token_id=ends,
+        initializer_range=spread,
         **sizes,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
