@@ -187,7 +187,10 @@ def _made_anew(config: RunConfig, bundle: Bundle, before: str) -> str:
     """Returns why the state before the step is not the run's; empty if it is. `before`: the fingerprint of its weights."""
     if bundle.before in ("", before):
         return ""
-    return why_inexact(config, bundle.machine) or "the same machine gave other bits (headrace replay finds the first such step)"
+    return (
+        why_inexact(config, bundle.machine)
+        or "the same machine gave other bits (headrace replay finds the first such step)"
+    )
 
 
 async def _state_before(course: RerunPlan, before: Path, after: Path) -> tuple[str, Updates, str]:

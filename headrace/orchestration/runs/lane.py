@@ -29,6 +29,7 @@ from headrace.orchestration.store.run_directory import RunDirectory
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.printing import echo, say
+from headrace.trainer.schedule import change_of_rate
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,8 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         lane.close()
     steps = max(lane.session.step for lane in lanes)
-    more = (
-        f"--set train.steps={2 * steps}" if len(lanes) == 1 else "CONFIG.toml (with more train.steps for its adapters)"
-    )
+    own = "" if len(lanes) == 1 else "adapters.{}."
+    more = " ".join(f"--set {own.format(lane.config.name)}train.steps={2 * lane.session.step}" for lane in lanes)
     echo(
         f"headrace: {path} is finished: all of its {steps} steps are done. To train it further, give it more steps, for instance: "
         f"headrace train --resume {path} {more}"
@@ -153,7 +153,8 @@ def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Pat
         check_bound(before, config)
     saved = read_saved_run(path, state, same_training(before, config))
     check_steps(path, saved.step, config.train.steps)
-    return checkpoints, checkpoint, saved, complaints
+    rate = change_of_rate(before.train, config.train, saved.step)
+    return checkpoints, checkpoint, saved, [*complaints, *([rate] if rate else [])]
 
 
 def _ended_finished(path: Path) -> bool:

@@ -20,7 +20,8 @@ import msgspec
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
-from headrace.config import RunConfig, adapter_runs
+from headrace.config import RunConfig, adapter_runs, read_config
+from headrace.durable.journal import count_steps
 from headrace.engine.servers.installed import cannot_reload, require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -32,7 +33,7 @@ from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.seats import check_seats
-from headrace.orchestration.store.run_directory import refuse_used
+from headrace.orchestration.store.run_directory import CONFIG, refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
@@ -60,6 +61,7 @@ from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
+from headrace.trainer.schedule import change_of_rate, drawn
 from headrace.types import Completion, Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
 from headrace.weight_sync.delta.watch import poor_settings
@@ -159,6 +161,8 @@ async def rehearse(
     if found.problems:
         raise ConfigError("\n".join(dict.fromkeys(found.problems)))
     found.sections["Run"] = _run(found.config)
+    for run in (adapter_runs(found.config) or (found.config,)) if thorough else ():
+        found.sections["Run"] = [*found.sections["Run"], *_rate(found, run, resume)]
     return found
 
 
@@ -199,6 +203,19 @@ def _run(config: RunConfig) -> Lines:
         ),
         ("directory", str(config.run_dir)),
     ]
+
+
+def _rate(found: Rehearsal, run: RunConfig, resume: Path | None) -> Lines:
+    """The learning rate over the steps, and a note if it goes on otherwise than a run that is resumed would have."""
+    before, done, several = None, 0, bool(found.config.adapters)
+    own = resume / run.name if resume and several else resume
+    if own and (own / CONFIG).exists():  # an adapter's is missing if the run was killed at its start
+        before, done = read_config(own / CONFIG).train, count_steps(own)
+        if said := change_of_rate(before, run.train, done):
+            found.notes.append(f"{run.name}: {said}" if several else said)
+    curve = drawn(run.train, before, done).splitlines()
+    lines = [f"{run.name}: {curve[0]}" if several else curve[0], *curve[1:]]
+    return [("" if number else "rate", line) for number, line in enumerate(lines)]
 
 
 # --- the task and the reward -------------------------------------------------------------------------------------------
