@@ -258,7 +258,7 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
     """There its weights have other bits than the run's."""
     monkeypatch.setattr("headrace.observe.machine_mark.cpu_model", lambda: "Another 3000")
     expected = bundle_export.read_expected(run)
-    others = {version: "0" * 32 for version in expected.fingerprints}
+    others = dict.fromkeys(expected.fingerprints, "0" * 32)
     monkeypatch.setattr(
         bundle_export, "read_expected", lambda run_dir: dataclasses.replace(expected, fingerprints=others)
     )

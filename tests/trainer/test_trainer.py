@@ -8,7 +8,6 @@ import resource
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
