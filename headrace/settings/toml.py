@@ -85,7 +85,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
         if isinstance(value, Mapping) and isinstance(old, dict):
             merged[key] = merge(old, value)
         elif isinstance(value, Mapping) and (names := names_in(old)):
-            merged[key] = _merge_named(key, old, value, names=names)
+            merged[key] = _merge_named(key, old or (), value, names=names)
         else:
             merged[key] = value
     return merged
