@@ -114,9 +114,9 @@ class Trainer(Protocol):
     async def begin_trial(self, adapter: str = "") -> None:
         """Changes every trained value a little. Until the trial ends, the weights are of `trial_version` and may be published."""
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         """Scores the pieces (as `score`) under the changed weights, and under those with single kinds of parameters unchanged. Then changes all
-        values back, bit for bit."""
+        values back, bit for bit. `most`: tokens of the first piece that are scored with unchanged kinds; 0: all pieces."""
 
     async def save(self, directory: Path, adapter: str = "") -> None: ...
 
@@ -374,7 +374,7 @@ class TrainerCore(Protocol):
 
     def begin_trial(self, adapter: str = "") -> None: ...
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores: ...
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores: ...
 
     def sleep(self) -> SleepReport:
         """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""

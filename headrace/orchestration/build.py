@@ -308,6 +308,7 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
         # Rollout hosts come and go: those that come later would not have been tried.
         trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial and not config.orchestration.bus else (),
         served=config.engine.is_server,
+        exact=pools.same_arithmetic,
     )
 
 

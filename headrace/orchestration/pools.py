@@ -37,6 +37,8 @@ class Pools:
     transports: Sequence[Transport]
     trainer_dtype: str
     """The dtype that the trainer computes in."""
+    same_arithmetic: bool
+    """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
     teaching: Teaching | None = None
@@ -137,6 +139,7 @@ async def open_pools(
         launcher=launcher,
         transports=transports,
         trainer_dtype=ready.dtype,
+        same_arithmetic=bool(ready.arithmetic) and ready.arithmetic == engine.capabilities.arithmetic,
         shadow=shadow,
         turns=Turns(devices_of(config, engine, trainer, telemetry)),
         ending=ending,

@@ -54,8 +54,8 @@ class ProcessTrainer:
     async def begin_trial(self, adapter: str = "") -> None:
         await self._worker.call("begin_trial", adapter, type(None))
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
-        return await self._worker.call("end_trial", ([list(piece) for piece in pieces], adapter), TrialScores)
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
+        return await self._worker.call("end_trial", ([list(piece) for piece in pieces], adapter, most), TrialScores)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._worker.call("save", (_for_ranks(directory), adapter), type(None))

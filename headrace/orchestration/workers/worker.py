@@ -192,7 +192,7 @@ def _trainer_call(
         case "begin_trial":
             return core.begin_trial(unpack(frame.payload, str))
         case "end_trial":
-            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str]))
+            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str, int]))
         case "save":
             where, adapter = unpack(frame.payload, tuple[str, str])
             directory = Path(where)

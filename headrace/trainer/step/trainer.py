@@ -221,12 +221,12 @@ class TorchTrainer:
         self._activate(adapter)
         self._trials[adapter] = Trial(self._learners[adapter].parameters)
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
-        def scores() -> list[float]:
-            return [value for piece in pieces for value in self.score(piece, adapter)]
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
+        def scores(some: Sequence[Sequence[int]]) -> list[float]:
+            return [value for piece in some for value in self.score(piece, adapter)]
 
-        trial = self._trials[adapter]
-        found = TrialScores(scores(), {label: scores() for label in trial.kept()})
+        trial, first = self._trials[adapter], [pieces[0][:most]] if most else pieces
+        found = TrialScores(scores(pieces), {label: scores(first) for label in trial.kept()})
         trial.end()
         del self._trials[adapter]
         return found
