@@ -502,6 +502,7 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Se
         directory=directory,  # type: ignore[arg-type]
         lanes={"a": lane},  # type: ignore[dict-item]
         watchdog=Showing(),  # type: ignore[arg-type]
+        tried={},
     )
 
 

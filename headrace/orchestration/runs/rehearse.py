@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import FilesChecked, Warned
-from headrace.orchestration.build import build_environment, build_scorer, build_task
+from headrace.orchestration.build import TriedParts, build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
@@ -59,6 +59,7 @@ from headrace.reports import Finding, Sight
 from headrace.scoring.extract import Extractor
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.trainer.schedule import change_of_rate, drawn
@@ -88,6 +89,8 @@ class Rehearsal:
     """One row, as the model and as the reward see it."""
     prompt_tokens: int = 0
     """Length of a usual prompt."""
+    tried: dict[str, TriedParts] = field(default_factory=dict)
+    """What was loaded for each run, by the names of adapters; empty if there is one run."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
 
@@ -231,6 +234,21 @@ async def _task_and_reward(
         found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))
     if model_dir is None:
         return
+    async with _reward_worker(config, inputs.rewards) as beginning:
+        await _tried(found, config, model_dir, inputs, beginning, needs_reward=needs_reward)
+
+
+async def _tried(
+    found: Rehearsal,
+    config: RunConfig,
+    model_dir: Path,
+    inputs: PythonInputs,
+    beginning: asyncio.Task[WorkerProcess] | None,
+    *,
+    needs_reward: bool,
+) -> None:
+    """Tries the files of the model, the task, and the reward. `beginning`: the process of its functions."""
+    several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
         encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
@@ -239,7 +257,8 @@ async def _task_and_reward(
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.notes += await asyncio.to_thread(task.remarks)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
+        planned = await plan_teachers(config, model_dir, encoder, inputs.rows)
+        found.planned_teachers += planned
         episode: Episode | None = None
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
@@ -248,9 +267,33 @@ async def _task_and_reward(
             found.sections[f"Environment{several}"] = lines
         tried: RewardTrial | None = None
         if needs_reward or config.reward.given:
-            lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
+            begun = await beginning if beginning else None
+            lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode, begun)
             found.sections[f"Reward{several}"] = lines
         found.sight = _sight(config, encoder, prompts[0], episode, tried)
+        name = config.name if several else ""
+        loaded = beginning.result().functions if beginning else ()
+        found.tried[name] = TriedParts(encoder=encoder, task=task, planned_teachers=planned, loaded=loaded)
+
+
+@asynccontextmanager
+async def _reward_worker(
+    config: RunConfig, rewards: Sequence[RewardFunction]
+) -> AsyncIterator[asyncio.Task[WorkerProcess] | None]:
+    """The start of a process with the reward functions, while the caller loads the rest. It ends with this context."""
+    if rewards or not config.reward.specs or config.reward.from_python:
+        yield None
+        return
+    with TemporaryDirectory() as logs:
+        starting = begin_worker(config.reward.named, config.sandbox.settings.as_text(), Path(logs) / "scorer.log")
+        beginning = asyncio.create_task(starting)
+        try:
+            yield beginning
+        finally:
+            beginning.cancel()
+            await asyncio.wait([beginning])
+            if not beginning.cancelled() and not beginning.exception():
+                await beginning.result().close()
 
 
 def _preflight(config: RunConfig, encoder: ChatEncoder) -> list[Finding]:
@@ -328,14 +371,23 @@ async def _reward(
     prompt: Prompt,
     encoder: ChatEncoder,
     episode: Episode | None,
+    begun: WorkerProcess | None,
 ) -> tuple[Lines, RewardTrial | None]:
+    """`begun`: the process of the functions, if they are of files."""
     if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
         said = "an async function from Python: it is called once when the run starts, before the model is loaded"
         return [("", said)], None
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
         scorer = await asyncio.to_thread(
-            partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode)
+            partial(
+                build_scorer,
+                replace(config, reward=config.reward.for_trial),
+                rewards,
+                log,
+                decode=encoder.decode,
+                begun=begun,
+            )
         )
         try:
             if not config.reward.given and not rewards:
@@ -359,6 +411,7 @@ async def _reward(
             )
         finally:
             await scorer.close()
+        log = begun.log if begun and begun.log else log
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     lines = [("" if number else "returned", line) for number, line in enumerate(reward_lines(tried))]
     return [*lines, *(("it printed", line) for line in printed[:3])], tried
