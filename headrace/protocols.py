@@ -376,6 +376,9 @@ class TrainerCore(Protocol):
 
     def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores: ...
 
+    def reserve(self) -> None:
+        """Does in advance what would delay the first steps."""
+
     def sleep(self) -> SleepReport:
         """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""
 

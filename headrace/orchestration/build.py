@@ -114,6 +114,8 @@ class BuiltRun:
         rounding = await go_live(self.parts, self.adapter, serve_base)
         for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
             telemetry.warn(sentence)
+        if self.config.orchestration.placement != "shared" and not self.config.orchestration.lend:  # there it may sleep
+            self.pools.reserve()
 
     async def close(self) -> None:
         await self.parts.environment.close()

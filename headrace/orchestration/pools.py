@@ -50,6 +50,7 @@ class Pools:
     """The last that is closed, after the workers."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
+    _reserving: asyncio.Future[None] | None = None
 
     async def serve_base(self, telemetry: Telemetry) -> None:
         """Publishes the frozen base weights that adapters need in the engine. Only the first call does anything."""
@@ -60,6 +61,12 @@ class Pools:
                 load = await self.engine.load(update)
                 telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
+
+    def reserve(self) -> None:
+        """Lets the trainer get ready for its first step while rollouts are sampled for it. If it dies of that, whoever calls it next hears so."""
+        if isinstance(self.trainer, ProcessTrainer):
+            self._reserving = asyncio.ensure_future(self.trainer.reserve())
+            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def lend(self) -> Pools:
         """A view for one of several pipelines that share the processes."""

@@ -60,6 +60,10 @@ class ProcessTrainer:
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._worker.call("save", (_for_ranks(directory), adapter), type(None))
 
+    async def reserve(self) -> None:
+        """Does in advance what would delay the first steps; calls that come meanwhile wait for it."""
+        await self._worker.call("reserve", None, type(None))
+
     async def sleep(self) -> SleepReport:
         return await self._worker.call("sleep", None, SleepReport)
 

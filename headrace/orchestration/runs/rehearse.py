@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import FilesChecked, Warned
+from headrace.observe.screen.start_line import StartSteps
 from headrace.orchestration.build import TriedParts, build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
@@ -89,6 +90,8 @@ class Rehearsal:
     """One row, as the model and as the reward see it."""
     prompt_tokens: int = 0
     """Length of a usual prompt."""
+    steps: StartSteps = field(default_factory=StartSteps)
+    """What it does at the moment."""
     tried: dict[str, TriedParts] = field(default_factory=dict)
     """What was loaded for each run, by the names of adapters; empty if there is one run."""
     unmeasured: str = ""
@@ -144,29 +147,38 @@ async def rehearse(
     torch for facts that are only printed. `measurer`: measures this machine; by default with a short probe.
     """
     found = Rehearsal(config=config, resumes=bool(resume))
-    with found.part():
-        _place(config, resume)
-    probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None
-    model_dir: Path | None = None
-    try:
-        with found.part():
-            model_dir = await asyncio.to_thread(resolve_model, config.model.path)
-        for run in adapter_runs(config) or (config,):
-            await _task_and_reward(found, run, model_dir, inputs)
-        with found.part():
-            machine = await asyncio.to_thread(machines.inspect_machine, probe)
-            if model_dir and not resume:
-                await asyncio.to_thread(_choose, found, machine, model_dir, measurer or ProbeMeasurer())
-            if model_dir:
-                _machine_and_memory(found, machine, model_dir)
-    finally:
-        _end(probe)
+    async with found.steps.shown() if config.observe.terminal != "off" else nullcontext():
+        await _rehearse(found, inputs, resume, thorough, measurer or ProbeMeasurer())
     if found.problems:
         raise ConfigError("\n".join(dict.fromkeys(found.problems)))
     found.sections["Run"] = _run(found.config)
     for run in (adapter_runs(found.config) or (found.config,)) if thorough else ():
         found.sections["Run"] = [*found.sections["Run"], *_rate(found, run, resume)]
     return found
+
+
+async def _rehearse(
+    found: Rehearsal, inputs: PythonInputs, resume: Path | None, thorough: bool, measurer: Measurer
+) -> None:
+    config = found.config
+    with found.part():
+        _place(config, resume)
+    probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None
+    model_dir: Path | None = None
+    try:
+        with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
+            model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        for run in adapter_runs(config) or (config,):
+            await _task_and_reward(found, run, model_dir, inputs)
+        with found.part():
+            machine = await asyncio.to_thread(machines.inspect_machine, probe)
+            if model_dir and not resume:
+                with found.steps.doing("measuring this machine"):
+                    await asyncio.to_thread(_choose, found, machine, model_dir, measurer)
+            if model_dir:
+                _machine_and_memory(found, machine, model_dir)
+    finally:
+        _end(probe)
 
 
 async def try_files(config: RunConfig, inputs: PythonInputs = NO_INPUTS) -> Rehearsal:
@@ -251,8 +263,11 @@ async def _tried(
     several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
-        encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
-        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
+        with found.steps.doing("reading the tokenizer"):
+            encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+        encoder = encoder.with_special_tokens(config.reward.special_tokens)
+        with found.steps.doing(f"reading the task {config.task.name or Path(config.task.path).name}".rstrip()):
+            task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         found.agree(await asyncio.to_thread(_preflight, config, encoder.using(config.task.rendering)), model_dir)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.notes += await asyncio.to_thread(task.remarks)
@@ -263,12 +278,14 @@ async def _tried(
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
         elif config.environment.in_processes:
-            episode, lines = await _environment(config, prompts[0], encoder)
+            with found.steps.doing("playing a rollout in the environment"):
+                episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         tried: RewardTrial | None = None
         if needs_reward or config.reward.given:
-            begun = await beginning if beginning else None
-            lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode, begun)
+            with found.steps.doing("trying the reward"):
+                begun = await beginning if beginning else None
+                lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode, begun)
             found.sections[f"Reward{several}"] = lines
         found.sight = _sight(config, encoder, prompts[0], episode, tried)
         name = config.name if several else ""

@@ -198,7 +198,7 @@ def _trainer_call(
             directory = Path(where)
             core.save(directory, adapter)
             return shadow.save(directory) if shadow else None
-        case "sleep" | "wake":
+        case "sleep" | "wake" | "reserve":
             return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")

@@ -99,8 +99,7 @@ class TorchTrainer:
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
         self.sleep, self.wake = self._resting.begin, self._resting.end
-        if self._fused:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._reserved = False
 
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
@@ -175,6 +174,13 @@ class TorchTrainer:
         report = _report(sums, batch.step, learner.version, skipped)
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
+
+    def reserve(self) -> None:
+        """Does in advance, once, what would delay the first steps (`fused_weights.reserve`). It takes seconds, in which rollouts are sampled."""
+        if self._fused and not self._reserved:
+            config = self._config
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._reserved = True
 
     def _activate(self, adapter: str) -> Learner:
         assert not self._resting.asleep, "the trainer is asleep"
