@@ -125,12 +125,11 @@ class BuiltRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TriedParts:
-    """What a rehearsal has loaded and tried, and the run goes on with."""
+    """Parts that a rehearsal has loaded and tried, and that the run goes on with."""
 
     encoder: ChatEncoder
-    """Of the model, with the special tokens of the run."""
     task: RemarkedTask
-    """As it was before the rehearsal drew from it."""
+    """The task as it was before the rehearsal drew from it."""
     planned_teachers: Sequence[PlannedTeacher]
     loaded: Sequence[LoadedReward] = ()
     """The reward functions of files, if there are any."""
@@ -199,6 +198,7 @@ async def build(
     storage: Storage,
     inputs: PythonInputs,
     telemetry: Telemetry,
+    *,
     tried: TriedParts | None = None,
 ) -> BuiltRun:
     """`tried`: what a rehearsal has loaded; the rest is loaded here."""

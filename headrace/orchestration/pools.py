@@ -124,19 +124,16 @@ async def open_pools(
         engine = starting.engine
         undo.push_async_callback(engine.close)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
-        trainer = ProcessTrainer(
-            seats.trainer,
-            trainer_start(config, model_dir, restore, *transports),
-            config.train.cores,
-            shared=logs.parent if ranks_of(config) else None,
-        )
+        started = trainer_start(config, model_dir, restore, *transports)
+        shared = logs.parent if ranks_of(config) else None
+        trainer = ProcessTrainer(seats.trainer, started, config.train.cores, shared=shared)
         undo.push_async_callback(trainer.close)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with telemetry.waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
-        check_parity(engine.capabilities, ready.arithmetic, config)
+        same_arithmetic = check_parity(engine.capabilities, ready.arithmetic, config)
         ending = ending.pop_all()
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
@@ -146,7 +143,7 @@ async def open_pools(
         launcher=launcher,
         transports=transports,
         trainer_dtype=ready.dtype,
-        same_arithmetic=bool(ready.arithmetic) and ready.arithmetic == engine.capabilities.arithmetic,
+        same_arithmetic=same_arithmetic,
         shadow=shadow,
         turns=Turns(devices_of(config, engine, trainer, telemetry)),
         ending=ending,

@@ -36,6 +36,7 @@ class FunctionPools:
         log: Path | None,
         sandbox: SandboxSettings,
         sites: Sites = HERE,
+        *,
         begun: WorkerProcess | None = None,
         loaded: Sequence[LoadedReward] = (),
     ) -> None:

@@ -55,7 +55,7 @@ class RewardScorer:
         `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments; `scores`
         records what services and judges say; `poster` is the client of services, over HTTP by default; `sites`: the machines on which
         functions run."""
-        self._pools = FunctionPools(config, callables, log, sandbox, sites, begun, loaded)
+        self._pools = FunctionPools(config, callables, log, sandbox, sites, begun=begun, loaded=loaded)
         check_client([] if poster else [one.name for one in config.endpoints])
         self._poster = poster or HttpPoster()
         self._parts = [*self._pools.parts, *_over_http(config, self._poster)]

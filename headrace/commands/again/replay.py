@@ -55,7 +55,7 @@ class Outcome:
     recorded: str
     """The recorded fingerprint; empty if none was recorded for that version."""
     inexact: str
-    """Why the result need not be equal bit for bit; empty if it must."""
+    """The reason why the result need not be equal bit for bit; empty if it must."""
     problem: str
 
     @property

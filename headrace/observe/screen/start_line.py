@@ -16,7 +16,7 @@ WIDTH = 79
 
 
 class StartSteps:
-    """What is done at the moment: several things may be."""
+    """The things that are done at the moment, and a line that says so."""
 
     def __init__(self) -> None:
         self._now: dict[str, None] = {}

@@ -29,7 +29,7 @@ from headrace.orchestration.store.run_directory import RunDirectory
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.printing import echo, say
-from headrace.trainer.schedule import change_of_rate
+from headrace.trainer.rate_schedule import change_of_rate
 
 
 @dataclass(frozen=True)

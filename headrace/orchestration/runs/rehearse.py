@@ -63,7 +63,7 @@ from headrace.scoring.python_rewards import RewardFunction
 from headrace.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
-from headrace.trainer.schedule import change_of_rate, drawn
+from headrace.trainer.rate_schedule import change_of_rate, drawn
 from headrace.types import Completion, Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
 from headrace.weight_sync.delta.watch import poor_settings
@@ -91,9 +91,9 @@ class Rehearsal:
     prompt_tokens: int = 0
     """Length of a usual prompt."""
     steps: StartSteps = field(default_factory=StartSteps)
-    """What it does at the moment."""
+    """The work of the moment."""
     tried: dict[str, TriedParts] = field(default_factory=dict)
-    """What was loaded for each run, by the names of adapters; empty if there is one run."""
+    """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
 
@@ -285,7 +285,7 @@ async def _tried(
         if needs_reward or config.reward.given:
             with found.steps.doing("trying the reward"):
                 begun = await beginning if beginning else None
-                lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode, begun)
+                lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode=episode, begun=begun)
             found.sections[f"Reward{several}"] = lines
         found.sight = _sight(config, encoder, prompts[0], episode, tried)
         name = config.name if several else ""
@@ -387,6 +387,7 @@ async def _reward(
     rewards: Sequence[RewardFunction],
     prompt: Prompt,
     encoder: ChatEncoder,
+    *,
     episode: Episode | None,
     begun: WorkerProcess | None,
 ) -> tuple[Lines, RewardTrial | None]:

@@ -112,7 +112,7 @@ def _train(call: TrainCall, lane: Lane, tried: TriedParts | None) -> None:
         telemetry = open_telemetry(config, storage.recorder, clock)
         watchdog.add(directory.path, telemetry.waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry, tried))
+        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry, tried=tried))
 
     with watchdog:
         call.host(go, [lane])

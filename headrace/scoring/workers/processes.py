@@ -60,7 +60,7 @@ class WorkerProcess(UserProcess):
         super().__init__("scorer", [_MODULE, *arguments], log, site=site)
         self._named = ", ".join(arguments[1:])
         self.functions: tuple[LoadedReward, ...] = ()
-        """What it has loaded, once it has started."""
+        """The functions, once it has started."""
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
         self._receiving: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ from headrace.observe.facts import Warned
 from headrace.observe.records import StepRow
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.schedule import change_of_rate, drawn, learning_rate
+from headrace.trainer.rate_schedule import change_of_rate, drawn, learning_rate
 
 
 def test_learning_rates():
