@@ -4,7 +4,7 @@
     python benchmarks/starting.py --against /tmp/before --rounds 3
 
 The checkouts take turns, so that what else the machine does meets all of them. CPU-seconds are those of the command and of all processes that it
-started. The model, its tokenizer and the kernels are in the cache before the first round.
+started. Run each checkout once before: the first run fetches the model, compiles kernels and measures the machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     places = [Path(__file__).resolve().parents[1], *given.against]
     found: dict[tuple[Path, str], list[Took]] = {}
     with tempfile.TemporaryDirectory() as name:
-        for number in range(given.rounds + 1):
+        for number in range(given.rounds):
             for place in places:
                 directory = Path(name) / f"{places.index(place)}-{number}"
                 directory.mkdir()
@@ -78,20 +78,24 @@ def main() -> None:
                         json.dumps({"round": number, "checkout": str(place), "what": what, **took._asdict()}),
                         flush=True,
                     )
-                    if number:  # the first compiles and measures
-                        found.setdefault((place, what), []).append(took)
+                    found.setdefault((place, what), []).append(took)
     for (place, what), each in found.items():
         seconds, cpu = (median(values) for values in zip(*each, strict=True))
         print(f"{what:12} {seconds:6.1f} s {cpu:6.1f} CPU-s   {place}")
 
 
 def first_token(place: Path, directory: Path) -> Took:
-    """Starts a run and kills it when its first token is in the log of passes."""
+    """Starts a run and kills it when its first token is in the log of passes, behind the scores of the first weights' proof."""
     (directory / "config.toml").write_text(CONFIG)
     command = ["train", "config.toml", "--name", "run", "--set", "train.steps=1000"]
     process, began = _begun(place, directory, command), time.monotonic()
     try:
-        while not _sampled(directory / "runs/run") and process.poll() is None and time.monotonic() - began < LONGEST:
+        proof = 0
+        while process.poll() is None and time.monotonic() - began < LONGEST:
+            written = _written(directory / "runs/run")
+            if proof and written > proof:
+                break
+            proof = proof or (written if _proven(directory / "runs/run") else 0)
             time.sleep(0.02)
         took = Took(time.monotonic() - began, _cpu(process.pid))
         assert process.poll() is None, (directory / "out").read_text()
@@ -124,9 +128,15 @@ def _begun(place: Path, directory: Path, words: list[str]) -> subprocess.Popen[b
         )
 
 
-def _sampled(run: Path) -> bool:
-    """Whether a token of a rollout was written down: all are, before anybody sees them."""
-    return any(path.stat().st_size for path in run.glob("passes*")) or any(run.glob("passes/*"))
+def _written(run: Path) -> int:
+    """Bytes of the log of passes: a token is there before anybody sees it."""
+    return 1 + sum(path.stat().st_size for path in run.glob("passes/*"))
+
+
+def _proven(run: Path) -> bool:
+    """Whether the first weights are live and proven. Rollouts begin then."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and "IdentityChecked" in metrics.read_text()
 
 
 def _cpu(pid: int) -> float:
