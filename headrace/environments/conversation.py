@@ -24,7 +24,7 @@ from headrace.chat.rendering import TemplateUse
 from headrace.chat.streamed_text import StreamedText
 from headrace.environments.config import ToolPlace
 from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
+from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
 from headrace.errors import ConfigError
 from headrace.models.control_tokens import Written
 from headrace.playing import Agent
@@ -54,6 +54,8 @@ class TurnEncoder(Protocol):
     ) -> Written: ...
 
     def encode(self, written: Written) -> tuple[int, ...]: ...
+
+    def specials_in(self, messages: Sequence[Message]) -> set[str]: ...
 
     def written_messages(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), arguments: Mapping[str, Any] = ...
@@ -140,8 +142,8 @@ class Conversation:
         self._all_arguments = {**self._arguments, **asked.arguments}
         self._tools = self._tools if tools is None else tools
         format = self._format() if self._tools else None
-        added = new if self._past else [*self._front(new), *new]
-        given = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
+        added = [self._marked(one) for one in (new if self._past else [*self._front(new), *new])]
+        given = [{key: value for key, value in one.items() if key not in (PROBLEM, SPECIALS)} for one in added]
         continues = begins_answer(given) if asked.continues is None else asked.continues
         written, glue = self._rendered(given, continues)
         fresh = glue is None
@@ -173,6 +175,11 @@ class Conversation:
         begun = str(given.pop()["content"]) if continues else ""
         self._keep(given, written.text, done, replies[-1], begun)
         return replies[-1]
+
+    def _marked(self, message: Message) -> Message:
+        """The message, with the texts of control tokens that it holds."""
+        found = sorted(self._encoder.specials_in([message]))
+        return {**message, SPECIALS: found} if found else message
 
     def _front(self, new: Sequence[Message]) -> list[Message]:
         has_own = bool(new) and new[0].get("role") == "system"

@@ -117,6 +117,7 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     if tools or uses_tools(body.messages):
         _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
     given = for_template(body.messages), described(tools), _arguments(serving, body)
+    serving.note_specials(serving.encoder.specials_in(given[0]))
     _, prompt = serving.encoder.encode_messages(*given, continues_last(body))
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else 0
