@@ -48,7 +48,9 @@ async def measure(model: str, rollouts: int, turns: int, context: int, messages:
     done = Completion(tokens, (-0.5,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
     gateway = Gateway(encoder.written, (), {}, ServerLimits())
     pipe = asyncio.subprocess.PIPE
-    client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, *map(str, (turns, context, messages)), stdin=pipe, stdout=pipe)
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, *map(str, (turns, context, messages)), stdin=pipe, stdout=pipe
+    )
 
     async def ask(asked: TurnAsked) -> Completion:
         return done

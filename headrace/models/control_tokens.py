@@ -64,7 +64,7 @@ class Hidden:
     @cached_property
     def _free(self) -> Iterator[str]:
         """Characters that stand nowhere in the data."""
-        taken = set().union(*map(set, _texts(self._given)))
+        taken = set().union(*map(set, texts_of(self._given)))
         return (chr(code) for code in _PRIVATE if chr(code) not in taken)
 
     def hide_message(self, message: Mapping[str, Any], tokens: re.Pattern[str]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ControlTokens:
         return {
             match
             for message in messages
-            for text in _texts(message)
+            for text in texts_of(message)
             for match in self.in_message(message.get("role")).findall(text)
         }
 
@@ -251,13 +251,14 @@ def _probed(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
     return ""
 
 
-def _texts(value: Any) -> Iterable[str]:
+def texts_of(value: Any) -> Iterable[str]:
+    """Yields every text in a value of JSON's types, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _texts(key)
-            yield from _texts(inner)
+            yield from texts_of(key)
+            yield from texts_of(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_of(inner)
