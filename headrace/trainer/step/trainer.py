@@ -23,7 +23,7 @@ from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.reports import TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
-from headrace.trainer.forward.fused.fused_weights import reserve
+from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
@@ -219,7 +219,7 @@ class TorchTrainer:
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
-        with computed_in(self._dtype, self._device), self._replay(there):
+        with forward_only(), computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
 
