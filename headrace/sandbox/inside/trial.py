@@ -32,7 +32,7 @@ class Given(TypedDict):
     cpu_seconds: int
 
 
-_CHANGED_GROUP, _TIMES = 0o600, (0, 0)
+_MODE, _TIMES = 0o600, (0, 0)
 _STACK = 1 << 17
 """Bytes of a thread's stack, so that the limit of memory is not met first."""
 
@@ -45,8 +45,8 @@ def ways(given: Given) -> dict[str, dict[str, Callable[[], object]]]:
             "send to sockets of other processes": lambda: _send(given["inbox"]),
         },
         "filesystem": {
-            "read files of the user": lambda: open(given["outside"]).close(),
-            "write to them": lambda: open(given["outside"], "a").close(),
+            "read files of the user": lambda: os.open(given["outside"], os.O_RDONLY),
+            "write to them": lambda: os.open(given["outside"], os.O_WRONLY),
             "shorten them": lambda: os.truncate(given["outside"], 0),
             "change their modes and times": lambda: _change(given["outside"]),
         },
@@ -85,7 +85,7 @@ def _send(inbox: str) -> None:
 
 def _change(path: str) -> None:
     try:
-        os.chmod(path, _CHANGED_GROUP)
+        os.chmod(path, _MODE)
     except OSError:
         os.utime(path, _TIMES)
 

@@ -116,7 +116,8 @@ def checked(pid: int) -> dict[str, Checked]:
         "madvise": Checked((28, 233), ((_word(2, 0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 18, 22, 23, 102, 103),),)),
         # copies, flags, locks of files that are written; neither owners, signals and leases nor larger pipes. O_ASYNC needs an owner
         "fcntl": Checked(
-            (72, 25), ((_word(1, 0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032),), (_word(1, 4), _word(2, 0, mask=0x2000)))
+            (72, 25),
+            ((_word(1, 0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032),), (_word(1, 4), _word(2, 0, mask=0x2000))),
         ),
         # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, whether it is a terminal (TCGETS, TCGETS2, TIOCGWINSZ), FICLONE
         "ioctl": Checked(
@@ -166,9 +167,7 @@ def _if_all(words: tuple[Word, ...], then: bytes) -> list[bytes]:
     """Goes on behind itself if a word is another."""
     code = [then]
     for word in reversed(words):
-        compared = [
-            _instruction(_JEQ, value, len(word.values) - place, 0) for place, value in enumerate(word.values)
-        ]
+        compared = [_instruction(_JEQ, value, len(word.values) - place, 0) for place, value in enumerate(word.values)]
         code = [
             _instruction(_LD, word.place), _instruction(_AND, word.mask), *compared, _instruction(_JA, len(code)), *code
         ]  # fmt: skip
