@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
 from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.cookie import CookieGate
@@ -23,7 +22,8 @@ from headrace.observe.board.swimlanes import KINDS, LaneQuery
 from headrace.observe.index.group_table import Order, Wanted
 from headrace.observe.index.step_columns import STEP
 from headrace.observe.report.page import SCRIPT, STYLE
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
+from headrace.web.errors import Refused
 from headrace.web.guard import Guard
 from headrace.web.sending import Events, json_response
 
@@ -63,12 +63,7 @@ def make_board_app(board: RunsBoard, token: str = "") -> Starlette:
         Route("/api/csv", _csv),
         Route("/api/events", _events),
     ]
-    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(CookieGate, token=token), Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys(kinds, answer_error),
-    )
+    app = make_application(routes, [Middleware(CookieGate, token=token), Middleware(Guard, token=token)])
     app.state.board = board
     return app
 
