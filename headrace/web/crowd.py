@@ -15,6 +15,8 @@ SILENT = 1024
 """Connections that may wait for their first request, or for their next one."""
 HEAD_SECONDS = 10.0
 """Seconds within which the head of a request has to arrive."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 ACCEPTED = 64
 """Connections that are accepted in one turn of the event loop, before anybody can count them."""
 OPEN_FILES = 1 << 16

@@ -14,14 +14,11 @@ from starlette.applications import Starlette
 
 from headrace.errors import ConfigError
 from headrace.web.connection import Connection
-from headrace.web.crowd import ACCEPTED, SILENT, Crowd, room_for_connections
+from headrace.web.crowd import ACCEPTED, BACKLOG, SILENT, Crowd, room_for_connections
 from headrace.web.one_line import calm_logs
 
 GRACE = 5
 """Seconds that answers in progress get when the server is asked to end."""
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 
 def bind(host: str, port: int, named: str = "--") -> socket.socket:

@@ -9,13 +9,16 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import attacked_server
 import pytest
@@ -23,13 +26,20 @@ from health_beside import Beside
 from served import faked
 
 import headrace
+from headrace.orchestration.fleets import pool_door
+from headrace.orchestration.workers.joining import listener as listening
+from headrace.orchestration.workers.joining.dial import dial
+from headrace.orchestration.workers.joining.listener import Listener
 from headrace.web import connection
 from headrace.web.crowd import KEPT_FREE, OPEN_FILES, SILENT, Crowd, Guest, raise_open_files, room_for_connections
 from headrace.web.limits import ServerLimits
 from headrace.web.one_line import OneLine
+from headrace.web.tls import server_context
+from headrace.weight_sync.over_http.http_ranges import AT_ONCE, WeightServer
 
 USUAL = 1024
 """The soft limit of open files on most systems."""
+KEY = "a token of many characters"
 SUPPORT = str(Path(attacked_server.__file__).parent)
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: "
 
@@ -204,3 +214,112 @@ def test_the_log_has_one_line_a_second_with_the_number_of_the_others() -> None:
     assert says() == "no request (lines left out since the last one: 3)"
     now[0] += 1.0
     assert says() == "no request"
+
+
+# -- the dial-in port ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_tls", [False, True], ids=["plain", "TLS"])
+def test_silent_connections_do_not_keep_an_honest_worker_out(
+    over_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "STRANGERS", 32)
+    cert, key = certificate(tmp_path) if over_tls else (None, None)
+    tls = server_context(cert, key) if cert and key else None
+    said: list[str] = []
+
+    async def go() -> None:
+        listener = Listener(KEY, tls=tls, say=said.append)
+        await listener.open()
+        try:
+            async with asyncio.timeout(300):
+                for attack in (b"", b"\x16\x03", HEAD):
+                    async with beside_half_open(listener, 100, attack):
+                        arrival = listener.expect("engine", "a seat")
+                        await asyncio.to_thread(
+                            dial, listener.address, "engine", KEY, "a seat", ca=str(cert) if cert else ""
+                        )
+                        (await arrival).writer.close()
+        finally:
+            await listener.close()
+        assert listener.turned_away["crowd"] >= 100 - 32
+
+    asyncio.run(go())
+    assert sum("too many connections" in one for one in said) == 1, said
+
+
+def test_silent_connections_are_counted_and_leave_nothing() -> None:
+    async def go() -> None:
+        listener = Listener(KEY)
+        await listener.open()
+        try:
+            async with asyncio.timeout(300):
+                async with beside_half_open(listener, 50, b""):
+                    pass
+                while listener.turned_away["silent"] < 50 or listener._crowd.count:
+                    await asyncio.sleep(0.01)
+            assert listener.turned_away == {"silent": 50}
+        finally:
+            await listener.close()
+
+    asyncio.run(go())
+
+
+@contextlib.asynccontextmanager
+async def beside_half_open(listener: Listener, count: int, said: bytes) -> AsyncIterator[None]:
+    host, _, port = listener.address.rpartition(":")
+    with contextlib.ExitStack() as opened:
+        await asyncio.to_thread(opened.enter_context, half_open((host, int(port)), count, said))
+        yield
+
+
+# -- weights, and the pool door ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over_tls", [False, True], ids=["plain", "TLS"])
+def test_silent_connections_do_not_keep_engines_from_their_weights(over_tls: bool, tmp_path: Path) -> None:
+    tls = server_context(*certificate(tmp_path)) if over_tls else None
+    shelves: Any = SimpleNamespace(manifests={}, find=lambda *asked: None)
+    server = WeightServer(shelves, "127.0.0.1", KEY, tls)
+    trusts = ssl.create_default_context(cafile=str(tmp_path / "cert.pem")) if over_tls else None
+    try:
+        for said in (b"", b"\x16\x03", HEAD):
+            with half_open(("127.0.0.1", server.port), AT_ONCE + 50, said):
+                asked = urllib.request.Request(
+                    f"{server.url}/weights/-/0/full", headers={"Authorization": f"Bearer {KEY}"}
+                )
+                with pytest.raises(urllib.error.HTTPError, match="404"):
+                    urllib.request.urlopen(asked, timeout=60, context=trusts)
+        until(lambda: not server._guests and not server._crowd.count)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_pool_door_waits_for_no_question_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_door, "SECONDS", 0.2)
+
+    async def go() -> None:
+        fleet: Any = SimpleNamespace(members=[])
+        door = pool_door.PoolDoor(tmp_path, fleet, None, ())
+        await door.open()
+        try:
+            async with asyncio.timeout(300):
+                reader, writer = await asyncio.open_unix_connection(str(tmp_path / pool_door.SOCKET))
+                writer.write(b'{"do"')
+                assert await reader.read() == b""
+                writer.close()
+                question = pool_door.PoolQuestion("show")
+                assert (await asyncio.to_thread(pool_door.ask, tmp_path, question, 60.0)).members == ()
+        finally:
+            await door.close()
+
+    asyncio.run(go())
+
+
+def certificate(place: Path) -> tuple[Path, Path]:
+    cert, key = place / "cert.pem", place / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=headrace"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(made, check=True, capture_output=True)
+    return cert, key

@@ -103,7 +103,9 @@ class Gateway:
 
     def application(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-        return make_application([Route("/{path:path}", self._answer, methods=methods)], [])  # a secret is the permission
+        return make_application(
+            [Route("/{path:path}", self._answer, methods=methods)], []
+        )  # a secret is the permission
 
     async def close(self) -> None:
         for rollout in list(self._rollouts.values()):
