@@ -13,8 +13,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from headrace.errors import ConfigError
-from headrace.web.connection import Connection
 from headrace.web.crowd import ACCEPTED, BACKLOG, SILENT, Crowd, room_for_connections
+from headrace.web.limited_http import LimitedHttp
 from headrace.web.one_line import calm_logs
 
 GRACE = 5
@@ -54,7 +54,7 @@ class _Server(uvicorn.Server):
 def make_server(app: Starlette) -> uvicorn.Server:
     settings = uvicorn.Config(
         app,
-        http=functools.partial(Connection, Crowd(SILENT, room_for_connections())),  # type: ignore[arg-type]
+        http=functools.partial(LimitedHttp, Crowd(SILENT, room_for_connections())),  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -30,7 +30,7 @@ from headrace.orchestration.fleets import pool_door
 from headrace.orchestration.workers.joining import listener as listening
 from headrace.orchestration.workers.joining.dial import dial
 from headrace.orchestration.workers.joining.listener import Listener
-from headrace.web import connection
+from headrace.web import limited_http
 from headrace.web.crowd import KEPT_FREE, OPEN_FILES, SILENT, Crowd, Guest, raise_open_files, room_for_connections
 from headrace.web.limits import ServerLimits
 from headrace.web.one_line import OneLine
@@ -132,7 +132,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_the_head_of_a_request_has_a_deadline_and_trickling_does_not_move_it(
     tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(limited_http, "HEAD_SECONDS", 0.3)
 
     async def trickles(url: str, first: bytes) -> None:
         reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))

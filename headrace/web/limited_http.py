@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from headrace.web.crowd import HEAD_SECONDS, Crowd, Guest
 
 
-class Connection(H11Protocol):
+class LimitedHttp(H11Protocol):
     def __init__(self, crowd: Crowd, **more: Any) -> None:
         super().__init__(**more)
         self._crowd = crowd
