@@ -94,7 +94,13 @@ def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
     specials = sum(SPECIALS in message for turn in turns for message in turn.messages)
     begun = sum(len({turn.agent for turn in episode.turns}) for episode in episodes)
     forked = sum(not turn.parents for turn in turns) - begun
-    return {"turns": len(turns), "forked": forked, "calls": len(results), "specials": specials, **problems}
+    return {
+        "turns": len(turns),
+        "forked": forked,
+        "calls": len(results),
+        **({"specials": specials} if specials else {}),
+        **problems,
+    }
 
 
 class Firsts:
