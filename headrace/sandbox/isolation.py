@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import ConfigError
-from headrace.sandbox.inside import trial
+from headrace.sandbox.inside import isolation_trial
 from headrace.sandbox.sandbox import Sandbox, SandboxLost
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxLimits
 
@@ -42,8 +42,8 @@ def examine_isolation(limits: SandboxLimits = DEFAULT.limits) -> list[IsolationF
     limits = limits._replace(disk=min(limits.disk, _DISK), files=max(limits.files, 3))
     sandbox = Sandbox(limits)
     try:
-        with _given(limits) as given:
-            tried = sandbox.run(Path(trial.__file__).read_text(), json.dumps(given))
+        with _targets(limits) as targets:
+            tried = sandbox.run(Path(isolation_trial.__file__).read_text(), json.dumps(targets))
         try:
             could: dict[str, list[str]] = json.loads(tried.out)
         except ValueError:
@@ -57,7 +57,7 @@ def examine_isolation(limits: SandboxLimits = DEFAULT.limits) -> list[IsolationF
 
 
 @contextlib.contextmanager
-def _given(limits: SandboxLimits) -> Iterator[trial.Given]:
+def _targets(limits: SandboxLimits) -> Iterator[isolation_trial.Targets]:
     """Yields what the trial attacks: a file, a socket and a process of this one."""
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with (

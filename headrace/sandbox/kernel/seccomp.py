@@ -80,7 +80,7 @@ ALLOWED: dict[str, tuple[int, int]] = {
 
 
 class Word(NamedTuple):
-    """What a word of 32 bits of an argument must be."""
+    """The values that a word of 32 bits of an argument may have."""
 
     place: int
     """Offset in `struct seccomp_data`."""
@@ -96,7 +96,7 @@ class Checked(NamedTuple):
     alternatives: tuple[tuple[Word, ...], ...]
 
 
-def _word(argument: int, *values: int, mask: int = 0xFFFFFFFF, upper: bool = False) -> Word:
+def _word(argument: int, values: tuple[int, ...], *, mask: int = 0xFFFFFFFF, upper: bool = False) -> Word:
     """`argument`: counted from 0. The kernel reads the lower half of an integer; a pointer has an upper half too."""
     return Word(_ARGUMENTS + 8 * argument + 4 * upper, values, mask)
 
@@ -111,35 +111,35 @@ def checked(pid: int) -> dict[str, Checked]:
     """Returns the calls that are allowed with some arguments, for the process `pid`."""
     return {
         # waiting and waking, with or without a clock; not the locks that lend priorities
-        "futex": Checked((202, 98), ((_word(1, 0, 1, 3, 4, 5, 9, 10, mask=~(128 | 256)),),)),
-        # what malloc and Python advise on their own pages
-        "madvise": Checked((28, 233), ((_word(2, 0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 18, 22, 23, 102, 103),),)),
-        # copies, flags, locks of files that are written; neither owners, signals and leases nor larger pipes. O_ASYNC needs an owner
+        "futex": Checked((202, 98), ((_word(1, (0, 1, 3, 4, 5, 9, 10), mask=~(128 | 256)),),)),
+        # MADV_NORMAL to FREE, HUGEPAGE to DODUMP, POPULATE_*, GUARD_*: what malloc advises. None throws out pages that others use
+        "madvise": Checked((28, 233), ((_word(2, (0, 1, 2, 3, 4, 8, 14, 15, 16, 17, 18, 22, 23, 102, 103)),),)),
+        # copies, flags, locks of ranges, the size of a pipe; neither owners, signals, leases and notices nor larger pipes. F_SETFL without O_ASYNC
         "fcntl": Checked(
             (72, 25),
-            ((_word(1, 0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032),), (_word(1, 4), _word(2, 0, mask=0x2000))),
+            ((_word(1, (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032)),), (_word(1, (4,)), _word(2, (0,), mask=0x2000))),
         ),
         # FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, whether it is a terminal (TCGETS, TCGETS2, TIOCGWINSZ), FICLONE
         "ioctl": Checked(
-            (16, 29), ((_word(1, 0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413, 0x40049409),),)
+            (16, 29), ((_word(1, (0x541B, 0x5421, 0x5451, 0x5450, 0x5401, 0x802C542A, 0x5413, 0x40049409)),),)
         ),
         # names of threads and of mappings, the slack of timers
-        "prctl": Checked((157, 167), ((_word(0, 3, 15, 16, 29, 30, 39, 0x53564D41),),)),
+        "prctl": Checked((157, 167), ((_word(0, (3, 15, 16, 29, 30, 39, 0x53564D41)),),)),
         # the segment registers, and the state of AMX, which matrix libraries ask for
-        "arch_prctl": Checked((158, _NONE), ((_word(0, 0x1001, 0x1002, 0x1003, 0x1004, 0x1021, 0x1022, 0x1023),),)),
+        "arch_prctl": Checked((158, _NONE), ((_word(0, (0x1001, 0x1002, 0x1003, 0x1004, 0x1021, 0x1022, 0x1023)),),)),
         # threads
-        "clone": Checked(_CLONE, ((_word(0, 0, mask=~_OF_THREADS), _word(0, _THREAD, mask=_THREAD)),)),
+        "clone": Checked(_CLONE, ((_word(0, (0,), mask=~_OF_THREADS), _word(0, (_THREAD,), mask=_THREAD)),)),
         # asyncio needs a pair of streams. One end of a pair of datagrams could send to every socket of the machine that has a name
-        "socketpair": Checked((53, 199), ((_word(0, 1), _word(1, _STREAM, mask=~0o2004000)),)),
-        "sendto": Checked((44, 206), ((_word(4, 0), _word(4, 0, upper=True)),)),
+        "socketpair": Checked((53, 199), ((_word(0, (1,)), _word(1, (_STREAM,), mask=~0o2004000)),)),
+        "sendto": Checked((44, 206), ((_word(4, (0,)), _word(4, (0,), upper=True)),)),
         # what a socket is, its error, its buffers, its time limits, SO_LINGER; neither filters nor handles of the process at its other end
-        "getsockopt": Checked((55, 209), ((_word(1, _SOL_SOCKET), _word(2, 3, 4, 7, 8, 13, 20, 21, 30, 38, 39)),)),
-        "setsockopt": Checked((54, 208), ((_word(1, _SOL_SOCKET), _word(2, 7, 8, 13, 20, 21)),)),
+        "getsockopt": Checked((55, 209), ((_word(1, (_SOL_SOCKET,)), _word(2, (3, 4, 7, 8, 13, 20, 21, 30, 38, 39))),)),
+        "setsockopt": Checked((54, 208), ((_word(1, (_SOL_SOCKET,)), _word(2, (7, 8, 13, 20, 21))),)),
         # itself
-        "kill": Checked((62, 129), ((_word(0, pid),),)),
-        "tkill": Checked((200, 130), ((_word(0, pid),),)),
-        "tgkill": Checked((234, 131), ((_word(0, pid),),)),
-        "prlimit64": Checked((302, 261), ((_word(0, 0, pid),),)),
+        "kill": Checked((62, 129), ((_word(0, (pid,)),),)),
+        "tkill": Checked((200, 130), ((_word(0, (pid,)),),)),
+        "tgkill": Checked((234, 131), ((_word(0, (pid,)),),)),
+        "prlimit64": Checked((302, 261), ((_word(0, (0, pid)),),)),
     }
 
 

@@ -1,6 +1,6 @@
-"""The program of the trial: tries what code of a model must not be able to do, and prints what it could, each kind as a list (`../isolation.py`).
+"""The program of a trial (`../isolation.py`): attempts what code of a model must not be able to do, and prints what it could, a list for each kind.
 
-It is run in the sandbox as a text, as such code is, and imports nothing of headrace. Standard input has `GIVEN`.
+It is run in the sandbox as a text, as such code is, and imports nothing of headrace. Standard input has `Targets`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import TypedDict
 
 
-class Given(TypedDict):
-    """The means to find out; all of them belong to the process that makes the trial."""
+class Targets(TypedDict):
+    """The things that it attacks, which belong to the process that makes the trial, and the limits that it must meet."""
 
     outside: str
     """A file."""
@@ -37,7 +37,7 @@ _STACK = 1 << 17
 """Bytes of a thread's stack, so that the limit of memory is not met first."""
 
 
-def ways(given: Given) -> dict[str, dict[str, Callable[[], object]]]:
+def ways(given: Targets) -> dict[str, dict[str, Callable[[], object]]]:
     """Returns for each kind of isolation what must not be possible. Each raises OSError, MemoryError or ValueError if it is not, or returns False."""
     return {
         "network": {
@@ -109,7 +109,7 @@ def _read_memory(victim: int) -> bool:
     here = (ctypes.c_size_t * 2)(ctypes.addressof(room), 8)
     there = (ctypes.c_size_t * 2)(8, 8)
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    return call(victim, here, 1, there, 1, 0) >= 0 or ctypes.get_errno() == errno.EFAULT
+    return call(victim, *(here, 1), *(there, 1), 0) >= 0 or ctypes.get_errno() == errno.EFAULT
 
 
 def _threads(count: int) -> bool:
@@ -138,7 +138,7 @@ def could(work: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
-    given: Given = json.load(sys.stdin)
+    given: Targets = json.load(sys.stdin)
     tried = ways(given)
     print(json.dumps({kind: [name for name, work in tried[kind].items() if could(work)] for kind in tried}))
     sys.stdout.flush()
