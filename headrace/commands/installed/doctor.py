@@ -14,7 +14,8 @@ from headrace.engine.servers.installed import MODULES, REMEDY, look, places
 from headrace.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
 from headrace.environments.verifiers.verifiers_package import lacking, look_for_verifiers
 from headrace.native.cores import usable_cores
-from headrace.rehearsal.machine import ask_torch, memory, torch_facts
+from headrace.native.free_memory import memory
+from headrace.rehearsal.machine import ask_torch, torch_facts
 from headrace.settings.extras import EXTRAS, install, is_installed, pip_install
 
 State = Literal["ok", "note", "bad"]
