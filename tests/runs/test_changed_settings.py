@@ -123,7 +123,9 @@ def _values(options: list[Any], field: Any) -> Iterator[Any]:
             yield from (one(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
 
 
-SETTINGS = [one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())]
+SETTINGS = [
+    one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())
+]
 SETTINGS += [Setting(name, values) for name, values in OWN.items() if name.startswith(CONTENTS)]
 MEANT = [one for one in SETTINGS if not rule_of(one.name).is_free]
 
@@ -143,7 +145,8 @@ class Place:
 
     def write_rows(self, name: str, times: int) -> None:
         rows = [
-            {"prompt": f"{i} + {i}?", "question": f"{i} - {i}?", "answer": str(times * i), "other": "x"} for i in range(120)
+            {"prompt": f"{i} + {i}?", "question": f"{i} - {i}?", "answer": str(times * i), "other": "x"}
+            for i in range(120)
         ]
         (self.directory / name).write_text("\n".join(map(json.dumps, rows)))
 
@@ -193,7 +196,11 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     if setting.name == f"{CONTENTS}environment.function":
         base["environment.function"] = "near.py:play"
     contents = setting.name.startswith(CONTENTS)
-    fine = [(value, one) for value in setting.values if (one := _fine(place, base if contents else base | {setting.name: value}))]
+    fine = [
+        (value, one)
+        for value in setting.values
+        if (one := _fine(place, base if contents else base | {setting.name: value}))
+    ]
     if len(fine) < 2:
         return None
     (before, config), (after, changed) = chance.sample(fine, 2)
@@ -203,7 +210,8 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     how = chance.choice(["set", "set", "set", "edited", "of an earlier version"])
     older = how == "of an earlier version" and not contents
     tried = Tried(
-        f"{setting.name}: {before!r} -> {after!r} with {base}, {how}", live(config, run, resume=False, stop_after=3, older=older)
+        f"{setting.name}: {before!r} -> {after!r} with {base}, {how}",
+        live(config, run, resume=False, stop_after=3, older=older),
     )
     if contents:
         place.change_contents(setting.name.removeprefix(CONTENTS))

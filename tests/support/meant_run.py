@@ -192,7 +192,12 @@ class OwnScorer:
 
     def __init__(self, config: RunConfig) -> None:
         self._parts = [
-            (one.name, one.weight, load_function(one.function, "reward"), Extractor(one.extract, config.reward.extract_truncated))
+            (
+                one.name,
+                one.weight,
+                load_function(one.function, "reward"),
+                Extractor(one.extract, config.reward.extract_truncated),
+            )
             for one in config.reward.specs
         ]
 
@@ -237,7 +242,9 @@ class Talk:
 def _environment(config: RunConfig, *others: Any, **more: Any) -> EnvironmentKind:
     if not config.environment.function:
         return environment_kind(config.environment.kind)
-    marks, reward = (load_function(f"{config.environment.function.rpartition(':')[0]}:{one}", "") for one in ("marks", "reward"))
+    marks, reward = (
+        load_function(f"{config.environment.function.rpartition(':')[0]}:{one}", "") for one in ("marks", "reward")
+    )
     resumes: Any = "exported" if config.environment.resumes == "auto" else config.environment.resumes
 
     def make(prompt: Prompt, seed: int) -> Environment:

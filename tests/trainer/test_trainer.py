@@ -178,7 +178,12 @@ def test_each_row_is_trained_at_the_temperature_that_it_was_sampled_at(tokens, m
     """As after a resume with another one, in one step; rows of an earlier version do not say theirs. Prompts and beginnings are shared."""
     heat = cycle([0.5, 2.0, 0.0])
     cold = batch(temperature=0.7)
-    groups = [msgspec.structs.replace(one, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in one.rows)) for one in cold.groups]
+    groups = [
+        msgspec.structs.replace(
+            one, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in one.rows)
+        )
+        for one in cold.groups
+    ]
     mixed = msgspec.structs.replace(cold, groups=tuple(groups))
     loss, grads = gradients(trainer(model_dir("llama"), microbatch_tokens=tokens), mixed)
     expected_loss, expected = reference(model_dir("llama"), mixed, "token_mean")
@@ -438,6 +443,18 @@ def test_learning_rates():
     assert all(a > b for a, b in pairwise(rates[4:]))
     linear = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="linear")
     assert [learning_rate(step, linear) for step in (3, 4, 6, 10, 12, 13)] == [1, 1, 0.75, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_batch_says_how_long_the_schedule_is(schedule, model_dir):
+    """A run whose number of steps changes (`train.minutes`, a resume) falls to the end that it has now, in its weights and in its report."""
+    planned, told = (trainer(model_dir("llama"), schedule=schedule, steps=steps) for steps in (12, 3))
+    for step in range(3):
+        lrs = [planned.step(batch(step, step)).lr, told.step(msgspec.structs.replace(batch(step, step), steps=12)).lr]
+        assert lrs == [learning_rate(step, TrainConfig(steps=12, learning_rate=1e-3, schedule=schedule))] * 2
+    same_parameters(planned, told)
+    for length in (0, 3):  # 0: that of the settings
+        assert told.step(msgspec.structs.replace(batch(3, told.version), steps=length)).lr == 0
 
 
 def test_tied_parameters_are_published_once(model_dir):
