@@ -522,12 +522,12 @@ class JournalReader:
         self._segments = [known.get(path) or _Segment(path) for path in segments_of(self._run_dir)]
         end = time.monotonic() + (seconds or 0.0)
         for segment in reversed(self._segments):
-            if seconds is not None and time.monotonic() > end:
-                break
             if segment.loaded and not segment.indexed:
                 segment.load(self.damage)
-            elif seconds is not None:
-                self._load(segment)
+            elif seconds is not None and not segment.loaded:
+                segment.load(self.damage)
+                if time.monotonic() > end:
+                    break
         return not all(segment.loaded for segment in self._segments)
 
     def records(self, kind: type[R]) -> Iterator[R]:

@@ -22,7 +22,7 @@ from headrace.durable.atomic_files import replace_file
 
 JOURNAL = "journal"
 """The directory of the segments in that of a run."""
-SEGMENT = 32 << 20
+SEGMENT = 16 << 20
 """Bytes from which on a segment is not appended to any more. What a resume reads before its checkpoint is at most a segment."""
 
 MAGIC = b"\xf5HJ1"
