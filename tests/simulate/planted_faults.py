@@ -370,10 +370,6 @@ OF_JOURNAL = (
         "                os.truncate(path, (whole or whole_lines)(path))\n", "                pass\n",
     ),
     _one(
-        "torn_line_read", FILES, "C7", "a torn last line is read as a whole one",
-        '            if line.endswith(b"\\n"):\n                yield line[:-1]', '            yield line.rstrip(b"\\n")',
-    ),
-    _one(
         "written_later", FILES, "C7", "what is appended waits in a buffer of the process",
         'path.open("ab", buffering=0)', 'path.open("ab")',
     ),
