@@ -332,6 +332,8 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
     for left in (0, 1, state.journal // 2, state.journal - 1):
         path = killed.copy(tmp_path / "run")
         put_frames(path, frames_of(path)[:left])
+        if not left:
+            shutil.move(path / "journal", tmp_path / "away")  # as a message of `pipeline.unlike` says
         lane = begun(path)
         (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
