@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headrace.chat.formats import CallFormat
 from headrace.chat.messages import begins_answer, role_problem
@@ -26,6 +27,23 @@ Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
 
 NONE: Mapping[str, Any] = {}
+
+T = TypeVar("T")
+
+LONG = 1 << 14
+"""Characters whose tokens take longer (about 10 ms) than an event loop should be held up."""
+_USUAL = 8
+"""Characters of a token that texts rarely exceed. A text of fewer is encoded whole; a longer one is counted first."""
+_PIECE, _SLACK = 1 << 16, 64
+"""Characters that are counted at once, and tokens that a cut between two pieces may add."""
+_threads = ThreadPoolExecutor(2, "tokens")
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """Does work on a text that long: in a thread where it would hold up the event loop. Tokenizers release the interpreter's lock."""
+    if characters < LONG:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 class ChatEncoder:
@@ -165,6 +183,28 @@ class ChatEncoder:
         if written.plain:
             return self._control_tokens.encode(written)
         return self._tokens(written.text, add_special_tokens=False)
+
+    def surely_longer(self, text: str, most: int) -> bool:
+        """Whether a text has more than `most` tokens; False where only its encoding would tell. The work grows with `most` and not with the
+        text, which anybody may have sent: by its characters first (at most those of the longest token each), then by counting pieces."""
+        if len(text) <= _USUAL * most:
+            return False
+        if len(text) > self.most_characters(most):
+            return True
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._tokens(text[start : start + _PIECE], add_special_tokens=False)) - _SLACK
+            if count > most:
+                return True
+        return False
+
+    def most_characters(self, tokens: int) -> int:
+        """Returns the most characters that so many tokens can stand for."""
+        return tokens * self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(_USUAL, *map(len, self._tokenizer.get_vocab()))
 
     def specials_in(self, messages: Sequence[Message]) -> set[str]:
         """Returns the texts of control tokens that messages hold, and that do not become these tokens."""

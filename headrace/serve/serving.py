@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.models.chat import ChatEncoder
+from headrace.printing import say
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
@@ -56,6 +57,8 @@ class ServerCounters:
     cancelled: int = 0
     refused: int = 0
     loads: int = 0
+    specials: int = 0
+    """Requests whose messages hold the text of control tokens."""
 
 
 class Stream(Transcript):
@@ -122,6 +125,13 @@ class Serving:
         if self.under_way + count > self.limits.requests:
             self.counters.refused += 1
             raise busy(f"{self.under_way} completions are under way, and {self.limits.requests} may be; try again")
+
+    def note_specials(self, held: set[str]) -> None:
+        """Counts a chat whose messages hold the texts of these control tokens; the first one is said."""
+        if held and not self.counters.specials:
+            names = ", ".join(sorted(held)[:5])
+            say(f"a message of a request holds the text of special tokens ({names}), which the model reads as text")
+        self.counters.specials += bool(held)
 
     def submit(self, request: Request) -> Stream:
         """Begins a completion. The caller must `release` it."""

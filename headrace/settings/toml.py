@@ -166,7 +166,15 @@ def _sentence(kind: type, detail: Any, elsewhere: Callable[[str], str]) -> str:
         if known := [sentence for leaf in _leaves(name, given) if (sentence := elsewhere(leaf))]:
             return "\n".join(known)
         near = _nearest(name, list(setting_names(kind)))
-        return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
+        if near:
+            return f"{name} is not a setting; did you mean {near}?"
+        section = re.sub(r"\[\d+\]", "", name).rpartition(".")[0]
+        there = (
+            [n.removeprefix(f"{section}.") for n in setting_names(kind) if n.startswith(f"{section}.")]
+            if section
+            else []
+        )
+        return f"{name} is not a setting" + (f"; {section} has {', '.join(there)}" if there else "")
     if problem == "missing":
         return f"{name} is missing: " + (
             "add it" if "." in name else f"add a [{name}] table or {name} = ... to the config"
@@ -222,6 +230,8 @@ def _nearest(name: str, known: list[str]) -> str | None:
         match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
         if match:
             return leaves[match[0]]
+    if section:  # all names of a section are similar as wholes
+        return None
     match = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     return match[0] if match else None
 

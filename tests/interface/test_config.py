@@ -78,6 +78,11 @@ class Tree:
         ({"leaf": {"path": "x"}, "rate": 2.0}, "rate is not a setting; did you mean leaf.rate?"),
         ({"leaf": {"path": "x"}, "coutn": 1}, "coutn is not a setting; did you mean count?"),
         ({"leaf": {"path": "x"}, "zzz": 1}, "zzz is not a setting"),
+        ({"leaf": {"path": "x", "by": 1}}, "leaf.by is not a setting; leaf has path, "),
+        (
+            {"leaf": {"path": "x"}, "leaves": [{"path": "y", "by": 1}]},
+            "leaves[0].by is not a setting; leaves has path, ",
+        ),
         (
             {"leaf": {"path": "x"}, "leaves": [{"path": "y", "rat": 1}]},
             "leaves[0].rat is not a setting; did you mean leaves.rate?",

@@ -436,8 +436,17 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     assert peak < size / 10, f"{peak} bytes for {size} on the disk"
 
 
+def newest_state(run: Path) -> ControllerState:
+    return load_controller(run / "checkpoints" / f"step-{of(run, RunEnded)[-1].step:06d}")
+
+
+def is_under_way(state: ControllerState) -> bool:
+    """Whether a rollout of 96 tokens has some, and enough left for what its engine did between the checkpoint and the end."""
+    return any(0 < len(one.tokens) < 70 for one in state.begun.values())
+
+
 def stop_after_two(step: headrace.Step) -> None:
-    if step.step == 2:
+    if step.step >= 2:
         raise headrace.StopTraining
 
 
@@ -449,14 +458,18 @@ def test_rollouts_under_way_go_on_with_another_top_p(
     config = tiny_config(
         tmp_path,
         tiny_llama,
-        rollout={"max_tokens": 48, "top_p": before},
+        rollout={"group_size": 2, "max_tokens": 96, "top_p": before},
         train={"steps": 100, "learning_rate": 1e-7},
-        staleness={"max_lag": 40, "groups_per_step": 2},  # so that the engine is never without work
+        engine={"context_length": 128, "max_running": 1},
+        staleness={
+            "max_lag": 40,
+            "groups_per_step": 1,
+        },  # 82 rollouts one by one: the engine has work when the run stops
     )
     run = headrace.train(config, on_step=stop_after_two).directory
-    done = of(run, RunEnded)[-1].step
-    buffer = load_controller(run / "checkpoints" / f"step-{done:06d}").buffer
-    steps = done + (len(buffer.ready) + len(buffer.in_flight)) // 2 + 2
+    while not is_under_way(state := newest_state(run)):  # it stopped between two rollouts
+        headrace.train(resume=run, on_step=stop_after_two)
+    steps = of(run, RunEnded)[-1].step + (len(state.buffer.ready) + len(state.buffer.in_flight)) + 1
     headrace.train(resume=run, sets=[f"rollout.top_p={after}", f"train.steps={steps}"])
     mixed = 0
     for step in read_steps(run):

@@ -124,16 +124,15 @@ class Gateway:
             return await self.doors[secret](request, path)
         rollout = self._rollout(secret, request)
         try:
-            if path not in ROUTES and path not in rollout.routes:
-                known = ", ".join(f"/{one}" for one in (*ROUTES, *rollout.routes))
-                raise Refused(404, f"/{path} is not served here; there are: {known}")
-            method, answer = ROUTES.get(path, ("POST", None))
+            if path not in ROUTES:
+                raise Refused(404, f"/{path} is not served here; there are: {', '.join(f'/{one}' for one in ROUTES)}")
+            method, answer = ROUTES[path]
             if request.method != method:
                 raise Refused(405, f"/{path} takes {method}", headers={"Allow": method})
             if rollout.asking >= AT_ONCE:
                 said = f"{AT_ONCE} requests of this rollout are under way; try again"
                 raise Refused(429, said, "busy", {"Retry-After": "1"})
-            return await (answer(request, rollout, self) if answer else rollout.routes[path](request))
+            return await answer(request, rollout, self)
         except Refused as refused:
             raise rollout.refused(refused) from None
 

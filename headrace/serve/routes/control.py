@@ -127,6 +127,7 @@ async def metrics(request: HttpRequest) -> Response:
         ("completions_total", "counter", "Completions that were begun.", counted.completions),
         ("completions_cancelled_total", "counter", "Those that ended because the client left or asked for it.", counted.cancelled),
         ("requests_refused_total", "counter", "Requests that found no room (503).", counted.refused),
+        ("special_texts_total", "counter", "Chats that hold the text of control tokens, which stays text.", counted.specials),
         ("prompt_tokens_total", "counter", "Tokens of prompts.", counted.prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens that were sampled.", counted.sampled_tokens),
         ("prefix_cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", stats.cached_tokens),

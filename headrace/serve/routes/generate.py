@@ -12,6 +12,7 @@ import io
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.engine.remote.dialects.headrace import LOWEST
+from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sampling import of_generate
 from headrace.serve.serving import Serving
@@ -61,6 +63,16 @@ async def _events(
 
 async def _whole(serving: Serving, requests: Sequence[Request], name: str) -> Response:
     ended = await to_their_ends(serving, requests)
+    return await off_loop(size_of_answer(ended), partial(_answer, serving, requests, name, ended))
+
+
+def size_of_answer(ended: Sequence[Piece]) -> int:
+    """Returns about as many characters as take as long to encode as the log-probs of these completions to write."""
+    positions = ((len(one.stream.request.prompt) if one.stream.scores else 0) + len(one.stream.tokens) for one in ended)
+    return 16 * sum((1 + one.stream.request.top_logprobs) * n for one, n in zip(ended, positions, strict=True))
+
+
+def _answer(serving: Serving, requests: Sequence[Request], name: str, ended: Sequence[Piece]) -> Response:
     answer: dict[str, Any] = {"request_id": name, "choices": [choice(serving, piece) for piece in ended]}
     if scores := ended[0].stream.scores:
         answer |= prompt_logprobs(serving, requests[0].prompt, scores)

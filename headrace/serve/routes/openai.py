@@ -11,15 +11,19 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.formats import CallFormat
+from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText
-from headrace.serve.routes.generate import REASONS, choice, tops, usage_of
+from headrace.serve.routes.generate import REASONS, choice, size_of_answer, tops, usage_of
 from headrace.serve.sampling import of_chat, of_completions
 from headrace.serve.serving import Serving
 from headrace.types import Request
@@ -28,6 +32,11 @@ from headrace.web.sending import GONE, Events, json_response, read_body, while_t
 from headrace.web.unserved import offered_tools, stops
 
 STARTED = int(time.time())
+
+
+def size_of(body: Completions | Chat) -> int:
+    """Returns the bytes of a body."""
+    return len(msgspec.json.encode(body))
 
 
 async def models(request: HttpRequest) -> Response:
@@ -52,7 +61,7 @@ async def completions(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
     body = await read_body(request, Completions, serving.limits)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    requests = of_completions(serving, body, name)
+    requests = await off_loop(size_of(body), partial(of_completions, serving, body, name))
     top = body.logprobs is not None
     return await _answer(
         request,
@@ -65,7 +74,7 @@ async def chat(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
     body = await read_body(request, Chat, serving.limits)
     name = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
-    requests = of_chat(serving, body, name)
+    requests = await off_loop(size_of(body), partial(of_chat, serving, body, name))
     answering = Answering(
         serving=serving,
         requests=requests,
@@ -108,6 +117,9 @@ class Answering:
 
     async def whole(self) -> Response:
         ended = await to_their_ends(self.serving, self.requests)
+        return await off_loop(size_of_answer(ended), partial(self._body_of, ended))
+
+    def _body_of(self, ended: Sequence[Piece]) -> Response:
         choices = []
         for piece in ended:
             text, calls = self._answers[piece.index].push(piece.stream.tokens, last=True)
@@ -172,7 +184,7 @@ class Answering:
         def event(piece: Piece) -> dict[str, Any]:
             part, written = slice(piece.start, piece.stop), self.serving.encoder.written
             texts = [written([token]) for token in piece.stream.tokens[part]]
-            places = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+            places = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
             top = piece.stream.request.top_logprobs
             rows = [
                 {written([one["token_id"]]): one["logprob"] for one in tops(details)}

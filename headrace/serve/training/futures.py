@@ -20,10 +20,10 @@ from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.messages.protobuf import PROTOBUF
 from headrace.web.errors import Refused
+from headrace.web.sending import JSON
 
 Category = Literal["user", "server", "unknown"]
 """The side whose fault a failure is, in the words of the API."""
-JSON = "application/json"
 CANCELLED = "the request was cancelled, or its session has ended"
 
 

@@ -170,7 +170,7 @@ class TorchTrainer:
             learner.forget()
             raise
         lr = learner.lr(batch.steps)
-        norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
+        norm = learner.update(sums.loss, lr, unless_zero=sums.all_cut and batch.skippable)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}

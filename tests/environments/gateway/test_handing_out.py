@@ -18,6 +18,7 @@ import pytest
 import tool_chats
 from gateway_agent import LONGEST, user
 from written_turns import Model, encoder_of
+from yarl import URL
 
 import headrace
 from headrace.batches import Failure
@@ -39,8 +40,8 @@ class Service:
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self._session = address, session
 
-    async def post(self, url: str, body: Any) -> tuple[int, Any]:
-        async with self._session.post(url, json=body) as answer:
+    async def post(self, url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        async with self._session.post(URL(url, encoded=True), json=body, headers=headers) as answer:
             return answer.status, await answer.json() if answer.content_type == "application/json" else None
 
     async def take(self, wait: float = LONGEST) -> Any:
@@ -148,6 +149,32 @@ def test_strangers_get_401_and_the_address_takes_rollouts_only(tmp_path: Path) -
 
     (found,) = handed_out(tmp_path, case)
     assert isinstance(found, Played) and found.rewards == {"agent": 0.0}
+
+
+def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
+    """Neither its own nor another one, whatever it puts together from its environment variables."""
+
+    async def case(service: Service) -> None:
+        leases = [await service.take() for _ in range(2)]
+        known = [text for lease in leases for text in lease["environment"].values()]
+        secrets = {part for text in known for part in text.split("/") if len(part) > 20}
+        root = service.address.rsplit("/", 1)[0]
+        for own in leases:
+            await service.play(own)
+            for secret in secrets:
+                assert secret not in own["end"] and secret not in service.address
+                for path in ("end", "v1/end", "../end", "next", "%2e%2e/end"):
+                    headers = {"Authorization": f"Bearer {own['environment']['OPENAI_API_KEY']}"}
+                    status, _ = await service.post(f"{root}/{secret}/{path}", {"reward": 1000.0}, headers)
+                    assert status in (400, 401, 404, 405), path
+        for lease in leases:
+            status, said = await service.post(lease["end"], {"reward": 1e300})
+            assert status == 400 and "at most" in said["error"]["message"]
+            assert await service.post(lease["end"], {"reward": 0.5}) == (200, {"ended": True})
+
+    assert [found.rewards for found in handed_out(tmp_path, case, 2) if isinstance(found, Played)] == [
+        {"agent": 0.5}
+    ] * 2
 
 
 @pytest.mark.parametrize(
