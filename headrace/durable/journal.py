@@ -214,7 +214,6 @@ class Journal:
             self.position = max(position, end)
             """Number of the next record."""
             path = path or segment_path(run_dir, self.position)
-            index_of(path).unlink(missing_ok=True)  # it would not fit what is appended
         except OSError as error:
             raise write_error(Path(error.filename or directory), error) from error
         self._file = self._open(path, whole)
@@ -417,11 +416,11 @@ class _Segment:
         self.indexed = self.loaded = False
         self._read, self._last, self._state = 0, b"", (0, 0, 0)
 
-    def load(self, damage: Damage, index: bool = True) -> None:
-        """Reads the index, or what was added since the segment was read last. `index`: whether an index is good enough."""
+    def load(self, damage: Damage) -> None:
+        """Reads the index if there is one that fits, else what was added since the segment was read last."""
         try:
             self._state = self._state_now()
-            found = index_that_fits(self.path) if index else None
+            found = index_that_fits(self.path)
             if found is None:
                 self._read_on(damage)
             else:
@@ -669,10 +668,6 @@ class JournalReader:
 
     def _read(self, place: RecordPlace, segment: _Segment) -> AnyRecord | None:
         body = read_frame(segment.path, place)
-        if body is None and segment.indexed:  # damage, or an index that is wrong
-            segment.load(self.damage, index=False)
-            again = segment.find(place.kind, place.key, place.number + 1)
-            body = read_frame(segment.path, again) if again and again.number == place.number else None
         if body is None:
             self.damage.add(f"record {place.number}", "does not match its checksum")
             return None
