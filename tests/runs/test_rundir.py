@@ -32,7 +32,7 @@ def _start(config: RunConfig) -> None:
 def test_a_start_on_a_full_disk_is_a_sentence_and_can_be_made_again(tmp_path: Path) -> None:
     config = load_config(tiny_config(tmp_path, tmp_path / "no-model"))
     said, kept = [], []
-    for operation in range(14):
+    for operation in range(18):
         disk = Disk(Path(config.out), [Fault("full", 0, operation)])
         with disk.mounted():
             try:
