@@ -8,10 +8,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
 from headrace.serve.routes import control, generate, openai
 from headrace.serve.serving import Serving
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
 from headrace.web.guard import Guard
 
 ROUTES = [
@@ -34,11 +33,6 @@ ROUTES = [
 
 def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starlette:
     """`more`: routes beside the engine's."""
-    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-    app = Starlette(
-        routes=[*ROUTES, *more],
-        middleware=[Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys(kinds, answer_error),
-    )
+    app = make_application([*ROUTES, *more], [Middleware(Guard, token=token)])
     app.state.serving = serving
     return app

@@ -29,6 +29,7 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
 
 
 LEDGER = "orchestration/loops/ledger.py"
+SAVING = "orchestration/loops/saving.py"
 PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
@@ -295,11 +296,10 @@ OF_RECOVERY = (
 
 OF_SNAPSHOTS = (
     _one(
-        "state_after_await", SNAPSHOTS, "C7", "the controller's state is taken after the trainer has written",
-        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))\n"
-        "            await parts.trainer.save(directory, self._adapter)\n",
-        "            await parts.trainer.save(directory, self._adapter)\n"
-        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(self._state(step, started, parts)))\n",
+        "state_after_await", SNAPSHOTS, "C7", "the controller's state is taken when the checkpoint is written",
+        "            (directory / CONTROLLER).write_bytes(moment.state)\n",
+        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(self._state(step, started, self._of)))\n",
+        ("        started, adapter = ", "        self._of = parts\n        started, adapter = "),
     ),
     _one(
         "passes_begun_late", SNAPSHOTS, "C7", "the file of passes changes when the checkpoint is written, not when it is taken",
@@ -311,8 +311,12 @@ OF_SNAPSHOTS = (
         "            failure = str(error)\n", "            failure = str(error)\n            self.saved_step = step\n",
     ),
     _one(
-        "saved_again", SNAPSHOTS, "C7", "the checkpoint that a run goes on from is written anew",
-        "if step == self.saved_step:", "if False:",
+        "saved_again", SAVING, "C7", "the checkpoint that a run goes on from is written anew",
+        "if step == self._parts.snapshots.saved_step:", "if False:",
+    ),
+    _one(
+        "two_at_once", SAVING, "C7", "a checkpoint begins while another one is written",
+        "        await self.finish()\n        if (waited", "        if (waited",
     ),
     _one(
         "pruned_too_far", SNAPSHOTS, "C7", "passes of an older checkpoint that is kept are removed",

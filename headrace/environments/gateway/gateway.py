@@ -19,8 +19,8 @@ from starlette.routing import Route
 from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
 from headrace.environments.gateway.turn_request import GatewayRules, Written
-from headrace.errors import HeadraceError
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
+from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
 
@@ -98,14 +98,14 @@ class Gateway:
 
     async def _start(self) -> None:
         self._sock = self._sock or bind(HOST, 0)
-        kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-        app = Starlette(
-            routes=[Route("/{path:path}", self._answer, methods=methods)],
-            exception_handlers=dict.fromkeys(kinds, answer_error),
-        )
-        self._server = make_server(app)
+        self._server = make_server(self.application())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+
+    def application(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+        return make_application(
+            [Route("/{path:path}", self._answer, methods=methods)], []
+        )  # a secret is the permission
 
     async def close(self) -> None:
         for rollout in list(self._rollouts.values()):

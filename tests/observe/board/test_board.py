@@ -457,7 +457,7 @@ def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, r
     ("path", "status", "words"),
     [
         ("/api/part?run=../first&part=setup", 404, "there is no run ../first"),
-        ("/api/part?run=/etc&part=setup", 404, "there is no run /etc"),
+        ("/api/part?run=/etc&part=setup", 404, "there is no run etc here"),
         ("/api/part?run=first&part=passwords", 404, "part must be one of overview"),
         ("/api/part?part=setup", 400, "give 1 to 1 of run"),
         ("/static/../board_routes.py", 404, ""),
