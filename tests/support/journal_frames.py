@@ -33,7 +33,3 @@ def spoil(run_dir: Path, number: int, in_head: bool = False) -> None:
     data = bytearray(path.read_bytes())
     data[place.offset + (9 if in_head else place.length - 1)] ^= 4
     path.write_bytes(data)
-
-
-def journal_bytes(run_dir: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((run_dir / JOURNAL).iterdir())}
