@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.batches import Group
-from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
+from headrace.durable.journal import LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case, GroupShape
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.chosen_anew import ChosenAnew
@@ -107,7 +107,7 @@ class RunHistory:
             self.changes |= fault.kind == "change"
             if fault.kind == "rot" and fault.share >= 0.5:
                 first = load_controller(good[-1]).journal if good else 0
-                self.damaged |= rot_journal(directory / JOURNAL, fault.share * 2 - 1, first)
+                self.damaged |= rot_journal(directory, fault.share * 2 - 1, first)
             elif fault.kind == "rot" and len(good) > 1:
                 self._spoiled.add(_sealed(good[-1]))
                 rot(good.pop(), fault.share * 2)
@@ -122,12 +122,14 @@ class RunHistory:
         if saved is None or before is None or not self.truth.remembers:
             return
         found, written = counts.end, before.counts.end
-        if (
-            saved.rewinds or self.changes or self.rotten
-        ):  # set aside by this process, or by one that was killed while doing so
-            written = min(written, saved.state.journal if saved.state else 0)
-            self._forget(saved.saved_step)
         least = min(written, before.flushed) if self.lost_power else written
+        if saved.rewinds or self.changes or self.rotten:
+            least = min(least, saved.position)
+            if (
+                saved.rewinds
+            ):  # set aside by this process; else by one that was killed while doing so, perhaps not all of it
+                written = min(written, saved.position)
+            self._forget(saved.step)
         assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
         for step, taken in self.trained.items():
             tickets = tuple(ticket for ticket, _ in taken)

@@ -147,6 +147,7 @@ class Life:
             flush=True,
             checkpoint=checkpoint,
             saved=saved,
+            segment=case.segment,
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)

@@ -18,8 +18,8 @@ from tiny_run import of
 
 from headrace.config import RunConfig, dump_config, load_config, read_config
 from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded, RunEnded, Warned
-from headrace.orchestration.store.resume_rules import CONTENTS, RULES, changes, meaning, rule_of, settings_of
+from headrace.observe.facts import GroupEnded, RunEnded
+from headrace.orchestration.store.resume_rules import CONTENTS, rule_of
 
 REWARD = """
 import zlib

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fact_stream import write_journal
 from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.config import RunConfig, dump_config, load_config
+from headrace.durable.journal import LiveRecord
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -180,7 +182,7 @@ def test_some_long_prompts_are_a_note_and_all_of_them_too_where_a_run_goes_on(tm
 def test_a_directory_that_holds_a_run_is_only_for_going_on(tmp_path, tiny_llama):
     config, run = tiny_config(tmp_path, tiny_llama), tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)
-    (run / "journal.jsonl").write_text("{}\n")
+    write_journal(run, [LiveRecord(0.0, 0, "f")])
     with pytest.raises(ConfigError, match="already holds a run"):
         done(config)
     assert done(config, resume=run).problems == []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from headrace.engine.request_book import RequestBook
 from headrace.environments.kinds import environment_kind
 from headrace.models.chat import ChatEncoder
 from headrace.orchestration import build as build_module
-from headrace.orchestration.loops import rolling
 from headrace.orchestration.build import BuiltRun, build, build_task, open_telemetry
+from headrace.orchestration.loops import rolling
 from headrace.orchestration.pools import Pools
 from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.lane import Lane, open_lane
@@ -233,7 +232,7 @@ class Talk:
                 said.append([*self.marks(number), len(done.tokens) % 7 + 6])
                 if self.keeps:
                     agent.keep(msgspec.msgpack.encode(said[number]))
-            if agent.cut_off(said[number]):
+            if agent.cut_off(len(said[number])):
                 break
             done = await agent.turn(said[number])
         return {"talk": self.reward(done.tokens)}

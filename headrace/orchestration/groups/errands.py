@@ -85,7 +85,7 @@ class ErrandReply(Struct, frozen=True):
     refused: str = ""
     """The reason for which the engine does not take a request."""
     mark: str = ""
-    """That of the run whose settings the host had (`RunNotice.mark`)."""
+    """The mark of the run whose settings the host had (`RunNotice.mark`)."""
 
 
 class RunNotice(Struct, frozen=True):
@@ -104,7 +104,7 @@ class RunNotice(Struct, frozen=True):
     adapters: int = 0
     adapter: str = ""
     mark: str = ""
-    """Of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
+    """The mark of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
 
 
 class WeightsNotice(Struct, frozen=True):

@@ -333,8 +333,8 @@ def unlike(step: JournalStep, report: TrainReport) -> str:
     if bool(report.skipped) != bool(step.report.skipped):
         raise CheckpointError(
             f"step {step.step} was repeated from the journal and was {report.skipped or 'not skipped'}, while it had been "
-            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move journal.jsonl away "
-            "to resume from the checkpoint alone"
+            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move the run's directory "
+            "journal away to resume from the checkpoint alone"
         )
     if difference := differs(report, step.report):
         return (

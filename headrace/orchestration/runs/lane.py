@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.durable.journal import refuse_earlier
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import RunEnded, RunStarted, Warned
@@ -24,10 +25,10 @@ from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.contents import contents_in, contents_of, written
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import (
-    Changes,
+    SettingChanges,
     changes,
     check_bound,
     check_resumable,
@@ -159,6 +160,7 @@ def _found(
 ) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
     """The saved state of an earlier process, and complaints about damaged checkpoints."""
     path, now = directory.path, meaning(config, contents)
+    refuse_earlier(path)
     before, was = read_config(config_of_run(path)), _meant(config_of_run(path))
     check_resumable(was, now)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
@@ -166,7 +168,7 @@ def _found(
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
         check_bound(before, config)
-    changed, behind = Changes(), changes(was, now).steps
+    changed, behind = SettingChanges(), changes(was, now).steps
     if state:
         written_by = _meant(config_at(path, state.step))
         check_resumable(written_by | state.made_by, now)
