@@ -363,7 +363,7 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         parts=world.parts,
         pipeline=pipeline,
         redo=(),
-        outdated=(),
+        outdated={},
         utilisation=None,  # type: ignore[arg-type]
         config=None,  # type: ignore[arg-type]
         adapter="",

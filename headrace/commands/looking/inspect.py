@@ -157,7 +157,8 @@ def _trainer_side(
         return {}, f"{source} (--rescore computes the trainer's)"
     sampling = settings_of(run_dir).get("rollout")
     assert isinstance(sampling, dict), "every run has a config"
-    if sampling.get("temperature", 1.0) != 1.0 or any(row.sampling_mask for group in step.groups for row in group.rows):
+    rows = [row for group in step.groups for row in group.rows]
+    if any((row.temperature or sampling.get("temperature", 1.0)) != 1.0 or row.sampling_mask for row in rows):
         return (
             {},
             f"{source}: they belong to a truncated or tempered distribution, and cannot be compared with the trainer's at temperature 1",

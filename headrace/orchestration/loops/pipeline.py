@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,7 +36,7 @@ from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.leaving import Leaving, until_saved
-from headrace.orchestration.loops.outcomes import rolled_of, step_fact
+from headrace.orchestration.loops.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.orchestration.loops.saving import SAVING, Saving
@@ -51,10 +51,6 @@ _REMEDIES = {
 _OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or check the rewards of these groups in the report"
 """The remedy for all other reasons of a skipped step."""
 
-_OUTDATED = (
-    "finished groups of the checkpoint are dropped (settings_changed): their rows were made with another algorithm, other rewards or "
-    "other teachers"
-)
 _GONE = "but the metrics have none; those weights no longer exist, so"
 
 T = TypeVar("T")
@@ -106,14 +102,21 @@ class Pipeline:
                     step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
                 )
 
-    def discard(self, tickets: Collection[int]) -> None:
-        """Drops finished groups whose rows were made under settings that have changed."""
-        groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
-        if not groups:
-            return
-        self._warn(f"{len(groups)} {_OUTDATED}")
-        for group in groups:
-            self._parts.ledger.ended(rolled_of(group), "dropped", "settings_changed")
+    def discard(self, outdated: Mapping[int, Sequence[str]]) -> None:
+        """Drops groups of the checkpoint that were made under settings which have changed. `outdated`: the settings, by ticket."""
+        parts = self._parts
+        finished = [rolled_of(group) for group in parts.buffer.finished if group.ticket in outdated]
+        under_way = [
+            Rolled(ticket=ticket, prompt=prompt, scored=())
+            for ticket, prompt in parts.buffer.in_flight.items()
+            if ticket in outdated
+        ]
+        for what, groups in (("finished groups of the checkpoint", finished), ("groups under way", under_way)):
+            if groups:
+                names = " and ".join(outdated[groups[0].ticket])
+                self._warn(f"{len(groups)} {what} are dropped (settings_changed), because of changes in {names}")
+            for rolled in groups:
+                parts.ledger.ended(rolled, "dropped", "settings_changed")
 
     async def run(self) -> None:
         """Trains until the plan is fulfilled or `interrupt` is called. The current weights must be live already.

@@ -36,6 +36,7 @@ from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
+from headrace.orchestration.store.resume_rules import NO_CHANGES, SettingChanges, carried_over
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
@@ -50,7 +51,7 @@ class SavedRun:
 
     run_dir: Path
     state: ControllerState | None
-    """The controller's state in the checkpoint; None if there is no checkpoint."""
+    """The controller's state in the checkpoint, with what of its rollouts goes on; None if there is no checkpoint."""
     records: tuple[AnyRecord, ...]
     """The journal's records after the checkpoint."""
     complaints: tuple[str, ...] = ()
@@ -58,6 +59,8 @@ class SavedRun:
     """Whether everything after the checkpoint is set aside."""
     lost: int = 0
     """Number of records before the checkpoint that the end of the journal lacks."""
+    changed: SettingChanges = SettingChanges()
+    """The settings that were others when the checkpoint was made."""
 
     @property
     def saved_step(self) -> int:
@@ -106,11 +109,18 @@ class SavedRun:
             anew=restarts,
         )
 
-    def outdated(self, mark: str) -> frozenset[int]:
-        """Tickets of finished groups in the checkpoint whose rows were made under other settings (`resume_rules.scoring_mark`)."""
-        if self.state is None or self.state.scored_by in ("", mark):
-            return frozenset()
-        return frozenset(group.ticket for group in self.state.buffer.ready)
+    @property
+    def outdated(self) -> dict[int, tuple[str, ...]]:
+        """The groups of the checkpoint that were made under other settings, by ticket, with the names of these settings."""
+        if self.state is None:
+            return {}
+        changed, heat = self.changed, tuple(name for name in self.changed.anew if name == "rollout.temperature")
+        found = {
+            group.ticket: changed.groups or heat
+            for group in self.state.buffer.ready
+            if changed.groups or (heat and not all(row.temperature for row in group.rows))  # an earlier version's
+        }
+        return found | {ticket: changed.prompts for ticket in self.state.buffer.in_flight if changed.prompts}
 
     @property
     def seconds(self) -> float:
@@ -119,8 +129,15 @@ class SavedRun:
         return max(known)
 
 
-def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: bool) -> SavedRun:
-    """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. Changes nothing on the disk."""
+def read_saved_run(
+    run_dir: Path,
+    state: ControllerState | None,
+    reproducible: bool,
+    changed: SettingChanges = NO_CHANGES,
+    max_tokens: int = 1 << 62,
+) -> SavedRun:
+    """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. `changed`: the settings that
+    were others when the checkpoint was made; `max_tokens`: the most tokens of a completion now. SettingChanges nothing on the disk."""
     damage = Damage()
     position = state.journal if state else 0
     end = end_of_journal(run_dir, damage, position)
@@ -141,8 +158,18 @@ def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: b
         said.append(
             f"the journal in {run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
         )
-    rewinds = bool(behind or lost)
-    return SavedRun(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
+    if state:
+        state, more = carried_over(state, changed, max_tokens)
+        said += more
+    return SavedRun(
+        run_dir=run_dir,
+        state=state,
+        records=records,
+        complaints=tuple(said),
+        rewinds=bool(behind or lost),
+        lost=lost,
+        changed=changed,
+    )
 
 
 _CHANGED = "settings of training have changed"

@@ -152,6 +152,11 @@ def configs_until(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(one.stem.removeprefix("config.until-step-")), one) for one in found)
 
 
+def config_at(path: Path, step: int) -> Path:
+    """The settings of the process that wrote the checkpoint of `step`."""
+    return next((file for until, file in configs_until(path) if until >= step), path / CONFIG)
+
+
 def held(path: Path) -> bool:
     """Whether a process has this run open. The operating system releases the lock when a process dies."""
     try:

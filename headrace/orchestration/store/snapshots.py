@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,11 +41,13 @@ class ControllerState(Struct, frozen=True):
     passes: int = 0
     """Number of the first frame of the pass log that is not in `begun` and `notes`."""
     scored_by: str = ""
-    """The mark of the settings under which the rows of finished groups were made."""
+    """Written by earlier versions, and not read."""
     notes: dict[str, tuple[bytes, ...]] = {}
     """The notes of environments about rollouts in flight (`rollouts/notebook.py`)."""
     curriculum: CurriculumState | None = None
     """None if prompts are drawn in the order of the task."""
+    made_by: dict[str, Any] = {}
+    """The settings that groups and rollouts were made under (`resume_rules.meaning`); empty in checkpoints of earlier versions."""
 
 
 class _Parts(Protocol):
@@ -91,14 +93,14 @@ class Snapshots:
         *,
         adapter: str = "",
         saved_step: int = -1,
-        scored_by: str = "",
+        made_by: Mapping[str, Any] | None = None,
     ) -> None:
         """`adapter`: the one that the trainer saves; empty for the whole model. `saved_step`: the step of the checkpoint from which the
         run is resumed. It is not written again: it holds the same weights, and everything later is in journal and passes.
-        `scored_by`: the mark of the settings that make rows (`resume_rules.scoring_mark`)."""
+        `made_by`: see `ControllerState`."""
         self._checkpoints, self._passes = checkpoints, passes
         self._telemetry, self._adapter = telemetry, adapter
-        self._scored_by = scored_by
+        self._made_by = dict(made_by or {})
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
 
@@ -158,8 +160,8 @@ class Snapshots:
             journal=position,
             passes=self._passes.number,
             notes=parts.notebook.state(buffer.in_flight),
-            scored_by=self._scored_by,
             curriculum=parts.curriculum.state(),
+            made_by=self._made_by,
         )
 
     def _in_flight(self, name: str, buffer: BufferState) -> bool:
