@@ -25,7 +25,8 @@ class Said:
     """A whole completion."""
 
     content: str
-    """The text outside the calls, without white space beside them; unchanged where there is no call."""
+    """The text outside the calls; unchanged where there is no call. Where there are texts before and behind calls, the white space that stood
+    between them and the calls (a new line, if there was none) keeps them apart."""
     calls: tuple[ToolCall, ...]
     malformed: tuple[Malformed, ...]
 
@@ -59,6 +60,8 @@ class CallReader:
         """Whether there was any text but white space."""
         self._gap, self._after_call = "", False
         """White space that goes if a call follows; whether the last event was a call."""
+        self._said, self._apart = False, ""
+        """Whether there was text before; the white space between it and the first call behind it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -132,6 +135,7 @@ class CallReader:
             if section.startswith(self._format.opening):  # an object without a marker may be an answer
                 yield Malformed(section, str(error))
             return
+        self._apart = self._apart or self._gap
         self._gap, self._after_call = "", True
         yield from calls
 
@@ -140,9 +144,11 @@ class CallReader:
         text = self._gap + text
         shown = (text.lstrip() if self._after_call else text).rstrip()
         if not shown:
-            self._gap = "" if self._after_call else text
+            self._gap = text
             return ""
-        self._gap, self._after_call = text[len(text.rstrip()) :], False
+        if self._after_call and self._said:
+            shown = (self._apart or text[: len(text) - len(text.lstrip())] or "\n") + shown
+        self._gap, self._after_call, self._said, self._apart = text[len(text.rstrip()) :], False, True, ""
         return shown
 
 
