@@ -15,6 +15,7 @@ from headrace.chat.formats import CallFormat
 from headrace.chat.messages import begins_answer, role_problem
 from headrace.chat.probing import format_of, tools_problem
 from headrace.chat.rendering import Rendering
+from headrace.chat.token_bytes import bytes_of_piece
 from headrace.errors import ConfigError, nearest
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.endings import Endings, endings_of
@@ -327,6 +328,21 @@ class ChatEncoder:
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def hides(self, token: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return token in self._hidden
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes that a token stands for. They are no text where a character is made of several tokens."""
+        if (known := self._bytes.get(token)) is None:
+            piece = str(self._tokenizer.convert_ids_to_tokens(token) or "")
+            known = self._bytes[token] = bytes_of_piece(piece, self.written([token]))
+        return known
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {}
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

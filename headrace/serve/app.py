@@ -9,10 +9,12 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.errors import HeadraceError
+from headrace.printing import say
 from headrace.serve.routes import control, generate, openai
 from headrace.serve.serving import Serving
 from headrace.web.errors import Refused, answer_error
 from headrace.web.guard import Guard
+from headrace.web.unknown_fields import IgnoredFields
 
 ROUTES = [
     Route("/health", control.health),
@@ -37,7 +39,7 @@ def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starle
     kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
     app = Starlette(
         routes=[*ROUTES, *more],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(Guard, token=token), Middleware(IgnoredFields, remark=lambda name, said: say(said))],
         exception_handlers=dict.fromkeys(kinds, answer_error),
     )
     app.state.serving = serving

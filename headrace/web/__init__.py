@@ -1,6 +1,6 @@
 """HTTP, for every server here: the native engine (`serve/`), the fakes of other servers, the gateway of agents, and the board of runs.
 
 Read `limits.py`, `errors.py` (refusals and their status), `bodies.py` (bodies of requests), `unserved.py` (fields that are refused),
-`sending.py` (answers and streams; a client that leaves), `guard.py` (who may send requests), `server.py` (a port and its server).
+`unknown_fields.py` (fields that nobody knows), `sending.py` (answers and streams; a client that leaves), `guard.py` (who may send requests), `server.py` (a port and its server).
 `tls.py` is TLS for connections that are not HTTP.
 """

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.web.errors import Refused, error_body, refusal_of
 from headrace.web.limits import ServerLimits
+from headrace.web.unknown_fields import note_unknown
 
 T = TypeVar("T")
 
@@ -26,9 +27,11 @@ async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
     body = await read_bytes(request, "application/json", limits)
     try:
-        return msgspec.json.decode(body, type=kind)
+        read = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is not what this route takes: {error}") from None
+    note_unknown(request.scope, read, body)
+    return read
 
 
 async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> bytes:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.turn_request import TurnRequest, is_cut
+from headrace.web.bodies import OpenBody
 from headrace.web.errors import Refused
 
 Blocks = str | list[dict[str, Any]]
@@ -33,7 +34,7 @@ class OfferedTool(msgspec.Struct, kw_only=True):
     type: str = "custom"
 
 
-class Messages(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Messages(OpenBody, kw_only=True):
     """`/v1/messages`"""
 
     model: str

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.chat.token_bytes import text_of_bytes
 from headrace.environments.gateway.chat_tree import TreeReply, reply_as_sent
-from headrace.environments.gateway.turn_request import TurnRequest, Written, is_cut
+from headrace.environments.gateway.turn_request import TurnRequest, is_cut
+
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +22,7 @@ class ChatAnswer:
     model: str
     """The name that the client asked for."""
     logprobs: bool
-    written: Written
+    token_bytes: TokenBytes
 
     def whole(self, answer: TreeReply) -> dict[str, Any]:
         message = reply_as_sent(answer.reply)
@@ -61,15 +65,15 @@ class ChatAnswer:
         }
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        return {"content": said_tokens(tokens, logprobs, self.written), "refusal": None} if self.logprobs else None
+        return {"content": said_tokens(tokens, logprobs, self.token_bytes), "refusal": None} if self.logprobs else None
 
 
-def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], written: Written) -> list[dict[str, Any]]:
+def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], token_bytes: TokenBytes) -> list[dict[str, Any]]:
     """Returns each token with its log-prob, in the format of chats and responses."""
     content = []
     for token, logprob in zip(tokens, logprobs, strict=True):
-        text = written([token])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        said = token_bytes(token)
+        content.append({"token": text_of_bytes(said), "logprob": logprob, "bytes": list(said), "top_logprobs": []})
     return content
 
 

@@ -48,7 +48,7 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
     shown = [schema(one) for one in tools]
     asked = asked_of(body, rules)
     turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream, asked=asked))
-    made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
+    made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=rules.encoder.token_bytes)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
     answer = await turn.whole(request)

@@ -12,17 +12,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.environments.gateway.turn_request import GatewayRules, Written
+from headrace.environments.gateway.turn_request import AnswerEncoder, GatewayRules
 from headrace.errors import HeadraceError
 from headrace.web.errors import Refused, answer_error
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
+from headrace.web.unknown_fields import IgnoredFields
 
 HOST = "127.0.0.1"
 AT_ONCE = 64
@@ -46,21 +48,17 @@ class Gateway:
 
     def __init__(
         self,
-        written: Written,
+        encoder: AnswerEncoder,
         stop: Sequence[str],
         sampling: Mapping[str, object],
         limits: ServerLimits,
         sock: socket.socket | None = None,
         *,
-        ends: Callable[[], frozenset[int]] = frozenset,
-        variables: Callable[[], frozenset[str]] = frozenset,
         session_header: str = "",
     ) -> None:
         """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
-        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion. `variables`:
-        returns those of the chat template. `session_header`: the header that tells agents of one role apart."""
-        self.ends, self.variables, self.session_header = ends, variables, session_header
-        self.written, self.stop, self.limits = written, tuple(stop), limits
+        only this machine reaches it, at a port that is free. `session_header`: the header that tells agents of one role apart."""
+        self.encoder, self.stop, self.limits, self.session_header = encoder, tuple(stop), limits, session_header
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}
         """The answers to requests that concern no rollout, by their secret. Each is called with the path behind it."""
@@ -102,6 +100,7 @@ class Gateway:
         methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
         app = Starlette(
             routes=[Route("/{path:path}", self._answer, methods=methods)],
+            middleware=[Middleware(IgnoredFields, remark=self.remark)],
             exception_handlers=dict.fromkeys(kinds, answer_error),
         )
         self._server = make_server(app)

@@ -11,10 +11,10 @@ import msgspec
 
 from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
 from headrace.chat.rendering import TemplateUse, with_effort
-from headrace.environments.gateway.chat_answers import said_tokens
+from headrace.environments.gateway.chat_answers import TokenBytes, said_tokens
 from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import GatewayRules, Written
-from headrace.web.bodies import Body, Count
+from headrace.environments.gateway.turn_request import GatewayRules
+from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
 
 Item = dict[str, Any]
@@ -31,7 +31,7 @@ class OfferedFunction(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Responses(Body, kw_only=True):
+class Responses(OpenBody, kw_only=True):
     """`/v1/responses`"""
 
     model: str | None = None
@@ -108,7 +108,7 @@ def _unserved(name: str, remedy: str) -> Refused:
 def asked_of_template(body: Responses, rules: GatewayRules) -> TemplateUse:
     """Returns what a request asks of the template. Raises Refused for an effort that the template does not know."""
     effort = (body.reasoning or {}).get("effort")
-    arguments = with_effort({}, effort, rules.variables())
+    arguments = with_effort({}, effort, rules.encoder.variables)
     if arguments is None and effort != "none":
         raise _unserved("reasoning.effort", "leave it out: the chat template knows none")
     return TemplateUse(arguments=arguments or {}, continues=False)
@@ -198,10 +198,10 @@ def call_items(answer: TreeReply) -> list[Item]:
     ]
 
 
-def logprobs_of(body: Responses, answer: TreeReply, written: Written) -> list[Item]:
+def logprobs_of(body: Responses, answer: TreeReply, token_bytes: TokenBytes) -> list[Item]:
     """Returns the log-probs of all tokens of the turn; none if the request asks for none."""
     done = answer.completion
-    return said_tokens(done.tokens, done.logprobs, written) if done and body.logprobs else []
+    return said_tokens(done.tokens, done.logprobs, token_bytes) if done and body.logprobs else []
 
 
 def usage_of_response(answer: TreeReply) -> Item:

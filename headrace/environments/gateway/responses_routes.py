@@ -92,7 +92,7 @@ class ResponseWriter:
     def whole(self, answer: TreeReply) -> Item:
         text = answer.reply.text
         calls = call_items(answer)
-        said = [text_item(self._text_id, text, logprobs_of(self._body, answer, self._rules.written))]
+        said = [text_item(self._text_id, text, logprobs_of(self._body, answer, self._rules.encoder.token_bytes))]
         return self._over([*(said if text or not calls else []), *calls], answer)
 
     async def events(self, turn: TurnRequest) -> AsyncIterator[Item]:
@@ -102,7 +102,11 @@ class ResponseWriter:
             async for piece in pieces:
                 for event in () if self._number else self._begin():
                     yield event
-                new = said_tokens(piece.tokens, piece.logprobs, self._rules.written) if self._body.logprobs else []
+                new = (
+                    said_tokens(piece.tokens, piece.logprobs, self._rules.encoder.token_bytes)
+                    if self._body.logprobs
+                    else []
+                )
                 logprobs += new
                 if piece.text and not shown:
                     shown = True

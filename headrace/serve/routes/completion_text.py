@@ -26,11 +26,6 @@ class CompletionText:
         self._calls = 0
 
     @property
-    def characters(self) -> int:
-        """The length of the text that was read so far, calls included."""
-        return len(self._text.whole)
-
-    @property
     def called(self) -> bool:
         return self._calls > 0
 

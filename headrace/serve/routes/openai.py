@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -23,8 +22,9 @@ from headrace.chat.formats import CallFormat
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText
-from headrace.serve.routes.generate import REASONS, choice, size_of_answer, tops, usage_of
-from headrace.serve.sampling import of_chat, of_completions
+from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
+from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
+from headrace.serve.sampling import given_prompts, of_chat, of_completions
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat, Completions
@@ -66,8 +66,21 @@ async def completions(request: HttpRequest) -> Response:
     return await _answer(
         request,
         body,
-        Answering(serving=serving, requests=requests, name=name, chat=False, logprobs=top, stops=stops(body)),
+        Answering(
+            serving=serving,
+            requests=requests,
+            name=name,
+            chat=False,
+            logprobs=top,
+            stops=stops(body),
+            prompts=[_text_of(serving, one) for one in given_prompts(body)],
+            echo=body.echo,
+        ),
     )
+
+
+def _text_of(serving: Serving, prompt: str | Sequence[int]) -> str:
+    return prompt if isinstance(prompt, str) else serving.encoder.decode(prompt)
 
 
 async def chat(request: HttpRequest) -> Response:
@@ -106,8 +119,19 @@ class Answering:
     stops: Sequence[str]
     format: CallFormat | None = None
     """The format of tool calls, where tools were offered."""
+    prompts: Sequence[str] = ("",)
+    """The texts of the prompts. Each has as many completions as the others."""
+    echo: bool = False
+    """Whether a completion begins with its prompt."""
 
     def __post_init__(self) -> None:
+        self._several = len(self.requests) // len(self.prompts)
+        """Completions of each prompt."""
+        self._echoes = [
+            self.prompts[place // self._several] if self.echo else "" for place in range(len(self.requests))
+        ]
+        echoed = self._echoes if self.echo else [None] * len(self.requests)
+        self._logprobs = [TextLogprobs(self.serving.encoder, one) for one in echoed]
         self._answers = [CompletionText(self.serving.encoder, self.stops, self.format) for _ in self.requests]
         self._head = {
             "id": self.name,
@@ -123,8 +147,8 @@ class Answering:
         choices = []
         for piece in ended:
             text, calls = self._answers[piece.index].push(piece.stream.tokens, last=True)
-            own = self._choice(piece, 0)
-            own |= {"message": _message(text, calls)} if self.chat else {"text": text}
+            own = self._choice(piece)
+            own |= {"message": _message(text, calls)} if self.chat else {"text": self._echoes[piece.index] + text}
             choices.append(own)
         kind = "chat.completion" if self.chat else "text_completion"
         return json_response({**self._head, "object": kind, "choices": choices, "usage": self._usage(ended)})
@@ -135,65 +159,37 @@ class Answering:
         async with aclosing(follow(self.serving, self.requests)) as pieces:
             async for piece in pieces:
                 answer, tokens = self._answers[piece.index], piece.stream.tokens[piece.start : piece.stop]
-                before = answer.characters
                 text, calls = answer.push(tokens, last=piece.ended)
-                role = {"role": "assistant"} if piece.index in first else {}
-                own = {"delta": role | _delta(text, calls)} if self.chat else {"text": text}
+                begins = piece.index in first
+                role = {"role": "assistant"} if begins else {}
+                echoed = self._echoes[piece.index] if begins else ""
+                own = {"delta": role | _delta(text, calls)} if self.chat else {"text": echoed + text}
                 first.discard(piece.index)
-                yield {**head, "choices": [self._choice(piece, before) | own]}
+                yield {**head, "choices": [self._choice(piece) | own]}
                 ended += [piece] if piece.ended else []
         if usage:
             yield {**head, "choices": [], "usage": self._usage(ended)}
 
     def _usage(self, ended: Sequence[Piece]) -> dict[str, int]:
-        prompts = {request.prompt: 0 for request in self.requests}  # a prompt of several completions counts once
-        return usage_of(sum(map(len, prompts)), sum(piece.stop for piece in ended))
+        prompts = self.requests[
+            :: self._several
+        ]  # one of several completions counts once, and one that is given twice twice
+        return usage_of(sum(len(one.prompt) for one in prompts), sum(piece.stop for piece in ended))
 
-    def _choice(self, piece: Piece, offset: int) -> dict[str, Any]:
-        """A choice without its text. `offset`: characters of the completion before this piece."""
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        """A choice without its text."""
         whole = choice(self.serving, piece)
         own: dict[str, Any] = {name: whole[name] for name in ("index", "token_ids", "weight_versions")}
         own["finish_reason"] = self._reason(piece) if piece.ended else None
-        own["logprobs"] = (
-            (self._chat_logprobs if self.chat else self._logprobs(offset))(piece) if self.logprobs else None
-        )
+        own["logprobs"] = self._logprobs_of(piece) if self.logprobs else None
         return own
+
+    def _logprobs_of(self, piece: Piece) -> dict[str, Any]:
+        return chat_logprobs(self.serving.encoder, piece) if self.chat else self._logprobs[piece.index].of(piece)
 
     def _reason(self, piece: Piece) -> str:
         reason = REASONS[piece.stream.end.stop] if piece.stream.end else "abort"
         return "tool_calls" if reason == "stop" and self._answers[piece.index].called else reason
-
-    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
-        content = []
-        for place in range(piece.start, piece.stop):
-            token, logprob = piece.stream.tokens[place], piece.stream.logprobs[place]
-            others = tops(piece.stream.details[place]) if piece.stream.request.top_logprobs else []
-            content.append(
-                {
-                    **self._said(token, logprob),
-                    "top_logprobs": [self._said(one["token_id"], one["logprob"]) for one in others],
-                }
-            )
-        return {"content": content, "refusal": None}
-
-    def _said(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.serving.encoder.written([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    def _logprobs(self, offset: int) -> Callable[[Piece], dict[str, Any]]:
-        def event(piece: Piece) -> dict[str, Any]:
-            part, written = slice(piece.start, piece.stop), self.serving.encoder.written
-            texts = [written([token]) for token in piece.stream.tokens[part]]
-            places = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-            top = piece.stream.request.top_logprobs
-            rows = [
-                {written([one["token_id"]]): one["logprob"] for one in tops(details)}
-                for details in (piece.stream.details[part] if top else [])
-            ]
-            logprobs = piece.stream.logprobs[part]
-            return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": rows or None, "text_offset": places}
-
-        return event
 
 
 def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
