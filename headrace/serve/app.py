@@ -10,9 +10,10 @@ from starlette.routing import Route
 
 from headrace.errors import HeadraceError
 from headrace.printing import say
-from headrace.serve.routes import control, generate, openai
+from headrace.serve.routes import control, generate, openai, shared_formats
 from headrace.serve.serving import Serving
 from headrace.web.errors import Refused, answer_error
+from headrace.web.formats.stored_responses import StoredResponses
 from headrace.web.guard import Guard
 from headrace.web.unknown_fields import IgnoredFields
 
@@ -20,8 +21,11 @@ ROUTES = [
     Route("/health", control.health),
     Route("/metrics", control.metrics),
     Route("/v1/models", openai.models),
+    Route("/v1/models/{name:path}", openai.model),
     Route("/v1/completions", openai.completions, methods=["POST"]),
     Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+    Route("/v1/responses", shared_formats.responses, methods=["POST"]),
+    Route("/v1/messages", shared_formats.messages, methods=["POST"]),
     Route("/inference/v1/generate", generate.generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
     Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),
@@ -42,5 +46,5 @@ def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starle
         middleware=[Middleware(Guard, token=token), Middleware(IgnoredFields, remark=lambda name, said: say(said))],
         exception_handlers=dict.fromkeys(kinds, answer_error),
     )
-    app.state.serving = serving
+    app.state.serving, app.state.responses = serving, StoredResponses()
     return app

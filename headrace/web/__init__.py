@@ -2,5 +2,5 @@
 
 Read `limits.py`, `errors.py` (refusals and their status), `bodies.py` (bodies of requests), `unserved.py` (fields that are refused),
 `unknown_fields.py` (fields that nobody knows), `sending.py` (answers and streams; a client that leaves), `guard.py` (who may send requests), `server.py` (a port and its server).
-`tls.py` is TLS for connections that are not HTTP.
+`tls.py` is TLS for connections that are not HTTP. `formats/` has the formats of answers that several servers share.
 """

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.chat.token_bytes import text_of_bytes
 from headrace.environments.gateway.chat_tree import TreeReply, reply_as_sent
 from headrace.environments.gateway.turn_request import TurnRequest, is_cut
-
-TokenBytes = Callable[[int], bytes]
-"""The bytes that a token stands for."""
+from headrace.web.formats.followed_turn import TokenBytes, said_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +63,6 @@ class ChatAnswer:
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         return {"content": said_tokens(tokens, logprobs, self.token_bytes), "refusal": None} if self.logprobs else None
-
-
-def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], token_bytes: TokenBytes) -> list[dict[str, Any]]:
-    """Returns each token with its log-prob, in the format of chats and responses."""
-    content = []
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        said = token_bytes(token)
-        content.append({"token": text_of_bytes(said), "logprob": logprob, "bytes": list(said), "top_logprobs": []})
-    return content
 
 
 def usage_of(answer: TreeReply) -> dict[str, int]:

@@ -32,8 +32,18 @@ async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRu
     return json_response(models_body())
 
 
+async def model(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
+    """The model under the name that the client gives it."""
+    name = request.scope["path"].partition("/models/")[2]
+    return json_response(_model(name or MODEL))
+
+
 def models_body() -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": STARTED, "owned_by": "headrace"}]}
+    return {"object": "list", "data": [_model(MODEL)]}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": STARTED, "owned_by": "headrace"}
 
 
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:

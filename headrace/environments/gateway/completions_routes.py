@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.token_bytes import offsets_of, text_of_bytes
-from headrace.environments.gateway.chat_answers import TokenBytes, usage_of
+from headrace.environments.gateway.chat_answers import usage_of
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.environments.gateway.turn_request import (
@@ -31,6 +31,7 @@ from headrace.environments.gateway.turn_request import (
 )
 from headrace.web.bodies import Completions, Generate
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import TokenBytes
 from headrace.web.sending import GONE, Events, json_response, read_body
 
 DEFAULT = 16

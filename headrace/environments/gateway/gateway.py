@@ -32,8 +32,12 @@ AT_ONCE = 64
 
 Answer = Callable[[HttpRequest, GatewayRollout, GatewayRules], Awaitable[Response]]
 
+MODEL_ROUTE = "v1/models/"
+"""The begin of a path that ends with the name of a model."""
+
 ROUTES: Mapping[str, tuple[str, Answer]] = {
     "v1/models": ("GET", chat_routes.models),
+    MODEL_ROUTE: ("GET", chat_routes.model),
     "v1/chat/completions": ("POST", chat_routes.chat),
     "v1/completions": ("POST", completions_routes.completions),
     "inference/v1/generate": ("POST", completions_routes.generate),
@@ -123,9 +127,10 @@ class Gateway:
             return await self.doors[secret](request, path)
         rollout = self._rollout(secret, request)
         try:
-            if path not in ROUTES:
+            route = MODEL_ROUTE if path.startswith(MODEL_ROUTE) else path
+            if route not in ROUTES:
                 raise Refused(404, f"/{path} is not served here; there are: {', '.join(f'/{one}' for one in ROUTES)}")
-            method, answer = ROUTES[path]
+            method, answer = ROUTES[route]
             if request.method != method:
                 raise Refused(405, f"/{path} takes {method}", headers={"Allow": method})
             if rollout.asking >= AT_ONCE:

@@ -13,10 +13,11 @@ from headrace.chat.messages import Tool
 from headrace.chat.rendering import TemplateUse, with_effort
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
-from headrace.environments.turn_stream import TurnPiece, TurnStream
+from headrace.environments.turn_stream import TurnStream
 from headrace.errors import ConfigError, RolloutOver
 from headrace.web.bodies import Chat, Drawing
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import while_there
 from headrace.web.unserved import continues_last, refuse_unserved, stops
@@ -150,7 +151,23 @@ def is_cut(answer: TreeReply) -> bool:
     return bool(answer.reply.over) or answer.reply.stop == "length"
 
 
+def turn_of(answer: TreeReply) -> WholeTurn:
+    """The answer to a request as formats read it."""
+    reply, done = answer.reply, answer.completion
+    return WholeTurn(
+        text=reply.text,
+        calls=[TurnCall(one.id, one.name, one.arguments) for one in reply.calls if not one.problem],
+        cut=is_cut(answer),
+        prompt_tokens=answer.prompt_tokens,
+        count=reply.tokens,
+        tokens=done.tokens if done else (),
+        logprobs=done.logprobs if done else (),
+    )
+
+
 class TurnRequest:
+    """Protocol `FollowedTurn`."""
+
     def __init__(self, speaker: Speaker, ask: Ask) -> None:
         self._speaker, self._ask, self._stream = speaker, ask, TurnStream()
         self._answer: TreeReply | None = None
@@ -179,6 +196,10 @@ class TurnRequest:
         """The turn, once there are no more pieces."""
         assert self._answer is not None
         return self._answer
+
+    @property
+    def turn(self) -> WholeTurn:
+        return turn_of(self.answer)
 
     @property
     def prompt_tokens(self) -> int:

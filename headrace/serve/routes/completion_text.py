@@ -26,6 +26,11 @@ class CompletionText:
         self._calls = 0
 
     @property
+    def stop(self) -> str:
+        """The stop string at which the text ends; empty if there is none."""
+        return self._text.stop
+
+    @property
     def called(self) -> bool:
         return self._calls > 0
 

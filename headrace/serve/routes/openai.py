@@ -41,20 +41,27 @@ def size_of(body: Completions | Chat) -> int:
 
 async def models(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
-    longest = serving.engine.capabilities.context_length
-    data = [
-        {
-            "id": name,
-            "object": "model",
-            "created": STARTED,
-            "owned_by": "headrace",
-            "root": parent or name,
-            "parent": parent or None,
-            "max_model_len": longest,
-        }
-        for name, parent in serving.models().items()
-    ]
+    data = [_model(serving, name) for name in serving.models()]
     return json_response({"object": "list", "data": data})
+
+
+async def model(request: HttpRequest) -> Response:
+    """One of them, whose name may have slashes."""
+    serving: Serving = request.app.state.serving
+    return json_response(_model(serving, serving.adapter_of(request.path_params["name"]) or serving.name))
+
+
+def _model(serving: Serving, name: str) -> dict[str, Any]:
+    parent = serving.models()[name]
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "headrace",
+        "root": parent or name,
+        "parent": parent or None,
+        "max_model_len": serving.engine.capabilities.context_length,
+    }
 
 
 async def completions(request: HttpRequest) -> Response:

@@ -12,6 +12,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.serve.following import Piece
 from headrace.serve.routes.generate import finite, tops
 from headrace.steps import PromptScores
+from headrace.web.formats.followed_turn import said_token
 
 
 def chat_logprobs(encoder: ChatEncoder, piece: Piece) -> dict[str, Any]:
@@ -19,14 +20,9 @@ def chat_logprobs(encoder: ChatEncoder, piece: Piece) -> dict[str, Any]:
     for place in range(piece.start, piece.stop):
         token, logprob = piece.stream.tokens[place], piece.stream.logprobs[place]
         others = tops(piece.stream.details[place]) if piece.stream.request.top_logprobs else []
-        more = [_said(encoder, one["token_id"], one["logprob"]) for one in others]
-        content.append({**_said(encoder, token, logprob), "top_logprobs": more})
+        more = [said_token(one["token_id"], one["logprob"], encoder.token_bytes) for one in others]
+        content.append({**said_token(token, logprob, encoder.token_bytes), "top_logprobs": more})
     return {"content": content, "refusal": None}
-
-
-def _said(encoder: ChatEncoder, token: int, logprob: float) -> dict[str, Any]:
-    said = encoder.token_bytes(token)
-    return {"token": text_of_bytes(said), "logprob": logprob, "bytes": list(said)}
 
 
 class _Row(NamedTuple):

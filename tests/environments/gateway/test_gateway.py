@@ -149,7 +149,9 @@ def test_log_probs_are_the_samplers_and_models_are_listed(tmp_path: Path) -> Non
         content = (await asks.chat(user("?"), logprobs=True)).choices[0].logprobs.content
         done = model.sampled[0]
         assert [one.logprob for one in content] == list(done.logprobs) and content[-1].token == "<|im_end|>"
-        assert [one.id async for one in await asks.client.models.list()] == ["policy"]
+        (listed,) = (await asks.client.models.list()).data
+        assert listed.id == "policy" == (await asks.client.models.retrieve("policy")).id
+        assert (await asks.client.models.retrieve("policy/critic")).id == "policy/critic"
 
     played(model, case)
 

@@ -11,11 +11,10 @@ import msgspec
 
 from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
 from headrace.chat.rendering import TemplateUse, with_effort
-from headrace.environments.gateway.chat_answers import TokenBytes, said_tokens
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import GatewayRules
 from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import WholeTurn
+from headrace.web.formats.stored_responses import StoredResponses
 
 Item = dict[str, Any]
 _LOGPROBS = "message.output_text.logprobs"
@@ -40,7 +39,7 @@ class Responses(OpenBody, kw_only=True):
     """The system message. It is not one of the messages that `previous_response_id` names."""
     previous_response_id: str | None = None
     store: bool | None = None
-    """Left out: true. Stored are the messages, until the rollout is over, for `previous_response_id`."""
+    """Left out: true. Stored are the messages, as long as there is room, for `previous_response_id`."""
     tools: list[OfferedFunction] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -75,7 +74,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": ((None, "auto", "none"), "leave it out or choose auto or none: nothing here forces a model to call"),
     "parallel_tool_calls": ((None, True), "leave it out, and take the first call of a response"),
     "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
-    "truncation": ((None, "disabled"), "leave it out: a rollout that is too long is cut off (environment.max_tokens)"),
+    "truncation": ((None, "disabled"), "leave it out: no item of the input is dropped"),
     "background": ((None, False), "leave it out"),
     "max_tool_calls": ((None,), "leave it out"),
     "prompt": ((None,), "send its text as instructions and input"),
@@ -105,10 +104,10 @@ def _unserved(name: str, remedy: str) -> Refused:
     return Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
 
 
-def asked_of_template(body: Responses, rules: GatewayRules) -> TemplateUse:
-    """Returns what a request asks of the template. Raises Refused for an effort that the template does not know."""
+def asked_of_template(body: Responses, variables: frozenset[str]) -> TemplateUse:
+    """Returns what a request asks of a template with these variables. Raises Refused for an effort that the template does not know."""
     effort = (body.reasoning or {}).get("effort")
-    arguments = with_effort({}, effort, rules.encoder.variables)
+    arguments = with_effort({}, effort, variables)
     if arguments is None and effort != "none":
         raise _unserved("reasoning.effort", "leave it out: the chat template knows none")
     return TemplateUse(arguments=arguments or {}, continues=False)
@@ -129,6 +128,19 @@ def offered_functions(body: Responses) -> list[Tool]:
         )
         for one in body.tools or ()
     ]
+
+
+def system_of(body: Responses) -> list[Message]:
+    """The instructions, which are not stored."""
+    return [Message(role="system", content=body.instructions)] if body.instructions else []
+
+
+def history_of(body: Responses, stored: StoredResponses) -> list[Message]:
+    """The messages before the reply, without the instructions. Raises Refused for none, and for a response that is not stored."""
+    history = [*stored.before(body.previous_response_id), *messages_of_input(body.input)]
+    if not history:
+        raise Refused(400, "input has no messages; send one at least")
+    return history
 
 
 def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
@@ -183,7 +195,7 @@ def text_part(text: str, logprobs: Sequence[Item]) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def call_items(answer: TreeReply) -> list[Item]:
+def call_items(turn: WholeTurn) -> list[Item]:
     return [
         {
             "id": f"fc_{uuid.uuid4().hex}",
@@ -193,19 +205,18 @@ def call_items(answer: TreeReply) -> list[Item]:
             "arguments": one.arguments,
             "status": "completed",
         }
-        for one in answer.reply.calls
-        if not one.problem
+        for one in turn.calls
     ]
 
 
-def logprobs_of(body: Responses, answer: TreeReply, token_bytes: TokenBytes) -> list[Item]:
-    """Returns the log-probs of all tokens of the turn; none if the request asks for none."""
-    done = answer.completion
-    return said_tokens(done.tokens, done.logprobs, token_bytes) if done and body.logprobs else []
+def message_of_turn(turn: WholeTurn) -> Message:
+    """The turn as a message of a chat."""
+    calls = [MadeCall(id=one.id, function=Named(name=one.name, arguments=one.arguments)) for one in turn.calls]
+    return Message(role="assistant", content=turn.text, tool_calls=calls or None)
 
 
-def usage_of_response(answer: TreeReply) -> Item:
-    prompt, sampled = answer.prompt_tokens, answer.reply.tokens
+def usage_of_response(turn: WholeTurn) -> Item:
+    prompt, sampled = turn.prompt_tokens, turn.count
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

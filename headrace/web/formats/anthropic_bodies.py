@@ -12,10 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import TurnRequest, is_cut
 from headrace.web.bodies import OpenBody
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
 
 Blocks = str | list[dict[str, Any]]
 
@@ -114,19 +113,24 @@ def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join(block["text"] for block in blocks)
 
 
-def message_of(answer: TreeReply, model: str) -> dict[str, Any]:
-    """The reply as a message of Anthropic's."""
-    reply = answer.reply
-    calls = [one for one in reply.calls if not one.problem]
-    content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not calls else []
+def message_of(turn: WholeTurn, model: str) -> dict[str, Any]:
+    """The turn as a message of Anthropic's."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": turn.text}] if turn.text or not turn.calls else []
     content += [
-        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in calls
+        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in turn.calls
     ]
-    return _head(model, answer.prompt_tokens) | {
+    return _head(model, turn.prompt_tokens) | {
         "content": content,
-        "stop_reason": "max_tokens" if is_cut(answer) else "tool_use" if calls else "end_turn",
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": reply.tokens},
+        "stop_reason": _stop_reason(turn),
+        "stop_sequence": turn.stop or None,
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.count},
     }
+
+
+def _stop_reason(turn: WholeTurn) -> str:
+    if turn.cut:
+        return "max_tokens"
+    return "tool_use" if turn.calls else "stop_sequence" if turn.stop else "end_turn"
 
 
 def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-async def events_of(turn: TurnRequest, model: str) -> AsyncIterator[dict[str, Any]]:
+async def events_of(turn: FollowedTurn, model: str) -> AsyncIterator[dict[str, Any]]:
     """Yields the events of a stream. Text comes as it is sampled; calls of tools come whole, at the end."""
     begun = shown = False
     async with aclosing(turn.pieces()) as pieces:
@@ -155,9 +159,9 @@ async def events_of(turn: TurnRequest, model: str) -> AsyncIterator[dict[str, An
             if piece.text:
                 yield _delta(0, {"type": "text_delta", "text": piece.text})
             begun, shown = True, shown or bool(piece.text)
-    message = message_of(turn.answer, model)
+    message = message_of(turn.turn, model)
     if not begun:
-        yield {"type": "message_start", "message": _head(model, turn.answer.prompt_tokens)}
+        yield {"type": "message_start", "message": _head(model, turn.turn.prompt_tokens)}
     for index, block in enumerate(message["content"]):
         if block["type"] == "tool_use":
             yield _block_begins(index, {**block, "input": {}})
@@ -165,7 +169,7 @@ async def events_of(turn: TurnRequest, model: str) -> AsyncIterator[dict[str, An
         elif not shown:
             yield _block_begins(index, {"type": "text", "text": ""})
         yield {"type": "content_block_stop", "index": index}
-    rest = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    rest = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     yield {"type": "message_delta", "delta": rest, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
 
