@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ class TurnEncoder(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def decode_with_calls(self, tokens: Sequence[int]) -> str: ...
+    def decode_showing(self, markers: Collection[str]) -> Callable[[Sequence[int]], str]: ...
 
     def written(self, tokens: Sequence[int]) -> str: ...
 
@@ -280,8 +280,8 @@ class Conversation:
 
     def _text_of(self, format: CallFormat | None) -> StreamedText:
         """The text of a reply, calls included, which has no token yet."""
-        shows_calls = format is not None and self._place == "template"
-        decode = self._encoder.decode_with_calls if shows_calls else self._encoder.decode
+        shown = format.markers if format and self._place == "template" else ()
+        decode = self._encoder.decode_showing(shown) if shown else self._encoder.decode
         return StreamedText(decode, self._stops)
 
     def _id(self) -> str:

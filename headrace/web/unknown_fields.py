@@ -48,6 +48,7 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
     # the answer
     **dict.fromkeys(("prompt_logprobs", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "best"), (None, -1, False)),
     **dict.fromkeys(("echo", "suffix", "best_of"), (*_EMPTY, 1)),
+    **dict.fromkeys(("separate_reasoning", "include_reasoning", "stream_reasoning"), (None, True)),
     "verbosity": (None, "medium"),
 }  # fmt: skip
 """Fields that other servers have and that would change the answer -> the values with which they ask for nothing."""

@@ -230,9 +230,13 @@ def test_a_template_without_tools_is_refused_with_the_reason(template: str, word
 def test_special_tokens_that_mark_a_call_stay_in_the_text_and_others_go(tmp_path: Path) -> None:
     shows = ChatEncoder(save_tokenizer(tmp_path, TEMPLATES["mistral-named"]))
     tokens, hides = tokens_of("[TOOL_CALLS]weather[ARGS]{}</s><|python_tag|>"), shows.with_special_tokens("hide")
-    assert hides.decode_with_calls(tokens) == "[TOOL_CALLS]weather[ARGS]{}"
+    assert hides.decode_showing(MISTRAL.markers)(tokens) == "[TOOL_CALLS]weather[ARGS]{}"
     assert hides.decode(tokens) == "weather{}"
-    assert shows.decode_with_calls(tokens) == shows.decode(tokens) == "[TOOL_CALLS]weather[ARGS]{}<|python_tag|>"
+    assert (
+        shows.decode_showing(MISTRAL.markers)(tokens)
+        == shows.decode(tokens)
+        == "[TOOL_CALLS]weather[ARGS]{}<|python_tag|>"
+    )
 
 
 # --- messages ----------------------------------------------------------------------------------------------------------

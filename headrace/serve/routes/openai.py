@@ -21,7 +21,7 @@ from starlette.responses import Response
 from headrace.chat.formats import CallFormat
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.routes.completion_text import CompletionText
+from headrace.serve.routes.completion_text import CompletionText, SaidPiece, begins_thinking
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
 from headrace.serve.sampling import given_prompts, of_chat, of_completions
@@ -103,6 +103,7 @@ async def chat(request: HttpRequest) -> Response:
         logprobs=bool(body.logprobs),
         stops=stops(body),
         format=serving.encoder.call_format if offered_tools(body) else None,
+        thinking=begins_thinking(serving.encoder, requests[0], body),
     )
     return await _answer(request, body, answering)
 
@@ -126,6 +127,8 @@ class Answering:
     stops: Sequence[str]
     format: CallFormat | None = None
     """The format of tool calls, where tools were offered."""
+    thinking: bool | None = None
+    """The `thinking` of `CompletionText`."""
     prompts: Sequence[str] = ("",)
     """The texts of the prompts. Each has as many completions as the others."""
     echo: bool = False
@@ -139,7 +142,8 @@ class Answering:
         ]
         echoed = self._echoes if self.echo else [None] * len(self.requests)
         self._logprobs = [TextLogprobs(self.serving.encoder, one) for one in echoed]
-        self._answers = [CompletionText(self.serving.encoder, self.stops, self.format) for _ in self.requests]
+        one = partial(CompletionText, self.serving.encoder, self.stops, self.format, self.thinking)
+        self._answers = [one() for _ in self.requests]
         self._head = {
             "id": self.name,
             "created": int(time.time()),
@@ -153,9 +157,9 @@ class Answering:
     def _body_of(self, ended: Sequence[Piece]) -> Response:
         choices = []
         for piece in ended:
-            text, calls = self._answers[piece.index].push(piece.stream.tokens, last=True)
+            said = self._answers[piece.index].push(piece.stream.tokens, last=True)
             own = self._choice(piece)
-            own |= {"message": _message(text, calls)} if self.chat else {"text": self._echoes[piece.index] + text}
+            own |= {"message": _message(said)} if self.chat else {"text": self._echoes[piece.index] + said.text}
             choices.append(own)
         kind = "chat.completion" if self.chat else "text_completion"
         return json_response({**self._head, "object": kind, "choices": choices, "usage": self._usage(ended)})
@@ -166,22 +170,26 @@ class Answering:
         async with aclosing(follow(self.serving, self.requests)) as pieces:
             async for piece in pieces:
                 answer, tokens = self._answers[piece.index], piece.stream.tokens[piece.start : piece.stop]
-                text, calls = answer.push(tokens, last=piece.ended)
+                said = answer.push(tokens, last=piece.ended)
                 begins = piece.index in first
                 role = {"role": "assistant"} if begins else {}
                 echoed = self._echoes[piece.index] if begins else ""
-                own = {"delta": role | _delta(text, calls)} if self.chat else {"text": echoed + text}
+                own = {"delta": role | _delta(said)} if self.chat else {"text": echoed + said.text}
                 first.discard(piece.index)
                 yield {**head, "choices": [self._choice(piece) | own]}
                 ended += [piece] if piece.ended else []
         if usage:
             yield {**head, "choices": [], "usage": self._usage(ended)}
 
-    def _usage(self, ended: Sequence[Piece]) -> dict[str, int]:
+    def _usage(self, ended: Sequence[Piece]) -> dict[str, Any]:
         prompts = self.requests[
             :: self._several
         ]  # one of several completions counts once, and one that is given twice twice
-        return usage_of(sum(len(one.prompt) for one in prompts), sum(piece.stop for piece in ended))
+        usage: dict[str, Any] = usage_of(sum(len(one.prompt) for one in prompts), sum(piece.stop for piece in ended))
+        if self.thinking is not None:
+            thought = sum(self._answers[piece.index].thought_tokens(piece.stream.tokens) or 0 for piece in ended)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return usage
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         """A choice without its text."""
@@ -199,15 +207,20 @@ class Answering:
         return "tool_calls" if reason == "stop" and self._answers[piece.index].called else reason
 
 
-def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    if not calls:
-        return {"role": "assistant", "content": text}
-    made = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-    return {"role": "assistant", "content": text or None, "tool_calls": made}
+def _message(said: SaidPiece) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.text}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in said.calls]
+    if said.reasoning or said.calls:
+        message["content"] = said.text or None
+    return message
 
 
-def _delta(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+def _delta(said: SaidPiece) -> dict[str, Any]:
     """A call arrives in one piece: while it is incomplete nobody knows whether it will be one."""
-    if not calls:
-        return {"content": text}
-    return ({"content": text} if text else {}) | {"tool_calls": calls}
+    delta: dict[str, Any] = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    if said.text or not (said.reasoning or said.calls):
+        delta["content"] = said.text
+    return delta | ({"tool_calls": said.calls} if said.calls else {})

@@ -4,7 +4,7 @@ chat, and its completion a turn."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
@@ -12,10 +12,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.formats import CallFormat
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
-from headrace.serve.routes.completion_text import CompletionText
+from headrace.serve.routes.completion_text import CompletionText, begins_thinking
 from headrace.serve.sampling import of_chat
 from headrace.serve.serving import Serving
 from headrace.types import Request
@@ -85,17 +84,20 @@ async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:
     """Returns the turn that is to be sampled. Raises Refused."""
     (request,) = await off_loop(len(msgspec.json.encode(chat)), partial(of_chat, serving, chat, name))
     serving.room_for(1)
-    return ServedTurn(serving, request, stops(chat), serving.encoder.call_format if chat.tools else None)
+    encoder = serving.encoder
+    format = encoder.call_format if chat.tools else None
+    return ServedTurn(
+        serving, request, CompletionText(encoder, stops(chat), format, begins_thinking(encoder, request, chat))
+    )
 
 
 class ServedTurn:
     """Protocol `FollowedTurn`: one completion of the engine."""
 
-    def __init__(self, serving: Serving, request: Request, stops: Sequence[str], format: CallFormat | None) -> None:
-        """`format`: that of tool calls, None where no tools were offered."""
-        self._serving, self.request = serving, request
-        self._read = CompletionText(serving.encoder, stops, format)
-        self._text, self._calls = "", list[TurnCall]()
+    def __init__(self, serving: Serving, request: Request, read: CompletionText) -> None:
+        self._serving, self.request, self._read = serving, request, read
+        self._reasoning = self._text = ""
+        self._calls: list[TurnCall] = []
         self._end: Piece | None = None
 
     @property
@@ -111,12 +113,13 @@ class ServedTurn:
             async for piece in pieces:
                 part = slice(piece.start, piece.stop)
                 tokens, logprobs = piece.stream.tokens[part], piece.stream.logprobs[part]
-                text, calls = self._read.push(tokens, last=piece.ended)
+                reasoning, text, calls = self._read.push(tokens, last=piece.ended)
+                self._reasoning += reasoning
                 self._text += text
                 self._calls += [
                     TurnCall(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in calls
                 ]
-                yield TurnPiece(text, tokens, logprobs)
+                yield TurnPiece(text, tokens, logprobs, reasoning)
                 self._end = piece if piece.ended else None
         end = self._end and self._end.stream.end
         if end and end.error:
@@ -134,11 +137,13 @@ class ServedTurn:
         stream = self._end.stream
         return WholeTurn(
             text=self._text,
+            reasoning=self._reasoning,
             calls=self._calls,
             cut=stream.end is None or stream.end.stop != "stop",
             stop=self._read.stop,
             prompt_tokens=self.prompt_tokens,
             count=len(stream.tokens),
+            thought=self._read.thought_tokens(stream.tokens) or 0,
             tokens=stream.tokens,
             logprobs=stream.logprobs,
         )

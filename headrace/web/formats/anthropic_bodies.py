@@ -92,16 +92,19 @@ def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Messa
     """Yields the results of tools, each a message of its own, and then what the blocks say."""
     said: list[Mapping[str, Any]] = []
     calls: list[MadeCall] = []
+    thought = ""
     for block in blocks:
         match block:
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 yield Message(role="tool", content=_text(block.get("content") or ""), tool_call_id=id)
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
                 calls.append(MadeCall(id=id, function=Named(name=name, arguments=json.dumps(given))))
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thought += text
             case _:
                 said.append(block)
-    if said or calls:
-        yield Message(role=role, content=_text(said), tool_calls=calls or None)
+    if said or calls or thought:
+        yield Message(role=role, content=_text(said), tool_calls=calls or None, reasoning_content=thought or None)
 
 
 def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
@@ -115,7 +118,11 @@ def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
 
 def message_of(turn: WholeTurn, model: str) -> dict[str, Any]:
     """The turn as a message of Anthropic's."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": turn.text}] if turn.text or not turn.calls else []
+    content: list[dict[str, Any]] = []
+    if turn.reasoning:
+        content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+    if turn.text or not turn.calls:
+        content.append({"type": "text", "text": turn.text})
     content += [
         {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in turn.calls
     ]
@@ -148,30 +155,42 @@ def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
 
 
 async def events_of(turn: FollowedTurn, model: str) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a stream. Text comes as it is sampled; calls of tools come whole, at the end."""
-    begun = shown = False
+    """Yields the events of a stream. Thinking and text come as they are sampled; calls of tools come whole, at the end."""
+    begun, open_, index = False, "", -1
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             if not begun:
                 yield {"type": "message_start", "message": _head(model, turn.prompt_tokens)}
-            if piece.text and not shown:
-                yield _block_begins(0, {"type": "text", "text": ""})
-            if piece.text:
-                yield _delta(0, {"type": "text_delta", "text": piece.text})
-            begun, shown = True, shown or bool(piece.text)
+            begun = True
+            for kind, new in (("thinking", piece.reasoning), ("text", piece.text)):
+                if new and open_ != kind:
+                    if open_:
+                        yield _block_ends(index)
+                    open_, index = kind, index + 1
+                    yield _block_begins(index, _EMPTY[kind])
+                if new:
+                    yield _delta(index, {"type": f"{kind}_delta", kind: new})
     message = message_of(turn.turn, model)
     if not begun:
         yield {"type": "message_start", "message": _head(model, turn.turn.prompt_tokens)}
-    for index, block in enumerate(message["content"]):
+    if open_:
+        yield _block_ends(index)
+    for place, block in enumerate(message["content"][index + 1 :], index + 1):
+        yield _block_begins(place, {**block, "input": {}} if block["type"] == "tool_use" else block)
         if block["type"] == "tool_use":
-            yield _block_begins(index, {**block, "input": {}})
-            yield _delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
-        elif not shown:
-            yield _block_begins(index, {"type": "text", "text": ""})
-        yield {"type": "content_block_stop", "index": index}
+            yield _delta(place, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        yield _block_ends(place)
     rest = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     yield {"type": "message_delta", "delta": rest, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
+
+
+_EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
+"""Blocks that have not begun, by their type."""
+
+
+def _block_ends(index: int) -> dict[str, Any]:
+    return {"type": "content_block_stop", "index": index}
 
 
 def _block_begins(index: int, block: dict[str, Any]) -> dict[str, Any]:

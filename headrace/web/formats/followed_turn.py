@@ -17,6 +17,8 @@ class TurnPiece(NamedTuple):
     """Text outside the tool calls. All pieces together are the text of the turn."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    reasoning: str = ""
+    """The model's thinking. Its pieces come before those of the text."""
 
 
 class TurnCall(NamedTuple):
@@ -32,6 +34,8 @@ class TurnCall(NamedTuple):
 class WholeTurn:
     text: str
     """The text outside the tool calls."""
+    reasoning: str = ""
+    """The model's thinking, where it was told apart."""
     calls: Sequence[TurnCall] = ()
     cut: bool
     """Whether it ended at a limit, and not where the model or a stop string ended it."""
@@ -40,6 +44,8 @@ class WholeTurn:
     prompt_tokens: int
     count: int
     """Tokens that were sampled."""
+    thought: int = 0
+    """Those of them that are thinking, where it was told apart."""
     tokens: Sequence[int]
     logprobs: Sequence[float]
 

@@ -18,6 +18,7 @@ from headrace.web.formats.stored_responses import StoredResponses
 
 Item = dict[str, Any]
 _LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class OfferedFunction(msgspec.Struct, kw_only=True):
@@ -144,24 +145,33 @@ def history_of(body: Responses, stored: StoredResponses) -> list[Message]:
 
 
 def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
-    """Returns the items of a request as messages. Calls follow the text of the same reply, as they do in an answer. Raises Refused for
-    an item that is neither a message nor of a function."""
+    """Returns the items of a request as messages. Calls follow the text of the same reply, as they do in an answer, and its thinking goes
+    before. Raises Refused for an item that is neither of these."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
+    thought = ""
     for item in given:
         match item:
+            case {"type": "reasoning"} if not (item.get("encrypted_content") and not item.get("content")):
+                thought = _text(item.get("content") or item.get("summary") or "")
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = MadeCall(id=id, function=Named(name=name, arguments=arguments))
                 if messages and messages[-1].role == "assistant":
                     last = messages.pop()
                     messages.append(msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call]))
                 else:
-                    messages.append(Message(role="assistant", content="", tool_calls=[call]))
+                    messages.append(
+                        Message(role="assistant", content="", tool_calls=[call], reasoning_content=thought or None)
+                    )
+                    thought = ""
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
                 messages.append(Message(role="tool", content=_text(output), tool_call_id=id))
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-                messages.append(Message(role="system" if role == "developer" else role, content=_text(content)))
+                own = thought if role == "assistant" else ""
+                role = "system" if role == "developer" else role
+                messages.append(Message(role=role, content=_text(content), reasoning_content=own or None))
+                thought = ""
             case _:
                 said = f"an item of type {item.get('type', 'message')} is not served as it is written"
                 raise Refused(400, f"{said}; only messages with text and function calls with their outputs are")
@@ -174,7 +184,7 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         raise Refused(400, f"content is {type(content).__name__}, not text or a list of parts")
     for part in content:
-        shown = isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
+        shown = isinstance(part, dict) and part.get("type") in _TEXTS
         if not shown or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise Refused(400, f"a part of a message is of type {kind}; only text is served")
@@ -189,6 +199,11 @@ def text_item(id: str, text: str, logprobs: Sequence[Item], status: str = "compl
         "status": status,
         "content": [text_part(text, logprobs)] if status == "completed" else [],
     }
+
+
+def thought_item(id: str, reasoning: str) -> Item:
+    content = [{"type": "reasoning_text", "text": reasoning}]
+    return {"id": id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
 
 
 def text_part(text: str, logprobs: Sequence[Item]) -> Item:
@@ -212,7 +227,9 @@ def call_items(turn: WholeTurn) -> list[Item]:
 def message_of_turn(turn: WholeTurn) -> Message:
     """The turn as a message of a chat."""
     calls = [MadeCall(id=one.id, function=Named(name=one.name, arguments=one.arguments)) for one in turn.calls]
-    return Message(role="assistant", content=turn.text, tool_calls=calls or None)
+    return Message(
+        role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=turn.reasoning or None
+    )
 
 
 def usage_of_response(turn: WholeTurn) -> Item:
@@ -221,7 +238,7 @@ def usage_of_response(turn: WholeTurn) -> Item:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": turn.thought},
         "total_tokens": prompt + sampled,
     }
 
