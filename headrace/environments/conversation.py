@@ -173,7 +173,7 @@ class Conversation:
         before = () if place.fresh else self.tokens
         self.prompt_tokens = len(before) + place.size
         if stream:
-            stream.begin(self._text_of(format), CallReader(format) if format else None, self.prompt_tokens)
+            stream.begin(self._text_of(format), CallReader(format, self._tools) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Conversation:
         text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
             return ChatReply(text=text, stop=stop, tokens=count)
-        said = read_calls(text, format)
+        said = read_calls(text, format, self._tools)
         calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
         calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
         return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headrace.chat.formats import CallFormat, ToolCall
+from headrace.chat.messages import Tool, described
 from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
 from headrace.chat.thinking import MARKS, ThoughtReader, is_open_in, tokens_of_thought
@@ -38,15 +39,16 @@ class CompletionText:
         stops: Sequence[str],
         format: CallFormat | None = None,
         thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
-        """`format`: that of the calls in it, None where no tools were offered. `thinking`: whether its prompt ends within the model's
+        """`format`: that of the calls in it, None where no `tools` were offered. `thinking`: whether its prompt ends within the model's
         thinking; None if there is no thinking to be told apart."""
         marks = (*(format.markers if format else ()), *(MARKS if thinking is not None else ()))
         self._decode = encoder.decode_showing(marks)
         self._text = StreamedText(self._decode, stops)
         self._begun = thinking
         self._thought = None if thinking is None else ThoughtReader(thinking)
-        self._reader = CallReader(format) if format else None
+        self._reader = CallReader(format, described(tools)) if format else None
         self._calls = 0
 
     @property

@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.formats import CallFormat
+from headrace.chat.messages import Tool
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText, SaidPiece, begins_thinking
@@ -104,6 +105,7 @@ async def chat(request: HttpRequest) -> Response:
         stops=stops(body),
         format=serving.encoder.call_format if offered_tools(body) else None,
         thinking=begins_thinking(serving.encoder, requests[0], body),
+        tools=offered_tools(body),
     )
     return await _answer(request, body, answering)
 
@@ -129,6 +131,7 @@ class Answering:
     """The format of tool calls, where tools were offered."""
     thinking: bool | None = None
     """The `thinking` of `CompletionText`."""
+    tools: Sequence[Tool] = ()
     prompts: Sequence[str] = ("",)
     """The texts of the prompts. Each has as many completions as the others."""
     echo: bool = False
@@ -142,8 +145,10 @@ class Answering:
         ]
         echoed = self._echoes if self.echo else [None] * len(self.requests)
         self._logprobs = [TextLogprobs(self.serving.encoder, one) for one in echoed]
-        one = partial(CompletionText, self.serving.encoder, self.stops, self.format, self.thinking)
-        self._answers = [one() for _ in self.requests]
+        self._answers = [
+            CompletionText(self.serving.encoder, self.stops, self.format, self.thinking, self.tools)
+            for _ in self.requests
+        ]
         self._head = {
             "id": self.name,
             "created": int(time.time()),

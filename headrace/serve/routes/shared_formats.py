@@ -86,9 +86,8 @@ async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:
     serving.room_for(1)
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
-    return ServedTurn(
-        serving, request, CompletionText(encoder, stops(chat), format, begins_thinking(encoder, request, chat))
-    )
+    thinking = begins_thinking(encoder, request, chat)
+    return ServedTurn(serving, request, CompletionText(encoder, stops(chat), format, thinking, chat.tools or ()))
 
 
 class ServedTurn:
