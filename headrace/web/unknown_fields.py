@@ -13,8 +13,9 @@ import msgspec
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.web.bodies import OpenBody
+from headrace.web.bodies import Chat, Completions, OpenBody
 from headrace.web.errors import Refused
+from headrace.web.unserved import NEUTRAL
 
 HEADER = "X-Headrace-Ignored"
 """The header of an answer that names the fields that were ignored."""
@@ -28,11 +29,25 @@ ALIKE = 0.88
 _EMPTY: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})
 _ONE = (*_EMPTY, 1, 1.0)
 
+_HARMLESS = {"model", "user", "metadata", "store", "service_tier", "priority", "request_id", "stream", "stream_options"}
+_HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
+
+
+def _of_other_routes() -> dict[str, tuple[Any, ...]]:
+    """Fields of chats and completions, which are unknown on other routes, with the values with which they ask for nothing."""
+    fields = [*msgspec.structs.fields(Chat), *msgspec.structs.fields(Completions)]
+    there = {one.name: one.default for one in fields if one.name not in _HARMLESS}
+    return {name: (*_EMPTY, default, *NEUTRAL.get(name, ())) for name, default in there.items()} | {
+        "top_k": (None, 0, -1)
+    }
+
+
 CHANGING: Mapping[str, tuple[Any, ...]] = {
+    **_of_other_routes(),
     # constrained decoding: vLLM, SGLang, llama.cpp, TGI, Anthropic
     **dict.fromkeys(("structured_outputs", "guided", "grammar", "json_schema", "json_object", "regex", "ebnf", "choice"), _EMPTY),
     **dict.fromkeys(("structural_tag", "output_format", "output_config", "custom_logit_processor"), _EMPTY),
-    **dict.fromkeys(("logits_processors", "logit_processors", "forced_decoder_ids", "thinking_token_budget"), _EMPTY),
+    **dict.fromkeys(("logits_processors", "logit_processors", "forced_decoder_ids", "logprob_token_ids"), _EMPTY),
     # the choice of tokens
     **dict.fromkeys(("allowed_token_ids", "allowed_tokens", "suppress_tokens", "begin_suppress_tokens"), _EMPTY),
     **dict.fromkeys(("bad_words_ids", "stop_regex", "stop_sequences", "no_stop_trim", "min_new_tokens", "max_new_tokens"), _EMPTY),
@@ -41,17 +56,19 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_beam_search", "beam_width", "early_stopping", "epsilon_cutoff", "eta_cutoff", "watermark"), _EMPTY),
     **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "smoothing_factor", "samplers"), _EMPTY),
     "do_sample": (None, True),
+    **dict.fromkeys(("watermarking", "repetition_detection", "vllm_xargs"), _EMPTY),
+    "thinking_token_budget": (None, -1),
     # the prompt
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "add_special_tokens", "chat_template", "documents"), (None,)),
     **dict.fromkeys(("images", "image_data", "audio", "multi_modal_data", "mm_processor_kwargs", "input_ids"), _EMPTY),
     **dict.fromkeys(("prefill", "session_params", "lora_path", "mcp_servers", "web_search_options", "container"), _EMPTY),
     # the answer
     **dict.fromkeys(("prompt_logprobs", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "best"), (None, -1, False)),
-    **dict.fromkeys(("echo", "suffix", "best_of"), (*_EMPTY, 1)),
     **dict.fromkeys(("separate_reasoning", "include_reasoning", "stream_reasoning"), (None, True)),
     "verbosity": (None, "medium"),
+    "return_tokens_as_token_ids": (None, False),
 }  # fmt: skip
-"""Fields that other servers have and that would change the answer -> the values with which they ask for nothing."""
+"""Fields that other routes or servers have and that would change the answer -> the values with which they ask for nothing."""
 _CHANGING_FAMILIES = ("guided_", "mirostat_", "xtc_", "dry_", "dynatemp_", "suppress_")
 """Beginnings of such names."""
 
@@ -69,14 +86,20 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
         if len(names) >= MOST_UNKNOWN:
             raise Refused(400, f"the body has more than {MOST_UNKNOWN} fields that this route does not know")
         own = name.rpartition(".")[2]
-        if _would_change(own, value):
-            raise Refused(400, f"{quote(name)} is not served; leave it out", "unsupported_parameter")
-        if like := _resembling(own, known):
-            said = f"there is no field {quote(name)}; did you mean {like}?"
+        listed = own in CHANGING or own.startswith(_CHANGING_FAMILIES)
+        if listed and not _asks_for_nothing(own, value):
+            raise Refused(400, f"{_shown(name)} is not served; leave it out", "unsupported_parameter")
+        if not listed and (like := _resembling(own, known)):
+            said = f"there is no field {_shown(name)}; did you mean {like}?"
             raise Refused(400, said, "unsupported_parameter")
-        names.append(quote(name[:LONGEST_NAME]))
+        names.append(_shown(name))
     if names:
         scope[HEADER] = names
+
+
+def _shown(name: str) -> str:
+    """A name that a client chose, for a header and a terminal."""
+    return quote(name[:LONGEST_NAME], errors="replace")
 
 
 def _unknown(read: OpenBody, body: bytes) -> Iterator[tuple[str, msgspec.Raw, Collection[str]]]:
@@ -91,14 +114,12 @@ def _unknown(read: OpenBody, body: bytes) -> Iterator[tuple[str, msgspec.Raw, Co
                 yield f"{name}.{path}", value, beside
 
 
-def _would_change(name: str, value: msgspec.Raw) -> bool:
-    if not (name in CHANGING or name.startswith(_CHANGING_FAMILIES)):
-        return False
+def _asks_for_nothing(name: str, value: msgspec.Raw) -> bool:
     try:
         read = msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError):
-        return True
-    return not any(type(read) is type(one) and read == one for one in CHANGING.get(name, _EMPTY))  # False is no 0
+        return False
+    return any(type(read) is type(one) and read == one for one in CHANGING.get(name, _EMPTY))  # False is no 0
 
 
 def _resembling(name: str, known: Collection[str]) -> str:

@@ -164,6 +164,38 @@ def test_an_unknown_field_that_would_change_the_answer_is_refused_by_name(tmp_pa
     run(PLAIN, tmp_path, saying(), case)
 
 
+ELSEWHERE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/responses", {"input": "?"}, {"seed": 1, "n": 2, "top_k": 5, "stop": "a", "logit_bias": {"1": 1}, "max_tokens": 3}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 3, "messages": ASKING}, {"seed": 1, "n": 2, "response_format": {"type": "json_object"}}),
+    (TEXT, {"prompt": "?", "max_tokens": 1}, {"tools": [1], "messages": ASKING, "response_format": {"type": "json_object"}}),
+    (CHAT, {"messages": ASKING, "max_tokens": 1}, {"prompt": "a", "echo": True, "suffix": "b", "stop_sequences": ["a"]}),
+]  # fmt: skip
+
+
+def test_a_field_of_another_route_that_would_change_the_answer_is_refused_too(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with faked(save_tokenizer(tmp_path, PLAIN), scoring()) as (client, _):
+            for path, asked, more in ELSEWHERE:
+                for name, value in more.items():
+                    status, answer = await client.post(path, {**asked, name: value})
+                    assert (status, answer["error"]["message"]) == (400, f"{name} is not served; leave it out"), (
+                        path,
+                        name,
+                    )
+                neutral = {
+                    "n": 1,
+                    "top_k": -1,
+                    "echo": False,
+                    "user": "me",
+                    "presence_penalty": 0.0,
+                }
+                assert (await client.post(path, {**asked, **{k: v for k, v in neutral.items() if k not in asked}}))[
+                    0
+                ] == 200, path
+
+    asyncio.run(go())
+
+
 def test_a_server_remarks_on_a_few_names_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def case(url: str, serving: Serving) -> None:
         create = client_of(url).completions.create
