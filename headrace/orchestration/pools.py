@@ -115,12 +115,11 @@ async def open_pools(
         engine = starting.engine
         undo.push_async_callback(engine.close)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
-        trainer = ProcessTrainer(
-            seats.trainer,
+        start, shared = (
             trainer_start(config, model_dir, restore, *transports),
-            config.train.cores,
-            shared=logs.parent if ranks_of(config) else None,
+            logs.parent if ranks_of(config) else None,
         )
+        trainer = ProcessTrainer(seats.trainer, start, config.train.cores, shared, waits=telemetry.waits)
         undo.push_async_callback(trainer.close)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()

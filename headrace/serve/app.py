@@ -8,14 +8,11 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
-from headrace.printing import say
 from headrace.serve.routes import control, generate, openai, shared_formats
 from headrace.serve.serving import Serving
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
 from headrace.web.formats.stored_responses import StoredResponses
 from headrace.web.guard import Guard
-from headrace.web.unknown_fields import IgnoredFields
 
 ROUTES = [
     Route("/health", control.health),
@@ -40,11 +37,6 @@ ROUTES = [
 
 def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starlette:
     """`more`: routes beside the engine's."""
-    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-    app = Starlette(
-        routes=[*ROUTES, *more],
-        middleware=[Middleware(Guard, token=token), Middleware(IgnoredFields, remark=lambda name, said: say(said))],
-        exception_handlers=dict.fromkeys(kinds, answer_error),
-    )
+    app = make_application([*ROUTES, *more], [Middleware(Guard, token=token)])
     app.state.serving, app.state.responses = serving, StoredResponses()
     return app

@@ -19,13 +19,19 @@ from headrace.web.unknown_fields import note_unknown
 
 T = TypeVar("T")
 
+JSON = "application/json"
+
 GONE = Response(status_code=499)
 """Never received: the client has disconnected."""
 
 
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
-    body = await read_bytes(request, "application/json", limits)
+    return decoded(await read_bytes(request, JSON, limits), kind)
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Raises Refused (400)."""
     try:
         read = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -52,6 +58,15 @@ async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> 
         said = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise Refused(408, said, headers={"Connection": "close"}) from None
     return bytes(body)
+
+
+async def first_bytes(request: HttpRequest, limits: ServerLimits) -> bytes:
+    """Returns what has arrived, or arrives next, of a body that was refused unread; nothing where the client says no more."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                return chunk
+    return b""
 
 
 def _too_large(limits: ServerLimits) -> Refused:
@@ -82,7 +97,7 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, media_type=JSON)
 
 
 class Events(Response):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from journal_frames import frames_of, put_frames, spoil
 from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
 
@@ -23,7 +24,6 @@ from headrace.commands.looking.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Damage,
     DrawnRecord,
@@ -147,6 +147,13 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     assert not list(path.glob(".*.part")), "what a kill left of a file is cleaned up"
 
 
+def set_aside(path: Path) -> list[bytes]:
+    """The records that were moved out of the journal."""
+    aside = path / "journal.discarded"
+    (path / "aside").mkdir(exist_ok=True)
+    return frames_of(put_frames(path / "aside", [aside.read_bytes()])) if aside.exists() else []
+
+
 def operations_of(act: Callable[[Path], object], path: Path) -> int:
     disk = Disk(path)
     with disk.mounted() as mounted:
@@ -170,7 +177,7 @@ def test_killed_at_any_file_operation_of_a_resume_with_other_settings_it_can_be_
     settings = set()
     for at in range(count + 1):
         path = killed.copy(tmp_path / "run")
-        known = set(read_lines(path / JOURNAL))
+        known = set(frames_of(path))
         disk = Disk(path, [Fault("kill", 0, at, 0.5)])
         try:
             with disk.mounted() as mounted:
@@ -180,11 +187,11 @@ def test_killed_at_any_file_operation_of_a_resume_with_other_settings_it_can_be_
         settings.add((path / "config.toml").read_text())
         begun(path)  # plainly, by the next process
         assert_whole(path, before, after)
-        aside = set(read_lines(path / "journal.jsonl.discarded"))
-        assert known <= set(read_lines(path / JOURNAL)) | aside, "a record is neither in the journal nor set aside"
-        whole = bytes_of(path)
+        aside = set(set_aside(path))
+        assert known <= set(frames_of(path)) | aside, "a record is neither in the journal nor set aside"
+        whole = frames_of(path)
         begun(path)
-        assert bytes_of(path)[JOURNAL] == whole[JOURNAL]
+        assert frames_of(path) == whole
         assert_whole(path, before, after)
         if at % 3 == 0:
             goes_on(path)
@@ -324,8 +331,9 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
     assert state is not None
     for left in (0, 1, state.journal // 2, state.journal - 1):
         path = killed.copy(tmp_path / "run")
-        lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)[:left]
-        (path / JOURNAL).write_bytes(b"".join(lines))
+        put_frames(path, frames_of(path)[:left])
+        if not left:
+            shutil.move(path / "journal", tmp_path / "away")  # as a message of `pipeline.unlike` says
         lane = begun(path)
         (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
@@ -359,14 +367,12 @@ def _one_more_step(path: Path, state: ControllerState) -> tuple[AnyRecord, ...]:
 
 def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7, tmp_path: Path) -> None:
     path = killed.copy(tmp_path / "run")
-    lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)
-    lines[3] = lines[3][:90] + b"~" + lines[3][91:]
-    (path / JOURNAL).write_bytes(b"".join(lines))
+    spoil(path, 3)
     lane = begun(path)
     saved = lane.storage.saved
     assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
     assert any(
-        "line 4 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
+        "record 3 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
     )
 
 
@@ -374,13 +380,13 @@ def test_damage_behind_the_checkpoint_sets_aside_what_follows(killed: Killed7, t
     path = killed.copy(tmp_path / "run")
     state = saved_of(path).state
     assert state is not None
-    lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)
-    for place in (state.journal, len(lines) - 1):
-        spoilt = [*lines[:place], b"~" + lines[place][1:], *lines[place + 1 :]]
-        (path / JOURNAL).write_bytes(b"".join(spoilt))
+    frames = frames_of(path)
+    for place, in_head in ((state.journal, True), (len(frames) - 1, True), (state.journal, False)):
+        put_frames(path, frames)
+        spoil(path, place, in_head)
         lane = begun(path)
         assert lane.storage.saved is not None and lane.storage.saved.rewinds
-        assert (path / JOURNAL).read_bytes() == b"".join(lines[: state.journal])
+        assert frames_of(path) == frames[: state.journal]
         assert_whole(path, read_config(path / "config.toml"), read_config(path / "config.toml"))
 
 

@@ -426,6 +426,18 @@ def test_learning_rates():
     assert [learning_rate(step, linear) for step in (3, 4, 6, 10, 12, 13)] == [1, 1, 0.75, 0.25, 0, 0]
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_batch_says_how_long_the_schedule_is(schedule, model_dir):
+    """A run whose number of steps changes (`train.minutes`, a resume) falls to the end that it has now, in its weights and in its report."""
+    planned, told = (trainer(model_dir("llama"), schedule=schedule, steps=steps) for steps in (12, 3))
+    for step in range(3):
+        lrs = [planned.step(batch(step, step)).lr, told.step(msgspec.structs.replace(batch(step, step), steps=12)).lr]
+        assert lrs == [learning_rate(step, TrainConfig(steps=12, learning_rate=1e-3, schedule=schedule))] * 2
+    same_parameters(planned, told)
+    for length in (0, 3):  # 0: that of the settings
+        assert told.step(msgspec.structs.replace(batch(3, told.version), steps=length)).lr == 0
+
+
 def test_tied_parameters_are_published_once(model_dir):
     names = [name for name, _ in trainer(model_dir("llama")).parameters()]
     assert names[0] == "model.embed_tokens.weight" and "lm_head.weight" not in names and len(set(names)) == len(names)

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,11 +19,10 @@ from starlette.routing import Route
 from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
 from headrace.environments.gateway.turn_request import AnswerEncoder, GatewayRules
-from headrace.errors import HeadraceError
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
+from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
-from headrace.web.unknown_fields import IgnoredFields
 
 HOST = "127.0.0.1"
 AT_ONCE = 64
@@ -100,15 +98,13 @@ class Gateway:
 
     async def _start(self) -> None:
         self._sock = self._sock or bind(HOST, 0)
-        kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-        app = Starlette(
-            routes=[Route("/{path:path}", self._answer, methods=methods)],
-            middleware=[Middleware(IgnoredFields, remark=self.remark)],
-            exception_handlers=dict.fromkeys(kinds, answer_error),
-        )
-        self._server = make_server(app)
+        self._server = make_server(self.application())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+
+    def application(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+        routes = [Route("/{path:path}", self._answer, methods=methods)]
+        return make_application(routes, [], self.remark)  # a secret is the permission
 
     async def close(self) -> None:
         for rollout in list(self._rollouts.values()):

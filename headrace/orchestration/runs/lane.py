@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.durable.journal import refuse_earlier
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import RunEnded, RunStarted, Warned
@@ -144,6 +145,7 @@ def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: in
 def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
     """The saved state of an earlier process, and complaints about damaged checkpoints."""
     path = directory.path
+    refuse_earlier(path)
     before = read_config(config_of_run(path))
     check_resumable(before, config)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.durable.atomic_files import remove_parts, write_error
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
+from headrace.durable.segments import SEGMENT
 from headrace.observe.facts import Warned
 from headrace.observe.recorder import Recorder
 from headrace.orchestration.store.checkpoints import Checkpoints
@@ -33,11 +34,13 @@ class Storage:
         saved: SavedRun | None = None,
         keep_settings: Callable[[], None] = lambda: None,
         keep_steps: Callable[[int, int], None] = lambda steps, step: None,
+        segment: int = SEGMENT,
     ) -> None:
         """`flush`: flush the journal to the disk after every step. `checkpoint`: the one from which the run is resumed. `saved`: None for
         a new run. `keep_settings` writes the settings of this process into the directory; `keep_steps` writes them with another
-        number of steps, from a given step on."""
+        number of steps, from a given step on. `segment`: bytes of a segment of the journal."""
         self.run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
+        self._segment = segment
         self.recorder, self.checkpoints = recorder, checkpoints
         self.checkpoint, self.saved = checkpoint, saved
         self.keep_steps = keep_steps
@@ -61,7 +64,7 @@ class Storage:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
-            journal = open_journal(self.run_dir, self._flush, saved)
+            journal = open_journal(self.run_dir, self._flush, saved, self._segment)
             passes = PassLog(self.run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes
             self._keep_settings()
