@@ -36,6 +36,8 @@ class ThoughtReader:
         """`begun`: whether the prompt ends within the thinking."""
         self._inside: bool | None = True if begun else None
         """None: not known yet."""
+        self.began, self.ended = begun, False
+        """Whether there was thinking, and whether it has ended."""
         self._rest = ""
         """Text that is not decided yet."""
         self._bare = True
@@ -52,7 +54,7 @@ class ThoughtReader:
     def _begin(self, last: bool) -> None:
         begun = self._rest.lstrip()
         if begun.startswith(OPENING):
-            self._inside, self._rest = True, begun.removeprefix(OPENING)
+            self._inside, self.began, self._rest = True, True, begun.removeprefix(OPENING)
         elif last or not OPENING.startswith(begun):
             self._inside, self._bare = False, False  # an answer without a thought stays as it is
 
@@ -62,7 +64,7 @@ class ThoughtReader:
         place = self._rest.find(CLOSING)
         if place >= 0:
             said, self._rest = self._rest[:place].rstrip("\n"), self._rest[place + len(CLOSING) :]
-            self._inside, self._bare = False, True
+            self._inside, self._bare, self.ended = False, True, True
             return said
         held = 0 if last else next((n for n in range(len(CLOSING) - 1, 0, -1) if self._rest.endswith(CLOSING[:n])), 0)
         end = len(self._rest[: len(self._rest) - held].rstrip("\n"))
@@ -76,12 +78,11 @@ class ThoughtReader:
         return said
 
 
-def tokens_of_thought(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], begun: bool) -> int:
-    """Returns the number of tokens up to the end of the thinking, marks included. `decode`: shows the marks; `begun`: whether the prompt ends
-    within the thinking."""
-    text = decode(tokens)
-    if not begun and not text.lstrip().startswith(OPENING):
-        return 0
-    if CLOSING not in text:
-        return len(tokens)
+def end_of_thought(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], spell: Callable[[int], bytes]) -> int:
+    """Returns the number of tokens up to the end of the thinking, which has ended in them, with its mark. `decode`: shows the marks; `spell`:
+    the bytes of a token. Most vocabularies have the mark as one token; otherwise a few prefixes are decoded."""
+    mark = CLOSING.encode()
+    place = next((place for place, token in enumerate(tokens, 1) if spell(token) == mark), 0)
+    if place and CLOSING not in decode(tokens[: place - 1]):
+        return place
     return bisect_left(range(len(tokens)), True, key=lambda end: CLOSING in decode(tokens[:end]))

@@ -27,17 +27,18 @@ GONE = Response(status_code=499)
 
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
-    return decoded(await read_bytes(request, JSON, limits), kind)
+    body = await read_bytes(request, JSON, limits)
+    read = decoded(body, kind)
+    note_unknown(request.scope, read, body)
+    return read
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
     """Raises Refused (400)."""
     try:
-        read = msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"the body is not what this route takes: {error}") from None
-    note_unknown(request.scope, read, body)
-    return read
 
 
 async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> bytes:

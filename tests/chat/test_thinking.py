@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.chat.thinking import Thought, ThoughtReader, is_open_in, tokens_of_thought
+from headrace.chat.thinking import Thought, ThoughtReader, end_of_thought, is_open_in
 
 CASES = [
     (False, "<think>\nso\n\nit is\n</think>\n\n12", Thought("so\n\nit is", "12")),
@@ -42,11 +42,14 @@ def test_it_does_not_matter_how_the_text_is_cut(case: tuple[bool, str, Thought],
     assert not any(one.answer for one in said[: max(thinking, default=0)]), "thinking comes first"
 
 
-@pytest.mark.parametrize(("text", "begun", "count"), [
-    ("<think>ab</think>c", False, 17), ("ab</think>c", True, 10), ("ab", True, 2), ("abc", False, 0), ("<think>a", False, 8),
-])  # fmt: skip
-def test_the_tokens_of_the_thinking_are_counted(text: str, begun: bool, count: int) -> None:
-    assert tokens_of_thought(lambda tokens: "".join(map(chr, tokens)), [ord(one) for one in text], begun) == count
+@pytest.mark.parametrize("one", [False, True], ids=["characters", "one token"])
+def test_the_tokens_up_to_the_end_of_the_thinking_are_counted(one: bool) -> None:
+    words = ["<think>", "a", "b", *(["</think>"] if one else "</think>"), "c", "</think>"]
+    tokens = list(range(len(words)))
+    count = end_of_thought(
+        lambda some: "".join(words[token] for token in some), tokens, lambda token: words[token].encode()
+    )
+    assert "".join(words[:count]) == "<think>ab</think>"
 
 
 def test_a_prompt_that_ends_within_the_thinking() -> None:

@@ -11,7 +11,7 @@ from headrace.chat.formats import CallFormat, ToolCall
 from headrace.chat.messages import Tool, described
 from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
-from headrace.chat.thinking import MARKS, ThoughtReader, is_open_in, tokens_of_thought
+from headrace.chat.thinking import MARKS, ThoughtReader, end_of_thought, is_open_in
 from headrace.models.chat import ChatEncoder
 from headrace.types import Request
 from headrace.web.bodies import Chat
@@ -44,9 +44,8 @@ class CompletionText:
         """`format`: that of the calls in it, None where no `tools` were offered. `thinking`: whether its prompt ends within the model's
         thinking; None if there is no thinking to be told apart."""
         marks = (*(format.markers if format else ()), *(MARKS if thinking is not None else ()))
-        self._decode = encoder.decode_showing(marks)
+        self._decode, self._spell = encoder.decode_showing(marks), encoder.token_bytes
         self._text = StreamedText(self._decode, stops)
-        self._begun = thinking
         self._thought = None if thinking is None else ThoughtReader(thinking)
         self._reader = CallReader(format, described(tools)) if format else None
         self._calls = 0
@@ -71,8 +70,10 @@ class CompletionText:
         return SaidPiece(reasoning, "".join(event for event in events if isinstance(event, str)), calls)
 
     def thought_tokens(self, tokens: Sequence[int]) -> int | None:
-        """The number of these tokens, which are all, that are thinking; None if there is no thinking to be told apart."""
-        return None if self._begun is None else tokens_of_thought(self._decode, tokens, self._begun)
+        """The number of these tokens, which are all that were pushed, that are thinking; None if there is no thinking to be told apart."""
+        if self._thought is None or not self._thought.ended:
+            return None if self._thought is None else len(tokens) * self._thought.began
+        return end_of_thought(self._decode, tokens, self._spell)
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         """Returns a call in OpenAI's format, with its index among the calls of the completion."""
