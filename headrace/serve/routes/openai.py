@@ -187,9 +187,8 @@ class Answering:
             yield {**head, "choices": [], "usage": self._usage(ended)}
 
     def _usage(self, ended: Sequence[Piece]) -> dict[str, Any]:
-        prompts = self.requests[
-            :: self._several
-        ]  # one of several completions counts once, and one that is given twice twice
+        # A prompt of several completions counts once, and one that is given twice counts twice.
+        prompts = self.requests[:: self._several]
         usage: dict[str, Any] = usage_of(sum(len(one.prompt) for one in prompts), sum(piece.stop for piece in ended))
         if self.thinking is not None:
             thought = sum(self._answers[piece.index].thought_tokens(piece.stream.tokens) or 0 for piece in ended)
