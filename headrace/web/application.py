@@ -9,15 +9,22 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from headrace.errors import HeadraceError
+from headrace.printing import say
 from headrace.web.errors import Refused, answer_error
 from headrace.web.guard import OriginGuard
+from headrace.web.unknown_fields import IgnoredFields, Remark
 
 
-def make_application(routes: Sequence[Route], permission: Sequence[Middleware]) -> Starlette:
-    """`permission`: asks in this order who may send a request, for every path; empty where the routes do so."""
+def make_application(
+    routes: Sequence[Route],
+    permission: Sequence[Middleware],
+    remark: Remark = lambda name, sentence: say(sentence),
+) -> Starlette:
+    """`permission`: asks in this order who may send a request, for every path; empty where the routes do so. `remark`: is told of fields of
+    requests that are ignored."""
     kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(OriginGuard), *permission],
+        middleware=[Middleware(OriginGuard), *permission, Middleware(IgnoredFields, remark=remark)],
         exception_handlers=dict.fromkeys(kinds, answer_error),
     )

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.web.errors import Refused, error_body, refusal_of
 from headrace.web.limits import ServerLimits
+from headrace.web.unknown_fields import note_unknown
 
 T = TypeVar("T")
 
@@ -26,7 +27,10 @@ GONE = Response(status_code=499)
 
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
-    return decoded(await read_bytes(request, JSON, limits), kind)
+    body = await read_bytes(request, JSON, limits)
+    read = decoded(body, kind)
+    note_unknown(request.scope, read, body)
+    return read
 
 
 def decoded(body: bytes, kind: type[T]) -> T:

@@ -65,7 +65,8 @@ def _apps() -> dict[str, tuple[Starlette, list[str]]]:
     serving: Any = SimpleNamespace(limits=ServerLimits())
     door: Any = SimpleNamespace(serving=serving)
     board = RunsBoard(Path("/nowhere"), held=lambda path: False, make_pieces=lambda path: None)
-    gateway = Gateway(lambda tokens: "", (), {}, ServerLimits())
+    encoder: Any = None
+    gateway = Gateway(encoder, (), {}, ServerLimits())
     rollouts: Any = SimpleNamespace(gateway=gateway)
     Desk(rollouts, True, Path("/nowhere/address"))
     (secret,) = gateway.doors
