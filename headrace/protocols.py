@@ -114,9 +114,9 @@ class Trainer(Protocol):
     async def begin_trial(self, adapter: str = "") -> None:
         """Changes every trained value a little. Until the trial ends, the weights are of `trial_version` and may be published."""
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         """Scores the pieces (as `score`) under the changed weights, and under those with single kinds of parameters unchanged. Then changes all
-        values back, bit for bit."""
+        values back, bit for bit. `most`: tokens of the first piece that are scored with unchanged kinds; 0: all pieces."""
 
     async def capture(self, adapter: str = "") -> Captured:
         """Copies what a checkpoint holds of an adapter, or of the whole model. The next `save` of it writes this copy, whatever the trainer
@@ -379,7 +379,10 @@ class TrainerCore(Protocol):
 
     def begin_trial(self, adapter: str = "") -> None: ...
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores: ...
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores: ...
+
+    def reserve(self) -> None:
+        """Does in advance what would delay the first steps."""
 
     def sleep(self) -> SleepReport:
         """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""

@@ -71,7 +71,8 @@ class TrialScores(Struct, frozen=True):
 
     changed: list[float]
     kept: dict[str, list[float]]
-    """Log-probs that each kind of parameter, and each block of layers, would give if it had kept its old values."""
+    """Log-probs that each kind of parameter, and each block of layers, would give if it had kept its old values: of all these tokens, or of
+    the first."""
 
 
 class TrainReport(Struct, frozen=True):

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.sandbox.inside import json_frames
 from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
@@ -111,8 +110,8 @@ class _Process:
     """A process that makes one call at a time (`zygote.py`)."""
 
     def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
-        self._directory = tempfile.mkdtemp(prefix="headrace-sandbox-")
-        where = [self._directory, "memory" if in_memory else "disk"]
+        self._directory = OwnedDirectory("sandbox")
+        where = [self._directory.path, "memory" if in_memory else "disk"]
         command = [sys.executable, *_ZYGOTE, json.dumps(limits), *where]
         pipe = subprocess.PIPE
         # Not in our process group, with which it would be killed: it reads the end of its input, ends the call and removes its directory.
@@ -148,7 +147,7 @@ class _Process:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 def _environment() -> dict[str, str]:

@@ -77,12 +77,30 @@ def parse_sets(sets: Sequence[str]) -> Tree:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Merges tables key by key; any other value in `above` replaces that in `below`."""
+    """Merges tables key by key, and a table into a list of tables by their names; any other value in `above` replaces that in `below`.
+    Raises ConfigError for a name that no table of such a list has."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            merged[key] = merge(old, value)
+        elif isinstance(value, Mapping) and (names := names_in(old)):
+            merged[key] = _merge_named(key, old or (), value, names=names)
+        else:
+            merged[key] = value
     return merged
+
+
+def names_in(value: Any) -> list[str]:
+    """Returns the names of the tables in a list, which are those of `[[adapters]]` or `[[teachers]]`; empty for anything else."""
+    tables = value if isinstance(value, (list, tuple)) else ()
+    return [one["name"] for one in tables if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+
+
+def _merge_named(key: str, old: Sequence[Any], above: Mapping[str, Any], *, names: Sequence[str]) -> list[Any]:
+    if strange := next((name for name in above if name not in names), ""):
+        raise ConfigError(f"{key}.{strange}: none of {key} is called {strange}; there are {', '.join(names)}")
+    return [merge(one, above.get(one["name"], {})) if names_in([one]) else one for one in old]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:

@@ -91,7 +91,7 @@ class FakeTrainer:
         version = self._tried[adapter] = self.versions.get(adapter, 0)
         self.versions[adapter] = trial_version(version)
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         self.versions[adapter] = self._tried.pop(adapter)
         return TrialScores([-1.0] * sum(len(piece) - 1 for piece in pieces), {})
 

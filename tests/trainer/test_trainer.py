@@ -8,7 +8,7 @@ import resource
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.packing.ranks import split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.tree_attention import tree_of
-from headrace.trainer.step.optimizer import learning_rate
+from headrace.trainer.rate_schedule import learning_rate
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Prompt
 
@@ -432,17 +432,6 @@ def test_nothing_to_train_is_named(model_dir):
 def same_parameters(one: TorchTrainer, other: TorchTrainer) -> None:
     for (name, a), (_, b) in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_learning_rates():
-    constant = TrainConfig(steps=10, learning_rate=1.0, warmup_steps=4)
-    assert [learning_rate(step, constant) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    cosine = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="cosine")
-    rates = [learning_rate(step, cosine) for step in range(13)]
-    assert rates[4] == 1 and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0)
-    assert all(a > b for a, b in pairwise(rates[4:]))
-    linear = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="linear")
-    assert [learning_rate(step, linear) for step in (3, 4, 6, 10, 12, 13)] == [1, 1, 0.75, 0.25, 0, 0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.environments.agents import agent_reaper
+from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import ending
 from headrace.settings.secrets import OWN
@@ -103,11 +102,13 @@ class _Output(asyncio.SubprocessProtocol):
 
 
 class AgentProcess:
-    def __init__(self, transport: asyncio.SubprocessTransport, output: _Output, directory: str, reaper: Reaper) -> None:
-        """`directory`: the one that was made for it; empty if it runs in a directory of the user."""
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, output: _Output, directory: OwnedDirectory | None, reaper: Reaper
+    ) -> None:
+        """`directory`: the one that was made for it; None if it runs in a directory of the user."""
         self._transport, self._output, self._directory, self._reaper = transport, output, directory, reaper
         self.pid = transport.get_pid()
-        reaper.started(self.pid, directory)
+        reaper.started(self.pid, directory.path if directory else "")
 
     @classmethod
     async def start(
@@ -122,13 +123,14 @@ class AgentProcess:
     ) -> AgentProcess:
         """`given`: its standard input. `directory`: where it runs; empty: in one that is made for it and removed at its end. `memory`:
         bytes that it, and each process that it starts, may allocate; 0 sets no limit. Raises OSError."""
-        own = "" if directory else await asyncio.to_thread(tempfile.mkdtemp, prefix="headrace-agent-")
+        own = None if directory else await asyncio.to_thread(OwnedDirectory, "agent")
         try:
             transport, output = await asyncio.get_running_loop().subprocess_exec(
-                _Output, *command, cwd=directory or own, env=dict(variables), start_new_session=True
+                _Output, *command, cwd=own.path if own else directory, env=dict(variables), start_new_session=True
             )
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+            if own:
+                await asyncio.to_thread(own.remove)
             raise
         self = cls(transport, output, own, reaper)
         if memory and hasattr(resource, "prlimit"):
@@ -191,7 +193,7 @@ class AgentProcess:
         if log and self.errors:
             await asyncio.to_thread(_append, log, f"--- agent {self.pid}\n{self.errors}")
         if self._directory:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(self._directory.remove)
 
     def _signal(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -62,6 +62,8 @@ class _Wait:
     spared: float = 0.0
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
+    told: bool = False
+    """Whether it was counted in a warning."""
     stopping: asyncio.Task[None] | None = None
     error: Exception | None = None
     """Ends it."""
@@ -160,6 +162,7 @@ class Waits:
         """Extends all deadlines by the seconds for which the whole process was stopped (Ctrl-Z)."""
         for wait in self._current:
             _silence(wait)
+            wait.told = False
             wait.since += seconds
             waited = self._clock() - wait.since
             self._set_alarms(wait, self._warn_after - waited, self._left(wait, self._clock()))
@@ -190,15 +193,26 @@ class Waits:
 
     def _warn(self, wait: _Wait) -> None:
         wait.seen = wait.advances and wait.advances()
-        then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
         try:
-            self._record(Warned(self._clock(), f"{self._seen(wait)}{then}"))
+            self._tell(wait)
         except Exception as error:  # a full disk; whoever waits is the only one who can hear of it
             wait.error = error
             wait.timeout.reschedule(asyncio.get_running_loop().time())
             return
         if wait.endless:
+            wait.told = False
             self._set_alarms(wait, self._warn_after, 0.0)
+
+    def _tell(self, wait: _Wait) -> None:
+        """Warns of a wait and of all like it, unless one of them has. (Hundreds of groups may wait for one thing.)"""
+        if wait.told:
+            return
+        alike = [one for one in self._current if (one.owner, one.what) == (wait.owner, wait.what)]
+        for one in alike:
+            one.told = True
+        times = f" (× {len(alike)})" if len(alike) > 1 else ""
+        then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
+        self._record(Warned(self._clock(), f"{self._seen(wait)}{times}{then}"))
 
     def _stop(self, wait: _Wait) -> None:
         """Stops a wait. The list of waits is taken first, because those that are cancelled afterwards would be missing from it."""

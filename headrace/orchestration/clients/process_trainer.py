@@ -70,14 +70,18 @@ class ProcessTrainer:
     async def begin_trial(self, adapter: str = "") -> None:
         await self._call("begin_trial", adapter, type(None))
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
-        return await self._call("end_trial", ([list(piece) for piece in pieces], adapter), TrialScores)
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
+        return await self._call("end_trial", ([list(piece) for piece in pieces], adapter, most), TrialScores)
 
     async def capture(self, adapter: str = "") -> Captured:
         return await self._call("capture", adapter, Captured)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
         await self._call("save", (_for_ranks(directory), adapter), type(None))
+
+    async def reserve(self) -> None:
+        """Does in advance what would delay the first steps; calls that come meanwhile wait for it."""
+        await self._call("reserve", None, type(None))
 
     async def sleep(self) -> SleepReport:
         return await self._call("sleep", None, SleepReport)

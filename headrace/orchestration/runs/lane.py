@@ -39,6 +39,7 @@ from headrace.orchestration.store.run_directory import RunDirectory, config_at
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.printing import echo, say
+from headrace.trainer.rate_schedule import change_of_rate
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,8 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         lane.close()
     steps = max(lane.session.step for lane in lanes)
-    more = (
-        f"--set train.steps={2 * steps}" if len(lanes) == 1 else "CONFIG.toml (with more train.steps for its adapters)"
-    )
+    own = "" if len(lanes) == 1 else "adapters.{}."
+    more = " ".join(f"--set {own.format(lane.config.name)}train.steps={2 * lane.session.step}" for lane in lanes)
     echo(
         f"headrace: {path} is finished: all of its {steps} steps are done. To train it further, give it more steps, for instance: "
         f"headrace train --resume {path} {more}"
@@ -176,7 +176,8 @@ def _found(
         behind += changes(written_by, state.made_by).steps  # somebody has edited `config.toml`
     saved = read_saved_run(path, state, not behind, changed, config.rollout.max_tokens)
     check_steps(path, saved.step, config.train.steps)
-    return checkpoints, checkpoint, saved, complaints
+    rate = change_of_rate(before.train, config.train, saved.step)
+    return checkpoints, checkpoint, saved, [*complaints, *([rate] if rate else [])]
 
 
 def _meant(config_toml: Path) -> dict[str, Any]:

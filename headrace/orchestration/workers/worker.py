@@ -249,8 +249,8 @@ def _trainer_call(
         case "begin_trial":
             return core.begin_trial(unpack(frame.payload, str))
         case "end_trial":
-            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str]))
-        case "sleep" | "wake":
+            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str, int]))
+        case "sleep" | "wake" | "reserve":
             return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")

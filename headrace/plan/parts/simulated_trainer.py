@@ -85,7 +85,7 @@ class SimulatedTrainer:
     async def begin_trial(self, adapter: str = "") -> None:
         raise AssertionError("a plan tries no weights")
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         raise AssertionError("a plan tries no weights")
 
     async def capture(self, adapter: str = "") -> Captured:

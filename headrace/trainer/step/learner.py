@@ -14,7 +14,8 @@ from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.placement.port import Placement
-from headrace.trainer.step.optimizer import apply, learning_rate
+from headrace.trainer.rate_schedule import learning_rate
+from headrace.trainer.step.optimizer import apply
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
-from headrace.trainer.forward.fused.fused_weights import reserve
+from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
@@ -103,8 +103,7 @@ class TorchTrainer:
         self._copies = {name: HostCopy() for name in self._learners}
         self._reading = threading.Lock()
         """Held by a thread that reads frozen weights: they stay where they are."""
-        if self._fused:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._reserved = False
 
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
@@ -180,6 +179,13 @@ class TorchTrainer:
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
 
+    def reserve(self) -> None:
+        """Does in advance, once, what would delay the first steps (`fused_weights.reserve`). It takes seconds, in which rollouts are sampled."""
+        if self._fused and not self._reserved:
+            config = self._config
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._reserved = True
+
     def _activate(self, adapter: str) -> Learner:
         assert not self._resting.asleep, "the trainer is asleep"
         if self._adapters:
@@ -217,7 +223,7 @@ class TorchTrainer:
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
-        with computed_in(self._dtype, self._device), self._replay(there):
+        with forward_only(), computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
 
@@ -225,12 +231,12 @@ class TorchTrainer:
         self._activate(adapter)
         self._trials[adapter] = Trial(self._learners[adapter].parameters)
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
-        def scores() -> list[float]:
-            return [value for piece in pieces for value in self.score(piece, adapter)]
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
+        def scores(some: Sequence[Sequence[int]]) -> list[float]:
+            return [value for piece in some for value in self.score(piece, adapter)]
 
-        trial = self._trials[adapter]
-        found = TrialScores(scores(), {label: scores() for label in trial.kept()})
+        trial, first = self._trials[adapter], [pieces[0][:most]] if most else pieces
+        found = TrialScores(scores(pieces), {label: scores(first) for label in trial.kept()})
         trial.end()
         del self._trials[adapter]
         return found
