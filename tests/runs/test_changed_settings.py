@@ -56,7 +56,7 @@ OWN: dict[str, list[Any]] = {
     "task.system": ["", "add"],
     "task.answer": ["answer", "other"],
     "task.prompt": ["prompt", "question"],
-    "task.template": [{}, {"enable_thinking": False}],
+    "task.template": [{}, {"enable_thinking": True}],
     "task.path": ["rows.jsonl", "others.jsonl"],
     "task.held_out": [8, 16],
     "staleness.max_lag": [4, 3, 6],
@@ -137,6 +137,8 @@ class Place:
         self.directory = directory
         for name in ("model", "model2"):
             shutil.copytree(tokenizer, directory / name)
+            with (directory / name / "chat_template.jinja").open("a") as file:
+                file.write("{% if enable_thinking %}<s>{% endif %}")
         for name, mark, reward in (("near", 11, 1), ("far", 12, 30)):
             (directory / f"{name}.py").write_text(TALK.format(mark=mark, reward=reward))
         (directory / "reward.py").write_text(REWARD)
@@ -196,10 +198,9 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     if setting.name == f"{CONTENTS}environment.function":
         base["environment.function"] = "near.py:play"
     contents = setting.name.startswith(CONTENTS)
+    values = [value for place, value in enumerate(setting.values) if value not in setting.values[:place]]
     fine = [
-        (value, one)
-        for value in setting.values
-        if (one := _fine(place, base if contents else base | {setting.name: value}))
+        (value, one) for value in values if (one := _fine(place, base if contents else base | {setting.name: value}))
     ]
     if len(fine) < 2:
         return None
