@@ -216,6 +216,19 @@ class LoadReport(Struct, frozen=True):
     """Engines of a fleet that `received` is the sum over. 0: one engine, or a fleet of a run from before 2026-11-28."""
 
 
+class Captured(Struct, frozen=True):
+    """The report of a trainer that has noted what a checkpoint holds.
+
+    >>> Captured(nbytes=1_620_000_000).short
+    ''
+    """
+
+    nbytes: int = 0
+    """Bytes of its tensors."""
+    short: str = ""
+    """The reason why there is no copy of them; the trainer may then do nothing else until they are written. Empty if there is one."""
+
+
 class SleepReport(Struct, frozen=True):
     """The report of a worker that gave the devices up, or took them back (`orchestration.placement = "shared"`, `orchestration.lend`).
 

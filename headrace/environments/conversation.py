@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ class TurnEncoder(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def decode_with_calls(self, tokens: Sequence[int]) -> str: ...
+    def decode_showing(self, markers: Collection[str]) -> Callable[[Sequence[int]], str]: ...
 
     def written(self, tokens: Sequence[int]) -> str: ...
 
@@ -173,7 +173,7 @@ class Conversation:
         before = () if place.fresh else self.tokens
         self.prompt_tokens = len(before) + place.size
         if stream:
-            stream.begin(self._text_of(format), CallReader(format) if format else None, self.prompt_tokens)
+            stream.begin(self._text_of(format), CallReader(format, self._tools) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
@@ -273,15 +273,15 @@ class Conversation:
         text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
             return ChatReply(text=text, stop=stop, tokens=count)
-        said = read_calls(text, format)
+        said = read_calls(text, format, self._tools)
         calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
         calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
         return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
 
     def _text_of(self, format: CallFormat | None) -> StreamedText:
         """The text of a reply, calls included, which has no token yet."""
-        shows_calls = format is not None and self._place == "template"
-        decode = self._encoder.decode_with_calls if shows_calls else self._encoder.decode
+        shown = format.markers if format and self._place == "template" else ()
+        decode = self._encoder.decode_showing(shown) if shown else self._encoder.decode
         return StreamedText(decode, self._stops)
 
     def _id(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,8 @@ from headrace.chat.formats import CallFormat
 from headrace.chat.messages import begins_answer, role_problem
 from headrace.chat.probing import format_of, tools_problem
 from headrace.chat.rendering import Rendering
+from headrace.chat.thinking import is_known_to
+from headrace.chat.token_bytes import bytes_of_piece
 from headrace.errors import ConfigError, nearest
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.endings import Endings, endings_of
@@ -66,8 +68,7 @@ class ChatEncoder:
         """Returns an encoder of the same tokenizer, which shows or hides special tokens in the text that it decodes."""
         other = copy.copy(self)
         other._special = special
-        for cached in ("_hidden", "_hidden_beside_calls"):
-            vars(other).pop(cached, None)
+        vars(other).pop("_hidden", None)
         return other
 
     @property
@@ -305,9 +306,15 @@ class ChatEncoder:
         special tokens; otherwise unchanged."""
         return self.written([token for token in tokens if token not in self._hidden])
 
-    def decode_with_calls(self, tokens: Sequence[int]) -> str:
-        """Returns the text of `decode`, with the special tokens that mark a tool call. Raises ConfigError without a `call_format`."""
-        return self.written([token for token in tokens if token not in self._hidden_beside_calls])
+    def decode_showing(self, markers: Collection[str]) -> Callable[[Sequence[int]], str]:
+        """Returns `decode` that also shows special tokens with these texts, such as those that mark a tool call."""
+        hidden = frozenset(token for token in self._hidden if self.special.get(token) not in markers)
+        return lambda tokens: self.written([token for token in tokens if token not in hidden])
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template tells the model's thinking from its answers."""
+        return is_known_to(self.template)
 
     @cached_property
     def special(self) -> Mapping[int, str]:
@@ -319,14 +326,24 @@ class ChatEncoder:
     def _hidden(self) -> frozenset[int]:
         return self.endings.all | (frozenset(self.special) if self._special == "hide" else frozenset())
 
-    @cached_property
-    def _hidden_beside_calls(self) -> frozenset[int]:
-        markers = self.call_format.markers
-        return frozenset(token for token in self._hidden if self.special.get(token) not in markers)
-
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def hides(self, token: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return token in self._hidden
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes that a token stands for. They are no text where a character is made of several tokens."""
+        if (known := self._bytes.get(token)) is None:
+            piece = str(self._tokenizer.convert_ids_to_tokens(token) or "")
+            known = self._bytes[token] = bytes_of_piece(piece, self.written([token]))
+        return known
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {}
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -294,6 +294,13 @@ class CheckpointSaved(Fact, frozen=True):
     seconds: float
     error: str = ""
     """Empty, or why it could not be written. The run goes on, and the last good checkpoint stays."""
+    stopped: float | None = None
+    """Seconds for which the trainer stood still. None in runs that did not record it: it stood still until the checkpoint was written."""
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the trainer stood still."""
+        return self.seconds if self.stopped is None else self.stopped
 
 
 class WorkerLost(Fact, frozen=True):

@@ -6,7 +6,7 @@ It imports no torch. The concrete classes of the workers are named in `workers/b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,6 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.python_inputs import PythonInputs
-from headrace.orchestration.store.resume_rules import scoring_mark
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
@@ -75,8 +74,8 @@ class BuiltRun:
     pipeline: Pipeline
     redo: Sequence[JournalStep]
     """The steps after the checkpoint, which the trainer must repeat before anything else."""
-    outdated: Collection[int]
-    """Tickets of finished groups whose training rows were made under other settings."""
+    outdated: Mapping[int, Sequence[str]]
+    """See `SavedRun.outdated`."""
     utilisation: Utilisation
     config: RunConfig
     adapter: str
@@ -274,7 +273,7 @@ def _built(
     restored: RestoredState,
     telemetry: Telemetry,
 ) -> BuiltRun:
-    encoder, plan, saved, mark = prepared.encoder, LoopPlan.of(config, adapter), storage.saved, scoring_mark(config)
+    encoder, plan, saved = prepared.encoder, LoopPlan.of(config, adapter), storage.saved
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = assemble(
@@ -299,7 +298,7 @@ def _built(
             telemetry=telemetry,
             adapter=adapter,
             saved_step=storage.saved_step,
-            scored_by=mark,
+            made_by=storage.made_by,
         ),
         probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
@@ -315,7 +314,7 @@ def _built(
         parts=parts,
         pipeline=pipeline,
         redo=restored.redo,
-        outdated=saved.outdated(mark) if saved else (),
+        outdated=saved.outdated if saved else {},
         utilisation=Utilisation(pools.engine, pools.turns, telemetry),
         config=config,
         adapter=adapter,

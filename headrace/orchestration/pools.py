@@ -126,7 +126,7 @@ async def open_pools(
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
         started = trainer_start(config, model_dir, restore, *transports)
         shared = logs.parent if ranks_of(config) else None
-        trainer = ProcessTrainer(seats.trainer, started, config.train.cores, shared=shared)
+        trainer = ProcessTrainer(seats.trainer, started, config.train.cores, shared, waits=telemetry.waits)
         undo.push_async_callback(trainer.close)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()

@@ -47,6 +47,7 @@ def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | N
         teacher=_joined([_teacher(path) for path, _ in paths]) if any(teachers) else None,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        temperature=paths[0][0].row.temperature,
     )
     return pack, conflicts
 

@@ -94,9 +94,13 @@ class Pack:
     """[M, k] int64: the teacher's most probable tokens."""
     top_logprobs: Tensor | None = None
     """[M, k] float32: their log-probs; -inf pads (the id is then 0)."""
+    temperature: float = 0.0
+    """The temperature of all its rows; 0: that of their batch."""
 
     def to(self, device: torch.device) -> Pack:
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
+        columns: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("segments", "temperature")
+        }
         return replace(self, **{name: x.to(device) for name, x in columns.items() if x is not None})
 
 

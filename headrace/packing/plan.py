@@ -50,7 +50,7 @@ def pack_rows(
         share=share,
         least_saved=least_saved,
     )
-    return plan_of(first_fit(pieces, size_of, budget), step, routed, dropped(rows, losses))
+    return plan_of(microbatches_of(pieces, budget), step, routed, dropped(rows, losses))
 
 
 def trees_of(
@@ -63,16 +63,24 @@ def trees_of(
     share: bool,
     least_saved: int,
 ) -> list[TreeNode]:
-    """The trees of the rows, each within the budget or of a single row."""
+    """The trees of the rows, each of one temperature, and within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
     kept = [one for one in zip(rows, losses, weights, range(len(rows)), strict=True) if one[1]]
     paths = [path_of(row, loss, weight, routed, number) for row, loss, weight, number in kept]
     if not share:
         return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
-    roots = grow(paths)
+    temperatures = dict.fromkeys(path.row.temperature for path in paths)
+    roots = [root for one in temperatures for root in grow(path for path in paths if path.row.temperature == one)]
     prune(roots, least_saved)
     return [piece for root in roots for piece in cut(root, budget)]
+
+
+def microbatches_of(trees: Sequence[TreeNode], budget: int) -> list[list[TreeNode]]:
+    """Puts trees of one temperature together, as many as the budget allows."""
+    temperatures = sorted({tree.source.row.temperature for tree in trees})
+    alike = ([tree for tree in trees if tree.source.row.temperature == one] for one in temperatures)
+    return [found for those in alike for found in first_fit(those, size_of, budget)]
 
 
 def plan_of(

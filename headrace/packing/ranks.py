@@ -12,8 +12,8 @@ import torch
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.batches import Row
 from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
-from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
-from headrace.packing.tree import LEAST_SAVED, TreeNode, first_fit, preorder, size_of
+from headrace.packing.plan import dropped, loss_places, microbatches_of, plan_of, routed_of, trees_of
+from headrace.packing.tree import LEAST_SAVED, TreeNode, preorder, size_of
 
 TOKEN_COST = 4096
 """The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.
@@ -47,7 +47,7 @@ def split_ranks(
             rows, losses, weights=weights, routed=routed, budget=limit, share=share, least_saved=LEAST_SAVED
         )
 
-    bins = [first_fit(mine, size_of, budget) for mine in _balanced(trees, budget, ranks)]
+    bins = [microbatches_of(mine, budget) for mine in _balanced(trees, budget, ranks)]
     most = max(map(len, bins))
     plans = []
     for rank, mine in enumerate(bins):

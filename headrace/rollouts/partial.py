@@ -352,6 +352,32 @@ def joined(first: Completion, second: Completion) -> Completion:
     )
 
 
+def shortened(done: Completion, count: int) -> Completion:
+    """The completion as it would be if no more than `count` tokens, of those that it has, could be sampled."""
+    over = len(done.tokens) - count
+    top, mask, routing = done.top, done.mask, done.routing
+    if top:
+        top = TopLogprobs(top.k, top.tokens[: 4 * top.k * count], top.logprobs[: 4 * top.k * count])
+    if mask:
+        offsets = array("q", mask.offsets)[: count + 1]
+        mask = SamplingMask(mask.token_ids[: 4 * offsets[-1]], offsets.tobytes())
+    if routing:
+        routing = msgspec.structs.replace(
+            routing, experts=routing.experts[: -over * routing.layers * routing.k * routing.width]
+        )
+    return msgspec.structs.replace(
+        done,
+        tokens=done.tokens[:count],
+        logprobs=done.logprobs[:count],
+        spans=tuple(span for span in done.spans if span.start < count),
+        stop="length",
+        text="",
+        top=top,
+        mask=mask,
+        routing=routing,
+    )
+
+
 def _joined_top(first: Completion, second: Completion) -> TopLogprobs | None:
     """Fills up a part that has fewer (or none), because it was asked for under other settings, with token 0 and a log-prob of -inf."""
     k = max((part.top.k for part in (first, second) if part.top), default=0)

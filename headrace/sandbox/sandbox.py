@@ -20,6 +20,7 @@ from headrace.sandbox.inside import json_frames
 from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
 
+_ZYGOTE = ("-P", "-m", "headrace.sandbox.zygote")
 _GRACE = 30.0
 """Seconds after which a process that makes calls is killed, if it has not ended by itself."""
 
@@ -111,7 +112,7 @@ class _Process:
     def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
         self._directory = OwnedDirectory("sandbox")
         where = [self._directory.path, "memory" if in_memory else "disk"]
-        command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), *where]
+        command = [sys.executable, *_ZYGOTE, json.dumps(limits), *where]
         pipe = subprocess.PIPE
         # Not in our process group, with which it would be killed: it reads the end of its input, ends the call and removes its directory.
         self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ from headrace.web.unserved import continues_last, offered_tools, refuse_strict, 
 
 def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
     """`index`: of the completion among the `n` of its prompt."""
-    seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 63)
+    seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 64)
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -113,24 +113,31 @@ def check_logprobs(serving: Serving, top: int, positions: int) -> None:
 
 def of_completions(serving: Serving, body: Completions, name: str) -> list[Request]:
     refuse_unserved(body)
-    several = isinstance(body.prompt, list) and not any(isinstance(one, int) for one in body.prompt[:1])
-    serving.room_for(len(body.prompt) * body.n if several else body.n)
-    prompts = list(_prompts(serving, body.prompt))
+    given = given_prompts(body)
+    serving.room_for(len(given) * body.n)
+    prompts = [_tokens_of(serving, one) for one in given]
     most = 16 if body.max_tokens is None else body.max_tokens
-    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0))
+    scores = body.echo and (body.logprobs is not None or not most)
+    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0, scores=scores))
 
 
-def _prompts(serving: Serving, prompt: str | list[Any]) -> Iterator[tuple[int, ...]]:
-    if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
-        yield tuple(prompt)
-    elif isinstance(prompt, list):
-        if any(isinstance(one, int) for one in prompt):
-            raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
-        for one in prompt:
-            yield from _prompts(serving, one)
-    else:
-        _check_length(serving, prompt)
-        yield serving.encoder.encode_text(prompt)
+def given_prompts(body: Completions) -> list[str | Sequence[int]]:
+    """Returns the prompts of a request, each a text or tokens. Raises Refused for none, and for a list of both."""
+    prompt = body.prompt
+    if prompt == []:
+        raise Refused(400, "prompt is an empty list; send a text, tokens, or a list of several of them")
+    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if any(isinstance(one, int) for one in prompt):
+        raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _tokens_of(serving: Serving, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    _check_length(serving, prompt)
+    return serving.encoder.encode_text(prompt)
 
 
 def _check_length(serving: Serving, text: str) -> None:
@@ -189,14 +196,22 @@ def _arguments(serving: Serving, body: Chat) -> dict[str, Any]:
 
 
 def _requests(
-    serving: Serving, body: Completions | Chat, *, prompts: Sequence[tuple[int, ...]], name: str, most: int, top: int
+    serving: Serving,
+    body: Completions | Chat,
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    name: str,
+    most: int,
+    top: int,
+    scores: bool = False,
 ) -> Iterator[Request]:
+    """`scores`: whether the prompts are scored too."""
     adapter = serving.adapter_of(body.model)
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise Refused(400, "the prompt has no tokens; begin with a start token at least")
         _fits(serving, prompt, most)
-        check_logprobs(serving, top, most * len(prompts) * body.n)
+        check_logprobs(serving, top, (most + len(prompt) * scores) * len(prompts) * body.n)
         for index in range(body.n):
             sampling = _sampling(body, most, index)
             yield Request(
@@ -205,5 +220,6 @@ def _requests(
                 sampling=sampling,
                 priority=body.priority,
                 adapter=adapter,
+                prompt_logprobs=scores,
                 top_logprobs=top,
             )

@@ -24,6 +24,7 @@ from headrace.steps import StepOutput, Transcript, spans_of, write_down
 from headrace.types import Completion, Request, Struct, VersionSpan
 from headrace.web.errors import Refused, busy
 from headrace.web.limits import ServerLimits
+from headrace.web.looking import Looks
 from headrace.weight_sync.directory import offer_adapter
 from headrace.weights import WeightUpdate
 
@@ -99,6 +100,7 @@ class Serving:
         self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
         self._loading, self._loads = asyncio.Lock(), 0
+        self._looks = Looks()
         self.engine.listen(self._heard)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -197,7 +199,12 @@ class Serving:
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
         """One that peft saved. LoadedWeights again under its name it is a new version."""
         before = self.loaded.get(name)
-        return await self.load(offer_adapter(directory, name, before.label.version + 1 if before else 0))
+        version = before.label.version + 1 if before else 0
+        return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+
+    async def look_at(self, directory: Path) -> None:
+        """Raises Refused where a client names a directory of which nothing can be learned."""
+        await self._looks.at(directory, lambda: directory.is_dir())
 
     async def unload(self, name: str) -> None:
         async with self._loading:

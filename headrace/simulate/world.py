@@ -35,7 +35,8 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.resume_rules import SettingChanges, changes
+from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
@@ -87,7 +88,7 @@ class World:
     evaluate_every: int = 0
     identity_every: int = 2
     mark: str = ""
-    """Names the settings that make rows (`course.scoring_mark`)."""
+    """Stands for the settings that make rows, as `resume_rules.meaning` tells them."""
     earlier: EarlierMetrics = EarlierMetrics()
     """The metrics of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
@@ -162,7 +163,7 @@ class World:
         """Runs from the first publish to the last step. `interrupt_after`: seconds until the run is asked to stop."""
         pipeline = self.build(resume)
         if self._saved:
-            pipeline.discard(self._saved.outdated(self.mark))
+            pipeline.discard(self._saved.outdated)
         await pipeline.redo(self.restored.redo)
         await self.go_live()
         if interrupt_after is not None:
@@ -176,9 +177,15 @@ class World:
     def _read_saved(self) -> SavedRun:
         assert self.directory is not None, "nothing was written that could be resumed"
         checkpoint, _ = Checkpoints(self.directory / "checkpoints", keep=2).newest_good()
-        saved = read_saved_run(self.directory, load_controller(checkpoint) if checkpoint else None, True)
+        state = load_controller(checkpoint) if checkpoint else None
+        changed = changes(state.made_by, self._made_by) if state else SettingChanges()
+        saved = read_saved_run(self.directory, state, True, changed, self.rollout.max_tokens)
         assert not saved.complaints, saved.complaints
         return saved
+
+    @property
+    def _made_by(self) -> dict[str, str]:
+        return {"algo.advantage": self.mark}
 
     def _storage(self, telemetry: Telemetry, step: int) -> tuple[Journal, Snapshots]:
         if self.directory is None:
@@ -189,7 +196,7 @@ class World:
         self.engine.listen(passes.write)
         self.restored.notebook.listen(passes.note)
         saved_step = step if self._saved and self._saved.state else -1
-        snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved_step, scored_by=self.mark)
+        snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved_step, made_by=self._made_by)
         return Journal(self.directory, flushes=False), snapshots
 
 
@@ -217,6 +224,9 @@ class _Unsaved(Snapshots):
     def __init__(self) -> None:
         self.saved_step = -1
 
-    async def save(self, step: int, parts: Any) -> str:
-        self.saved_step = step
+    async def capture(self, step: int, parts: Any) -> Moment:
+        return Moment(step=step, seconds=0.0, stopped=0.0, state=b"", short="", save=parts.trainer.save)
+
+    async def write(self, moment: Moment) -> str:
+        self.saved_step = moment.step
         return ""

@@ -24,7 +24,6 @@ from headrace.commands.again.rerun import Stage, plan_rerun, rerun
 from headrace.commands.looking import diff_view
 from headrace.config import RunConfig, dump_config, load_config
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Journal,
     LiveRecord,
@@ -33,6 +32,7 @@ from headrace.durable.journal import (
     count_steps,
     read_journal,
 )
+from headrace.durable.segments import JOURNAL
 from headrace.errors import CheckpointError, ConfigError
 from headrace.native.cores import available_cores
 from headrace.observe.health.family import Family, family
@@ -86,7 +86,7 @@ def replayed(run: Path, first: int, last: int | None = None) -> tuple[int, str]:
 def rewrite(run: Path, change: Any) -> None:
     """The journal with other records, numbered and with the right checksums: no damage, a forgery."""
     records = [change(record) for record in read_journal(run)]
-    (run / JOURNAL).unlink()
+    shutil.rmtree(run / JOURNAL)
     journal = Journal(run)
     for record in records:
         journal.write(record)

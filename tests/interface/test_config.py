@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.store.resume_rules import check_bound, same_training, scoring_mark
+from headrace.orchestration.store.resume_rules import SettingChanges, changes, check_bound, meaning
 from headrace.settings import toml
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -374,7 +374,11 @@ def test_available_cores_are_those_of_this_process():
     ],
 )
 def test_steps_can_be_done_again_only_with_the_settings_that_they_depend_on(sets, same):
-    assert same_training(load_config(MINIMAL), load_config(MINIMAL, sets)) is same
+    assert (not changed([], sets).steps) is same
+
+
+def changed(before: list[str], after: list[str]) -> SettingChanges:
+    return changes(meaning(load_config(MINIMAL, before)), meaning(load_config(MINIMAL, after)))
 
 
 @pytest.mark.parametrize(
@@ -399,20 +403,10 @@ def test_a_resumed_run_keeps_its_bound_for_what_was_admitted_before(sets: list[s
         check_bound(load_config(MINIMAL, ["staleness.overdue=drop"]), load_config(MINIMAL))
 
 
-def test_rows_are_marked_by_what_they_are_made_of():
-    mark = scoring_mark(load_config(MINIMAL))
-    same = ["train.learning_rate=1e-3", "reward.workers=3", "algo.clip_high=0.28", "rollout.max_tokens=32"]
-    assert mark == scoring_mark(load_config(MINIMAL, same))
-    assert mark != scoring_mark(load_config(MINIMAL, ["algo.name=rloo"]))
-    assert mark != scoring_mark(load_config(MINIMAL, ["reward.function=mine.py:f"]))
-    assert mark == "9bebda6f73a1190c"  # of every run before that has these settings: its finished groups stay good
-    punishment = "reward.soft_overlong_punishment.cache=4"
-    assert scoring_mark(load_config(MINIMAL, [punishment])) not in (
-        mark,
-        scoring_mark(load_config(MINIMAL, [punishment, "rollout.max_tokens=32"])),
-    )
-    penalty = "algo.length_penalty=0.1"
-    assert scoring_mark(load_config(MINIMAL, [penalty])) not in (
-        mark,
-        scoring_mark(load_config(MINIMAL, [penalty, "rollout.max_tokens=32"])),
-    )
+def test_groups_are_dropped_where_what_their_rows_are_made_of_has_changed():
+    fine = ["train.learning_rate=1e-3", "reward.workers=3", "algo.clip_high=0.28", "rollout.max_tokens=32"]
+    assert not changed([], fine).groups
+    assert changed([], ["algo.name=rloo"]).groups
+    assert changed([], ["reward.function=mine.py:f"]).groups
+    for one in ("reward.soft_overlong_punishment.cache=4", "algo.length_penalty=0.1"):
+        assert changed([], [one]).groups and changed([one], [one, "rollout.max_tokens=32"]).groups

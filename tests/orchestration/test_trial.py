@@ -325,6 +325,41 @@ def test_what_is_allowed_later_follows_from_the_first_version(dtype: str) -> Non
         checked(0.0, 2 * least)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("off", [float("nan"), float("inf"), -float("inf")])
+def test_log_probs_that_are_no_numbers_pass_no_probe(off: float, first: bool) -> None:
+    """Of the engine, and of the trainer."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, engine = trainer.score(pieces[0]), HuggingFaceEngine("llama", version=0)
+    probe, facts = probe_of(pieces)
+
+    def check(expected: Sequence[float], first: bool) -> None:
+        asyncio.run(probe.engine_side(engine, 0, list(expected), first=first))  # type: ignore[arg-type]
+
+    if not first:
+        check(expected, True)
+    with pytest.raises(IdentityError, match="differ from the trainer's"):
+        check([*expected[:-1], off], first)
+    engine.off = off
+    with pytest.raises(IdentityError, match="differ from the trainer's"):
+        check(expected, first)
+    assert [fact.ok for fact in facts[-2:]] == [False, False]
+
+
+def test_a_probe_that_is_scored_under_another_version_is_no_pass() -> None:
+    """Though its log-probs are right: they would be a proof of weights that nobody asked about."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, (probe, facts) = trainer.score(pieces[0]), probe_of(pieces)
+    for version in (2, 4):
+        engine = HuggingFaceEngine("llama", version=version)
+        with pytest.raises(
+            IdentityError, match=f"to score the probe under version 3, and did it under version {version}"
+        ):
+            asyncio.run(probe.engine_side(engine, 3, expected))  # type: ignore[arg-type]
+    assert not facts, "nothing was compared"
+    asyncio.run(probe.engine_side(HuggingFaceEngine("llama", version=3), 3, expected))  # type: ignore[arg-type]
+
+
 def test_members_that_round_differently_have_floors_of_their_own() -> None:
     """The first one to answer decides nothing for the others."""
     trainer, pieces = trainer_of("llama"), tokens_of("")

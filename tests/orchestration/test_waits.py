@@ -392,7 +392,7 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         parts=world.parts,
         pipeline=pipeline,
         redo=(),
-        outdated=(),
+        outdated={},
         utilisation=None,  # type: ignore[arg-type]
         config=None,  # type: ignore[arg-type]
         adapter="",
@@ -592,6 +592,10 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("delivery", "the swap in the engine"): of_pipeline(),
     ("delivery", "the engine (probe)"): of_pipeline(),
     ("controller", "the trainer (*)"): of_pipeline(),
+    ("checkpoint", "the trainer (its files)"): of_pipeline(checkpoint_every=2),
+    ("trainer", "the checkpoint of step * to be written"): of_pipeline(
+        checkpoint_every=1, trainer=FakeTrainer(save_seconds=5.0)
+    ),
     ("controller", "room on the disk for the last checkpoint"): of_pipeline(
         trainer=FakeTrainer(full=lambda attempt: True)
     ),

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
 from headrace.batches import Batch
 from headrace.config import RunConfig, config_of_run, read_config
-from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
+from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps, refuse_earlier
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
@@ -84,6 +84,7 @@ def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
         raise ConfigError(
             f"there are no steps {first} to {last}: steps are counted from 1, and --to must not be below --step"
         )
+    refuse_earlier(run_dir)
     if (done := count_steps(run_dir)) < last:
         raise ConfigError(f"the journal of {run_dir} has {done} steps, so there is no step {last}")
     checkpoint, complaints = None, []
@@ -143,9 +144,9 @@ def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
         yield step
     if following < course.last:
         damage = Damage()
-        list(read_steps(course.run_dir, (), damage))
+        list(read_steps(course.run_dir, {following}, damage))
         raise HeadraceError(
-            f"step {following + 1} cannot be repeated, because its record cannot be read ({JOURNAL}: {damage}). Steps after a later "
+            f"step {following + 1} cannot be repeated, because its record cannot be read (its journal: {damage}). Steps after a later "
             "checkpoint can (--step)"
         )
 

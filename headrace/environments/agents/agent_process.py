@@ -17,6 +17,7 @@ from headrace.environments.agents import agent_reaper
 from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import ending
+from headrace.settings.secrets import OWN
 
 GRACE = 5.0
 """Seconds that an agent which is ended early has after SIGTERM, before it is killed."""
@@ -35,11 +36,12 @@ def agent_addresses(url: str, key: str) -> dict[str, str]:
 
 
 def agent_variables(addresses: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent: ours, with the addresses of its rollout."""
+    """The environment of an agent: ours without what opens the run's doors, and with the addresses of its rollout."""
     host = urlsplit(addresses["OPENAI_BASE_URL"]).hostname
     direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host]))
     own = {"NO_PROXY": direct, "no_proxy": direct}  # a proxy of the user's must not be asked for this address
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **addresses, **own}
+    inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **inherited, **addresses, **own}
 
 
 class Reaper:

@@ -91,13 +91,11 @@ def open_handing_out(
     Raises ConfigError if the port cannot be had."""
     sock = bind(config.host, config.port, "environment.")
     gateway = Gateway(
-        encoder.written,
+        encoder,
         stop,
         sampling,
         ServerLimits(),
         sock,
-        ends=encoder.end_tokens,
-        variables=lambda: encoder.variables,
     )
     desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
     said = "agents, which take rollouts at the address that headrace gateway shows"

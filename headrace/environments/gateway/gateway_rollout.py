@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace.chat.messages import Message
 from headrace.environments.gateway.chat_tree import ChatTree, TreeReply
 from headrace.environments.gateway.text_tree import TextTree
 from headrace.errors import RolloutOver
 from headrace.observe.health.patience import within
 from headrace.types import Completion
 from headrace.web.errors import Refused
+from headrace.web.formats.stored_responses import StoredResponses
 
 T = TypeVar("T")
 
@@ -47,8 +47,7 @@ class GatewayRollout:
         self._talks = talks
         self._speakers: dict[tuple[str, str], Speaker] = {}
         """Its agents by the role and the session that their requests name."""
-        self.responses: dict[str, list[Message]] = {}
-        """The messages up to each response that was stored, by its id."""
+        self.responses = StoredResponses()
         self.answered = 0
         """Requests for a turn that were answered."""
         self.error = ""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from headrace.batches import Group
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
@@ -111,7 +113,8 @@ class Rolling:
 
     def _judge(self, rolled: Rolled) -> None:
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
-        rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
+        made = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
+        rows = tuple(replace(row, temperature=self._plan.rollout.temperature) for row in made)
         if not rows:
             fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):

@@ -6,14 +6,16 @@ A run has one lane; a run that trains several adapters has one for each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.durable.journal import refuse_earlier
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import RunEnded, RunStarted, Warned
@@ -23,9 +25,17 @@ from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
 from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.contents import contents_in, contents_of, written
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.resume_rules import check_bound, check_resumable, check_steps, same_training
-from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.orchestration.store.resume_rules import (
+    SettingChanges,
+    changes,
+    check_bound,
+    check_resumable,
+    check_steps,
+    meaning,
+)
+from headrace.orchestration.store.run_directory import RunDirectory, config_at
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.printing import echo, say
@@ -64,9 +74,10 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     """Reads and checks the directory; only `Storage.begin` changes it.
 
     Raises ConfigError for settings that a resumed run cannot change, and CheckpointError if every checkpoint is damaged."""
+    contents = contents_of(config)
     if not resume:
-        return _with_caveats(config, directory, _storage_of_new(config, directory))
-    path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory)
+        return _with_caveats(config, directory, _storage_of_new(config, directory, contents))
+    path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory, contents)
     finished = checkpoint is not None and saved.saved_step == saved.step == config.train.steps and _ended_finished(path)
     observe = dataclasses.replace(config.observe, terminal="off") if finished else config.observe
     recorder = open_recorder(observe, path, saved.resume)
@@ -74,8 +85,8 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         complaints.append(left_out(recorder.unreadable, saved.seconds).message)
     for complaint in [*complaints, *saved.complaints]:
         recorder.record(Warned(saved.seconds, complaint))
-    keep = partial(directory.keep_config, dump_config(config), saved.step)
-    steps = partial(_keep_steps, config, directory)
+    keep = partial(directory.keep_config, dump_config(config) + written(contents), saved.step)
+    steps = partial(_keep_steps, config, directory, written(contents))
     storage = Storage(
         run_dir=path,
         recorder=recorder,
@@ -83,6 +94,7 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         flush=config.checkpoint.flush_journal,
         checkpoint=checkpoint,
         saved=saved,
+        made_by=meaning(config, contents),
         keep_settings=keep,
         keep_steps=steps,
     )
@@ -119,10 +131,11 @@ def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) 
     return Lane(config, directory, storage, Session(storage))
 
 
-def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
+def _storage_of_new(config: RunConfig, directory: RunDirectory, contents: Mapping[str, str]) -> Storage:
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
-    recorder, begin = open_recorder(config.observe, directory.path), partial(directory.begin, dump_config(config))
-    steps = partial(_keep_steps, config, directory)
+    recorder = open_recorder(config.observe, directory.path)
+    begin = partial(directory.begin, dump_config(config) + written(contents))
+    steps = partial(_keep_steps, config, directory, written(contents))
     return Storage(
         run_dir=directory.path,
         recorder=recorder,
@@ -130,31 +143,45 @@ def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
         flush=config.checkpoint.flush_journal,
         checkpoint=None,
         saved=None,
+        made_by=meaning(config, contents),
         keep_settings=begin,
         keep_steps=steps,
     )
 
 
-def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: int) -> None:
+def _keep_steps(config: RunConfig, directory: RunDirectory, contents: str, steps: int, step: int) -> None:
     """Saves the settings with another number of steps, from `step` on."""
     train = dataclasses.replace(config.train, steps=steps)
-    directory.keep_config(dump_config(dataclasses.replace(config, train=train)), step)
+    directory.keep_config(dump_config(dataclasses.replace(config, train=train)) + contents, step)
 
 
-def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
+def _found(
+    config: RunConfig, directory: RunDirectory, contents: Mapping[str, str]
+) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
     """The saved state of an earlier process, and complaints about damaged checkpoints."""
-    path = directory.path
-    before = read_config(config_of_run(path))
-    check_resumable(before, config)
+    path, now = directory.path, meaning(config, contents)
+    refuse_earlier(path)
+    before, was = read_config(config_of_run(path)), _meant(config_of_run(path))
+    check_resumable(was, now)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     checkpoint, complaints = _restore_point(checkpoints)
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
         check_bound(before, config)
-    saved = read_saved_run(path, state, same_training(before, config))
+    changed, behind = SettingChanges(), changes(was, now).steps
+    if state:
+        written_by = _meant(config_at(path, state.step))
+        check_resumable(written_by | state.made_by, now)
+        changed = changes(written_by | state.made_by, now)
+        behind += changes(written_by, state.made_by).steps  # somebody has edited `config.toml`
+    saved = read_saved_run(path, state, not behind, changed, config.rollout.max_tokens)
     check_steps(path, saved.step, config.train.steps)
     rate = change_of_rate(before.train, config.train, saved.step)
     return checkpoints, checkpoint, saved, [*complaints, *([rate] if rate else [])]
+
+
+def _meant(config_toml: Path) -> dict[str, Any]:
+    return meaning(read_config(config_toml), contents_in(config_toml))
 
 
 def _ended_finished(path: Path) -> bool:

@@ -27,6 +27,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
+from headrace.native.free_memory import gib
 from headrace.observe.facts import FilesChecked, Warned
 from headrace.observe.screen.start_line import StartSteps
 from headrace.orchestration.build import TriedParts, build_environment, build_scorer, build_task
@@ -39,7 +40,7 @@ from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
 from headrace.rehearsal.episode import episode_lines, try_environment
-from headrace.rehearsal.machine import Machine, gib
+from headrace.rehearsal.machine import Machine
 from headrace.rehearsal.memory_needs import (
     MemoryNeed,
     MemoryPlan,

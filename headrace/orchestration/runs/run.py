@@ -55,7 +55,7 @@ def _through_deaths(call: TrainCall) -> RunResult:
         except WorkerDied as error:
             if not call.outlives(error):
                 raise
-            said = f"death no. {call.deaths} of train.max_deaths = {call.config.train.max_deaths}"
+            said = f"death no. {call.deaths.counted} of train.max_deaths = {call.deaths.most}"
             say(f"{error}; {said}: the run goes on from its last checkpoint and its journal")
 
 

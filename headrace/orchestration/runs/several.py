@@ -30,7 +30,7 @@ from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, r
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
 from headrace.orchestration.runs.train_call import TrainCall
-from headrace.orchestration.store.resume_rules import check_resumable
+from headrace.orchestration.store.resume_rules import check_resumable, meaning
 from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
 from headrace.orchestration.user_sites import user_sites
 
@@ -43,7 +43,7 @@ def train_together(call: TrainCall) -> dict[str, Lane]:
     with full_disk_as_error(call.path), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(call.path, bool(resume)))
         if resume:
-            check_resumable(read_config(config_of_run(resume)), config)
+            check_resumable(meaning(read_config(config_of_run(resume))), meaning(config))
         board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
         lanes = {}
         for run in adapter_runs(config):

@@ -2,5 +2,5 @@
 
 Read `named_logs.py` (logs that an error names), `run_directory.py` (the run's directory), `checkpoints.py` (the sealed directories of weights and state), `snapshots.py` (the
 controller's state), `recovery.py` (from checkpoint and journal back to state), `storage.py` (all of it, opened together),
-`resume_rules.py` (which settings may change).
+`resume_rules.py` (which settings may change, and what becomes then of what the run has), `contents.py` (what is in the files that they name).
 """

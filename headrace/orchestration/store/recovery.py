@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Damage,
     DrawnRecord,
     GoneRecord,
     Journal,
     JournalDamaged,
+    JournalReader,
     JournalStep,
     ReadyRecord,
     SteppedRecord,
@@ -30,12 +30,13 @@ from headrace.durable.journal import (
     cut_journal,
     end_of_journal,
     read_journal,
-    read_only,
 )
 from headrace.durable.pass_log import PassNote, discard_passes, read_passes
+from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
+from headrace.orchestration.store.resume_rules import NO_CHANGES, SettingChanges, carried_over
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
@@ -50,7 +51,7 @@ class SavedRun:
 
     run_dir: Path
     state: ControllerState | None
-    """The controller's state in the checkpoint; None if there is no checkpoint."""
+    """The controller's state in the checkpoint, with what of its rollouts goes on; None if there is no checkpoint."""
     records: tuple[AnyRecord, ...]
     """The journal's records after the checkpoint."""
     complaints: tuple[str, ...] = ()
@@ -58,6 +59,8 @@ class SavedRun:
     """Whether everything after the checkpoint is set aside."""
     lost: int = 0
     """Number of records before the checkpoint that the end of the journal lacks."""
+    changed: SettingChanges = SettingChanges()
+    """The settings that were others when the checkpoint was made."""
 
     @property
     def saved_step(self) -> int:
@@ -106,11 +109,18 @@ class SavedRun:
             anew=restarts,
         )
 
-    def outdated(self, mark: str) -> frozenset[int]:
-        """Tickets of finished groups in the checkpoint whose rows were made under other settings (`resume_rules.scoring_mark`)."""
-        if self.state is None or self.state.scored_by in ("", mark):
-            return frozenset()
-        return frozenset(group.ticket for group in self.state.buffer.ready)
+    @property
+    def outdated(self) -> dict[int, tuple[str, ...]]:
+        """The groups of the checkpoint that were made under other settings, by ticket, with the names of these settings."""
+        if self.state is None:
+            return {}
+        changed, heat = self.changed, tuple(name for name in self.changed.anew if name == "rollout.temperature")
+        found = {
+            group.ticket: changed.groups or heat
+            for group in self.state.buffer.ready
+            if changed.groups or (heat and not all(row.temperature for row in group.rows))  # an earlier version's
+        }
+        return found | {ticket: changed.prompts for ticket in self.state.buffer.in_flight if changed.prompts}
 
     @property
     def seconds(self) -> float:
@@ -119,10 +129,18 @@ class SavedRun:
         return max(known)
 
 
-def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: bool) -> SavedRun:
-    """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. Changes nothing on the disk."""
+def read_saved_run(
+    run_dir: Path,
+    state: ControllerState | None,
+    reproducible: bool,
+    changed: SettingChanges = NO_CHANGES,
+    max_tokens: int = 1 << 62,
+) -> SavedRun:
+    """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. `changed`: the settings that
+    were others when the checkpoint was made; `max_tokens`: the most tokens of a completion now. SettingChanges nothing on the disk."""
     damage = Damage()
-    end, position = end_of_journal(run_dir, damage), state.journal if state else 0
+    position = state.journal if state else 0
+    end = end_of_journal(run_dir, damage, position)
     nothing = state is None and not end and not damage
     records: tuple[AnyRecord, ...] = ()
     behind, lost = [] if reproducible else [_CHANGED], max(0, position - end)
@@ -138,10 +156,20 @@ def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: b
         said.append(_lost(run_dir, state, lost))
     elif damage:
         said.append(
-            f"{run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
+            f"the journal in {run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
         )
-    rewinds = bool(behind or lost)
-    return SavedRun(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
+    if state:
+        state, more = carried_over(state, changed, max_tokens)
+        said += more
+    return SavedRun(
+        run_dir=run_dir,
+        state=state,
+        records=records,
+        complaints=tuple(said),
+        rewinds=bool(behind or lost),
+        lost=lost,
+        changed=changed,
+    )
 
 
 _CHANGED = "settings of training have changed"
@@ -171,11 +199,12 @@ def discard_superseded(saved: SavedRun, outlived: bool) -> None:
         cut_journal(saved.run_dir, saved.position)
 
 
-def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None) -> Journal:
-    """Opens the journal. Lost records that are known from the checkpoint are written again, under their old numbers."""
+def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None, segment: int = SEGMENT) -> Journal:
+    """Opens the journal. Lost records that are known from the checkpoint are written again, under their old numbers. `segment`: see
+    `Journal`."""
     again = _known_of_lost(saved) if saved and saved.lost else []
     position = saved.position if saved else 0
-    journal = Journal(run_dir, flushes, position - len(again))
+    journal = Journal(run_dir, flushes, position - len(again), segment)
     for record in again:
         journal.write(record)
     return journal
@@ -185,8 +214,8 @@ def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
     """Records of groups and prompts that are in the checkpoint, but no longer in the journal."""
     state = saved.state
     assert state is not None
-    finished = {record.group.ticket for record in read_only(saved.run_dir, ReadyRecord)}
-    drawn = {record.ticket for record in read_only(saved.run_dir, DrawnRecord)}
+    reader = JournalReader(saved.run_dir)
+    finished, drawn = reader.keys(ReadyRecord), reader.keys(DrawnRecord)
     groups: list[AnyRecord] = [
         ReadyRecord(state.seconds, group) for group in state.buffer.ready if group.ticket not in finished
     ]

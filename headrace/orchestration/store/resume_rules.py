@@ -1,45 +1,285 @@
-"""The settings that a resumed run may change, and the saved results that remain valid then."""
+"""Settings that a resumed run may change, and what becomes then of what it has: one table (`RULES`), which docs/journal.md shows.
+
+A run that was stopped has steps behind its newest checkpoint, finished groups in it, and rollouts under way. Whatever decides what
+one of their tokens or rewards means has a row here, so that nothing is trained as what it is not: it is kept with its own meaning
+(a row of a group carries its temperature and its sampling mask), made again, or dropped by name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.orchestration.store.snapshots import ControllerState
+from headrace.rollouts.partial import shortened
 from headrace.rollouts.staleness import still_bounded
-from headrace.scoring.config import RewardConfig, RewardSpec
+from headrace.types import RolloutKey
+
+Steps = Literal["refused", "set aside", "repeated"]
+Groups = Literal["kept", "dropped"]
+Rollouts = Literal["kept", "cut", "begun anew", "dropped"]
+
+CONTENTS = "the contents of "
+"""Put before a setting that names a file, to name what is in the file."""
 
 
-def check_resumable(old: RunConfig, new: RunConfig) -> None:
-    """Raises ConfigError for changed settings on which the buffer or the weights depend. Most settings may change."""
-    fixed = {
-        "model.path": (old.model.path, new.model.path),
-        "seed": (old.seed, new.seed),
-        "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
-        "lora": (old.lora, new.lora),
-        "the rows (dataset=)": (old.task.rows, new.task.rows),
-        "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
+class ResumeRule(NamedTuple):
+    settings: str
+    """Patterns of the settings, of which the first rule that fits counts."""
+    steps: Steps = "repeated"
+    """The steps since the newest checkpoint."""
+    groups: Groups = "kept"
+    """The finished groups in it."""
+    rollouts: Rollouts = "kept"
+    """The rollouts under way."""
+    why: str = ""
+    value: Callable[[RunConfig], Any] | None = None
+    """Returns what counts, if not each setting as it is."""
+
+    def fits(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.settings.split())
+
+    @property
+    def is_free(self) -> bool:
+        return self.steps == "repeated"
+
+
+def _rows(config: RunConfig) -> Any:
+    """Returns what turns scored rollouts into rows."""
+    algo, recipe = config.algo, config.algo.recipe
+    return {
+        "advantage": recipe.advantage,
+        "cross-entropy": recipe.loss.weighs_rollouts,
+        "overlong": algo.overlong,
+        "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
+        "reference": dataclasses.asdict(recipe.kl) if algo.reference_in_reward else None,
+        "top": algo.teacher_top,
+        "credit": algo.credit,
     }
-    changed = [said for name, (was, now) in fixed.items() for said in _differences(name, was, now)]
+
+
+def _functions(config: RunConfig) -> Any:
+    """A single function from Python with weight 1 counts as nothing: earlier versions recorded nothing of it."""
+    reward = config.reward
+    only = len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0
+    specs = [] if only else [dataclasses.asdict(one) for one in reward.specs]
+    return {"functions": specs, "extract_truncated": reward.extract_truncated}
+
+
+def _punishment(config: RunConfig) -> Any:
+    overlong = config.reward.soft_overlong_punishment
+    return (dataclasses.asdict(overlong), config.rollout.max_tokens) if overlong.cache else None
+
+
+def _unmasked(config: RunConfig) -> Any:
+    rollout = config.rollout
+    return None if rollout.keep_mask or not rollout.truncates else (rollout.top_p, rollout.top_k, rollout.min_p)
+
+
+def _forks(config: RunConfig) -> Any:
+    forks = config.rollout.forks
+    return (dataclasses.asdict(forks), config.rollout.group_size) if forks.alternatives else None
+
+
+def _planned_steps(config: RunConfig) -> Any:
+    return None if config.train.schedule == "constant" else config.train.steps
+
+
+RULES = (
+    ResumeRule("model.* seed staleness.groups_per_step lora.* task.rows", "refused"),
+    ResumeRule(
+        "adapters",
+        "refused",
+        why="their names; the settings of each are a run's",
+        value=lambda c: [one.name for one in c.adapters],
+    ),
+    ResumeRule(
+        "task.*", "set aside", "dropped", "dropped", "a prompt is text, tokens and columns; other questions are refused"
+    ),
+    ResumeRule("curriculum.*", "set aside"),
+    ResumeRule("environment.processes environment.host environment.port environment.workers environment.memory_gib"),
+    ResumeRule(
+        "environment.max_turns environment.max_tokens environment.seconds environment.episode_seconds environment.tool_seconds "
+        "environment.tool_characters environment.resumes",
+        "set aside",
+        "kept",
+        "begun anew",
+        "limits: what was played under the old ones is over",
+    ),
+    ResumeRule("environment.*", "set aside", "dropped", "begun anew", "it makes contexts and rewards"),
+    ResumeRule("reward.timeout reward.workers sandbox.allow sandbox.parallel"),
+    ResumeRule("sandbox.*", "set aside", "dropped", why="a test that runs into a limit has failed"),
+    ResumeRule(
+        "reward.special_tokens", "set aside", "dropped", "begun anew", "rewards and environments read other text"
+    ),
+    ResumeRule(
+        "reward.function reward.functions reward.extract reward.extract_truncated",
+        "set aside",
+        "dropped",
+        value=_functions,
+    ),
+    ResumeRule(
+        "reward.services",
+        "set aside",
+        "dropped",
+        why="without how they are reached",
+        value=lambda c: [one.mark for one in c.reward.services],
+    ),
+    ResumeRule(
+        "reward.judges",
+        "set aside",
+        "dropped",
+        why="without how they are reached",
+        value=lambda c: [one.mark for one in c.reward.judges],
+    ),
+    ResumeRule(
+        "reward.soft_overlong_punishment.*", "set aside", "dropped", why="with rollout.max_tokens", value=_punishment
+    ),
+    ResumeRule(
+        "teachers",
+        "set aside",
+        "dropped",
+        why="without their engines",
+        value=lambda c: [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in c.teachers],
+    ),
+    ResumeRule("rollout.temperature", "set aside", "kept", "begun anew", "a row carries its temperature"),
+    ResumeRule(
+        "rollout.top_p rollout.top_k rollout.min_p",
+        "set aside",
+        why="every token carries the vocabulary that it was drawn from",
+    ),
+    ResumeRule(
+        "rollout.keep_mask",
+        "set aside",
+        "dropped",
+        "begun anew",
+        why="if tokens were cut out and not recorded",
+        value=_unmasked,
+    ),
+    ResumeRule(
+        "rollout.max_tokens", "set aside", "kept", "cut", "they end at the new limit, as if they had begun with it"
+    ),
+    ResumeRule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
+    ResumeRule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
+    ResumeRule("rollout.forks.*", "set aside", "kept", "begun anew", why="with rollout.group_size", value=_forks),
+    ResumeRule("algo.advantage", "set aside", "dropped"),
+    ResumeRule("algo.*", "set aside"),
+    ResumeRule(
+        "algo.name algo.credit algo.overlong algo.length_penalty algo.kl.* algo.distill.k",
+        "set aside",
+        "dropped",
+        why="where rows are made of them",
+        value=_rows,
+    ),
+    ResumeRule("train.cores train.threads train.minutes train.max_skipped_steps train.max_deaths"),
+    ResumeRule("train.steps", "set aside", why="unless the learning rate is constant", value=_planned_steps),
+    ResumeRule("train.*", "set aside"),
+    ResumeRule("rollout.patience"),
+    ResumeRule("staleness.*", "set aside", why="refused where groups of the checkpoint would be too old"),
+    ResumeRule(
+        "name out engine.* weight_sync.* orchestration.* partial.* checkpoint.* eval.* watch.* observe.* chosen.*"
+    ),
+)
+
+
+_VALUED = {rule.settings: rule for rule in RULES if rule.value}
+
+
+class SettingChanges(NamedTuple):
+    """The names of the settings that have changed, by what becomes of what they made."""
+
+    refused: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    """Because of which the steps since the checkpoint are set aside."""
+    groups: tuple[str, ...] = ()
+    """Because of which its finished groups are dropped."""
+    anew: tuple[str, ...] = ()
+    """Because of which rollouts under way begin anew."""
+    prompts: tuple[str, ...] = ()
+    """Because of which the groups under way are dropped."""
+
+
+NO_CHANGES = SettingChanges()
+
+
+def rule_of(name: str) -> ResumeRule:
+    """The rule of a setting, of its contents, or of what counts for several settings."""
+    plain = name.removeprefix(CONTENTS)
+    return _VALUED.get(plain) or next(rule for rule in RULES if rule.fits(plain))
+
+
+def meaning(config: RunConfig, contents: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The settings by name, as JSON has them, without those that may change freely. `contents`: of the files that settings name."""
+    leaves = dict(settings_of(config))
+    found = {name: value for name, value in leaves.items() if not (rule := rule_of(name)).is_free and not rule.value}
+    found |= {rule.settings: rule.value(config) for rule in RULES if rule.value}
+    found |= {f"{CONTENTS}{name}": digest for name, digest in (contents or {}).items()}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return plain
+
+
+def settings_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every setting by its dotted name. A list of tables is one setting."""
+    for field in dataclasses.fields(config):
+        name, value = f"{before}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, f"{name}.")
+        elif isinstance(value, tuple):
+            yield name, [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in value]  # type: ignore[arg-type]
+        else:
+            yield name, value
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> SettingChanges:
+    """Compares what `meaning` returned. What only one of them has is no change: another version of headrace wrote it."""
+    names = [name for name in old if name in new and old[name] != new[name]]
+    rules = {name: rule_of(name) for name in names}
+
+    def those(is_so: Callable[[ResumeRule], bool]) -> tuple[str, ...]:
+        return tuple(_spoken(name) for name, rule in rules.items() if is_so(rule))
+
+    return SettingChanges(
+        refused=those(lambda rule: rule.steps == "refused"),
+        steps=those(lambda rule: rule.steps == "set aside"),
+        groups=those(lambda rule: rule.groups == "dropped"),
+        anew=those(lambda rule: rule.rollouts == "begun anew"),
+        prompts=those(lambda rule: rule.rollouts == "dropped"),
+    )
+
+
+def mark_of(meant: Mapping[str, Any]) -> str:
+    """A hash of what decides which groups may be trained, whoever sampled and scored them: another one means that they are not kept."""
+    kept = ("kept", "kept")
+    those = {name: value for name, value in meant.items() if (rule_of(name).groups, rule_of(name).rollouts) != kept}
+    return hashlib.sha256(json.dumps(those, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _spoken(name: str) -> str:
+    return name.replace(" ", ", ") if not name.startswith(CONTENTS) else name
+
+
+def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises ConfigError for changed settings on which the buffer or the weights depend. Most settings may change."""
+    called = {"task.rows": "the rows (dataset=)", "adapters": "the names of adapters"}
+    changed = [
+        f"{name} have changed"
+        if name.startswith(CONTENTS)
+        else f"{called.get(name, name)} was {old[name]}, not {new[name]}"
+        for name in changes(old, new).refused
+    ]
     if changed:
         raise ConfigError(
             f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
         )
-
-
-def _differences(name: str, was: Any, now: Any) -> list[str]:
-    """A text for each setting that differs. A section gives one for each of its settings."""
-    if not dataclasses.is_dataclass(was):
-        return [f"{name} was {was}, not {now}"] if was != now else []
-    return [
-        said
-        for field in dataclasses.fields(was)
-        for said in _differences(f"{name}.{field.name}", getattr(was, field.name), getattr(now, field.name))
-    ]
 
 
 def check_steps(run_dir: Path, done: int, wanted: int) -> None:
@@ -62,72 +302,35 @@ def check_bound(old: RunConfig, new: RunConfig) -> None:
         )
 
 
-def same_training(old: RunConfig, new: RunConfig) -> bool:
-    """Whether the steps of a run give the same results when they are repeated under the new settings."""
-
-    def relevant(config: RunConfig) -> dict[str, Any]:
-        tree = dataclasses.asdict(config)
-        kept = {
-            name: tree[name]
-            for name in (
-                "task",
-                "curriculum",
-                "environment",
-                "reward",
-                "teachers",
-                "rollout",
-                "algo",
-                "train",
-                "staleness",
-            )
-        }
-        if _is_default(config.reward):
-            kept["reward"]["functions"] = ()
-        kept["train"] = {
-            name: value
-            for name, value in tree["train"].items()
-            if name not in ("cores", "threads", "minutes", "max_skipped_steps", "max_deaths")
-        }
-        if config.train.schedule == "constant":
-            del kept["train"]["steps"]
-        return kept
-
-    return relevant(old) == relevant(new)
-
-
-def scoring_mark(config: RunConfig) -> str:
-    """A hash of the settings that turn rollouts into training rows. Rows made under one mark are not trained under another."""
-    algo, recipe = config.algo, config.algo.recipe
-    made = {
-        "advantage": recipe.advantage,
-        "cross-entropy": recipe.loss.weighs_rollouts,
-        "overlong": algo.overlong,
-        "length": (algo.length_penalty, config.longest_rollout) if algo.length_penalty else None,
-        "reference": dataclasses.astuple(recipe.kl) if algo.reference_in_reward else None,
-        "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
-        "top": algo.teacher_top,
-        "rewards": [_spec_mark(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
+def carried_over(state: ControllerState, changed: SettingChanges, max_tokens: int) -> tuple[ControllerState, list[str]]:
+    """Returns what of the rollouts under way goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
+    if why := changed.anew or changed.prompts:
+        tokens = sum(len(one.tokens) for one in state.begun.values())
+        said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
+        lost = (
+            bool(state.begun or state.notes) and not changed.prompts
+        )  # else the groups are dropped, which is said there
+        return replace(state, begun={}, notes={}), [said] if lost else []
+    longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}
+    if not longer:
+        return state, []
+    begun, cut = {}, set()
+    for key in sorted(_keys(state), key=lambda one: one.turn):
+        done = state.begun[str(key)]
+        if (key.ticket, key.index) in cut:
+            continue  # it came after a turn that is another now
+        if len(done.tokens) > max_tokens:
+            cut.add((key.ticket, key.index))
+            done = shortened(done, max_tokens)
+        begun[str(key)] = done
+    # A state that an environment exported has seen the whole turn: its turns are given to it again.
+    notes = {
+        name: kept for name, kept in state.notes.items() if (of := RolloutKey.read(name)) and of.ticket not in longer
     }
-    if config.reward.endpoints:
-        made["services"] = [one.mark for one in config.reward.endpoints]
-    if algo.credit != "rollout":  # left out otherwise, as the punishment below
-        made["credit"] = algo.credit
-    overlong = config.reward.soft_overlong_punishment
-    if overlong.cache:  # left out otherwise: the mark then equals that of runs from before this setting existed
-        made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
-    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
+    return replace(state, begun=begun, notes=notes), [
+        f"{len(cut)} rollouts under way are longer than rollout.max_tokens = {max_tokens}: they are cut off there"
+    ]
 
 
-def _spec_mark(spec: RewardSpec) -> dict[str, Any]:
-    """The settings of a function. Those that came later are left out unless they are used."""
-    later = ("compares", "segments", "form")
-    return {
-        name: value
-        for name, value in dataclasses.asdict(spec).items()
-        if name not in later or value != getattr(RewardSpec, name)
-    }
-
-
-def _is_default(reward: RewardConfig) -> bool:
-    """One function from Python with weight 1. Earlier versions recorded nothing of it, and their runs can still be resumed with it."""
-    return len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0
+def _keys(state: ControllerState) -> list[RolloutKey]:
+    return [key for name in state.begun if (key := RolloutKey.read(name))]

@@ -69,6 +69,8 @@ async def load_weights(request: HttpRequest) -> Response:
             "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
             "(over_http/http_ranges.py)",
         )
+    if isinstance(path := update.where.get("path"), str):
+        await serving.look_at(Path(path))
     return json_response(await to_the_end(serving.load(update)))
 
 

@@ -27,6 +27,7 @@ from headrace.serve.serving import Serving
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Request, RoutingTrace, Stop
 from headrace.web.bodies import Generate
+from headrace.web.errors import without_paths
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 
 REASONS: dict[Stop, str] = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
@@ -110,7 +111,7 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
     if piece.ended:
         body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:
-            body["error"] = stream.end.error
+            body["error"] = without_paths(stream.end.error)
         if stream.end and stream.end.routing:
             body["routed_experts"] = experts(stream.end.routing)
     return body

@@ -108,7 +108,7 @@ def tokens_of(body: SampleBody) -> tuple[int, ...]:
 
 def _sampling(params: Params, most: int, index: int) -> Sampling:
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % (1 << 63)
+    seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % (1 << 64)
     return Sampling(
         max_tokens=most,
         temperature=params.temperature,

@@ -39,6 +39,7 @@ class Gradient:
     learner: Learner
     placement: Placement
     temperature: float
+    """The temperature of rows that do not say theirs."""
     dtype: torch.dtype
     """The dtype of the computation."""
     device: torch.device
@@ -125,7 +126,7 @@ class Gradient:
         if self.reference is None:
             return None
         with self._precision():
-            return self.reference(pack, self.temperature)
+            return self.reference(pack, pack.temperature or self.temperature)
 
     def _body(self, pack: Pack) -> Tensor:
         with self.replay(pack):
@@ -133,7 +134,7 @@ class Gradient:
 
     def _scores(self, pack: Pack) -> TokenScores:
         with self._precision(), self.replay(pack):
-            return self.forward.logprobs(pack, self.temperature, self.dtype)
+            return self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
 
     @contextmanager
     def _microbatch(
@@ -141,7 +142,7 @@ class Gradient:
     ) -> Iterator[Tensor]:
         """Yields the loss. The recorded experts stay forced during its backward pass: checkpointed layers are forwarded again in it."""
         with self.replay(pack) as replayed:
-            scores = self.forward.logprobs(pack, self.temperature, self.dtype)
+            scores = self.forward.logprobs(pack, pack.temperature or self.temperature, self.dtype)
             if self.bitwise:
                 self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             tokens = _tokens(pack, scores, reference, keep)

@@ -18,7 +18,7 @@ from headrace.trainer.step.trainer import TorchTrainer
 
 
 def rescore(trainer: TrainerCore, rows: Sequence[Row], temperature: float) -> list[list[float]]:
-    """[T] log-probs of the tokens of each row at `temperature`, under its sampling mask and recorded experts where it has them.
+    """[T] log-probs of the tokens of each row at its temperature (`temperature` if it does not say it), under its sampling mask and recorded experts where it has them.
 
     Every row has a microbatch of its own: the report must not depend on which rows share one.
     """
@@ -31,7 +31,7 @@ def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
     (pack,) = pack_rows(
         [row], lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0, share=False
     ).packs
-    return trainer.logprobs(pack, temperature)
+    return trainer.logprobs(pack, pack.temperature or temperature)
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ It trains all weights, or adapters of frozen ones (`trainer/model/adapters.py`).
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
-from headrace.reports import TrainReport, TrialScores
+from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
@@ -38,13 +39,14 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Keep, Placement, on_host
 from headrace.trainer.placement.runs import runs_of
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
 from headrace.trainer.step.gradient import Gradient, Replay
+from headrace.trainer.step.host_copy import HostCopy
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
@@ -98,7 +100,9 @@ class TorchTrainer:
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
-        self.sleep, self.wake = self._resting.begin, self._resting.end
+        self._copies = {name: HostCopy() for name in self._learners}
+        self._reading = threading.Lock()
+        """Held by a thread that reads frozen weights: they stay where they are."""
         self._reserved = False
 
     def _fuse(self) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ class TorchTrainer:
             learner.forget()
             raise
         lr = learner.lr(batch.steps)
-        norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
+        norm = learner.update(sums.loss, lr, unless_zero=sums.all_cut and batch.skippable)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
@@ -237,21 +241,54 @@ class TorchTrainer:
         del self._trials[adapter]
         return found
 
+    def sleep(self) -> SleepReport:
+        with self._reading:
+            return self._resting.begin()
+
+    def wake(self) -> SleepReport:
+        with self._reading:
+            return self._resting.end()
+
     def save(self, directory: Path, adapter: str = "") -> None:
         """Raises IdentityError if frozen weights have changed."""
-        learner = self._learners[adapter]
-        if self._adapters:
-            self._adapters.check_base()
-        checkpoint.save(
-            directory,
+        self._captured(adapter, on_host)(directory)
+
+    def capture(self, adapter: str = "") -> tuple[Captured, Callable[[Path], None]]:
+        """Copies what a checkpoint holds to the host's memory. Returns the rest of `save`, which may be done in another thread while the
+        model is trained, unless the report says that there is no room for a copy.
+
+        Several ranks gather it in the first one, which has memory for it only while it is written."""
+        contents, copies = self._contents(adapter), self._copies[adapter]
+        found = checkpoint.tensors(contents, self._learners[adapter].optimizer)
+        if not self._placement.plain:
+            copies, short = HostCopy(), ""
+        else:
+            short = copies.short(found.items())
+        write = self._captured(adapter, on_host if short else copies.keep)
+        return Captured(sum(tensor.nbytes for tensor in found.values()), short), write
+
+    def _captured(self, adapter: str, keep: Keep) -> Callable[[Path], None]:
+        learner, adapters, together = self._learners[adapter], self._adapters, not self._placement.plain
+        if adapters and together:  # ranks gather what they compare
+            adapters.check_base()
+        write_tensors = checkpoint.capture(
             self._contents(adapter),
             learner.optimizer,
             placement=self._placement,
             version=learner.version,
             seed=self._seed,
+            keep=keep,
         )
-        if self._adapters and self._placement.leads:
-            self._adapters.save_config(adapter, directory)
+
+        def write(directory: Path) -> None:
+            if adapters and not together:
+                with self._reading:
+                    adapters.check_base()
+            write_tensors(directory)
+            if adapters and self._placement.leads:
+                adapters.save_config(adapter, directory)
+
+        return write
 
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""

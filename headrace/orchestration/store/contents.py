@@ -1,0 +1,75 @@
+"""Digests of the files that settings name: rows, code of rewards and environments, tokenizers. They stand in `config.toml`, as comments
+below the settings, so that a resumed run finds out what has changed. Files that code imports are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headrace.config import RunConfig
+from headrace.orchestration.store.resume_rules import rule_of, settings_of
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+"""Files of which only the size counts: to read them takes as long as to load a model."""
+_READ = (".json", ".jinja", ".model", ".arrow", ".parquet", "merges.txt", "vocab.txt")
+_LINE = re.compile(r"^# contents of (\S+): ([0-9a-f]{32})$", re.MULTILINE)
+
+
+def contents_of(config: RunConfig) -> dict[str, str]:
+    """A digest for each setting that names files which are there, unless it may change freely."""
+    found = {}
+    for name, value in settings_of(config):
+        paths = [] if rule_of(name).is_free or name in ("reward.services", "reward.judges") else sorted(_paths(value))
+        if paths:
+            digest = xxhash.xxh3_128()
+            for path in paths:
+                _add(digest, path)
+            found[name] = digest.hexdigest()
+    return found
+
+
+def written(contents: Mapping[str, str]) -> str:
+    """The lines of `config.toml` that say it."""
+    return "".join(f"# contents of {name}: {digest}\n" for name, digest in contents.items())
+
+
+def contents_in(config_toml: Path) -> dict[str, str]:
+    """Returns what the lines say; nothing if an earlier version wrote the file."""
+    return dict(_LINE.findall(config_toml.read_text()))
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """The absolute paths in a value that exist, those of `file.py:name` included."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _paths(one)
+    elif isinstance(value, str) and value.startswith("/"):
+        file, colon, _ = value.rpartition(":")
+        path = Path(file if colon and file.endswith(".py") else value)
+        if path.exists():
+            yield path
+
+
+def _add(digest: xxhash.xxh3_128, path: Path) -> None:
+    if not path.is_dir():
+        _read(digest, path)
+        return
+    for one in sorted(path.iterdir()):
+        if one.name.endswith(_WEIGHTS):
+            digest.update(f"{one.name} {one.stat().st_size}")
+        elif one.name.endswith(_READ):
+            digest.update(one.name)
+            _read(digest, one)
+
+
+def _read(digest: xxhash.xxh3_128, path: Path) -> None:
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
