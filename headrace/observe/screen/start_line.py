@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from headrace.observe.texts import clip
+from headrace.printing import printable
 
 EVERY = 0.5
 """Seconds between two looks; what is over sooner is not shown."""
@@ -32,7 +33,7 @@ class StartSteps:
 
     @property
     def words(self) -> str:
-        return ", ".join(self._now)
+        return printable(", ".join(self._now))
 
     @asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
