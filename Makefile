@@ -79,6 +79,7 @@ docs: setup
 	$(BIN)/python docs/make_algorithms.py
 	$(BIN)/python docs/make_trl.py
 	$(BIN)/python docs/make_names.py
+	$(BIN)/python docs/make_resuming.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

@@ -40,6 +40,8 @@ from headrace.orchestration.groups.errands import GroupSizes, RunNotice
 from headrace.orchestration.groups.suspects import Suspects
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.seats import threads_elsewhere
+from headrace.orchestration.store.contents import contents_of
+from headrace.orchestration.store.resume_rules import mark_of, meaning
 from headrace.orchestration.workers.build import open_files, open_network, open_transport
 from headrace.orchestration.workers.joining.same_model import terms_of
 from headrace.orchestration.workers.worker_messages import EngineStart
@@ -152,6 +154,7 @@ def _on_bus(
             transport=transport,
             adapters=adapters,
             adapter=adapter,
+            mark=mark_of(meaning(config, contents_of(config))),
         )
         await engine.open(notice)
 

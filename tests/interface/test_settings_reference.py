@@ -1,4 +1,4 @@
-"""docs/settings.md and the tables of docs/algorithms.md and docs/coming_from.md are what their scripts make of the sources; every setting says what it is for."""
+"""docs/settings.md and the tables of docs/algorithms.md, docs/coming_from.md and docs/journal.md are what their scripts make of the sources; every setting says what it is for."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ def test_the_table_of_other_libraries_names_is_what_the_source_says():
     text = page.read_text(encoding="utf-8")
     assert text == made(text), "a name has changed: run `make docs`"
     assert "| `rollout.n` | verl | `rollout.group_size` |" in text
+
+
+def test_the_table_of_what_a_resume_carries_over_is_what_the_source_says():
+    page, made = DOCS / "journal.md", runpy.run_path(str(DOCS / "make_resuming.py"))["page"]
+    text = page.read_text(encoding="utf-8")
+    assert text == made(text), "a rule has changed: run `make docs`"
 
 
 def test_every_loss_says_its_formula():

@@ -43,6 +43,7 @@ def routing_of(token: int, position: int, version: int) -> np.ndarray:
 
 class FakeRunner:
     path, arithmetic, exact = "fake", "", True
+    vocabulary = VOCABULARY
     block_nbytes = 1024
     experts = (LAYERS, K)
 
@@ -107,7 +108,7 @@ class FakeRunner:
         logits = [self._logits(batch, int(row), segments, seen) for row, seen in zip(batch.rows, found, strict=True)]
         told = [routing_of(*at, self.version) for at in zip(batch.tokens, positions, strict=True)]
         return ForwardOutput(
-            torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, VOCABULARY)),
+            torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, self.vocabulary)),
             np.array(told, dtype=np.uint8) if batch.routing else None,
         )
 
@@ -118,7 +119,7 @@ class FakeRunner:
     def _logits(self, batch: ForwardInput, row: int, segments: np.ndarray, seen: np.ndarray) -> np.ndarray:
         adapter = self.adapters.get(int(batch.adapters[segments[row]]), -1)
         if seen["nan"].any():
-            return np.full(VOCABULARY, np.nan, dtype=np.float32)
+            return np.full(self.vocabulary, np.nan, dtype=np.float32)
         makers = {adapter % 10 if adapter >= 0 else -1 for adapter in seen["adapter"].tolist()}
         assert len(makers) == 1, "entries of the base model and of an adapter, or of two, do not mix"
         return logits_of(seen["token"].tolist(), 0 if adapter >= 0 else self.version, adapter, self.part)

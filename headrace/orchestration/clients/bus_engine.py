@@ -78,6 +78,7 @@ class BusEngine:
         """Announces the run, and returns when the first host is there. `notice`: without its session."""
         assert self._bus
         self._notice = msgspec.structs.replace(notice, session=self._session)
+        self._desk.mark = notice.mark
         await self._announce()
         await self._bus.pin(RUN, msgspec.msgpack.encode(self._notice))
         self._working = asyncio.ensure_future(self._desk.run())

@@ -82,6 +82,8 @@ class BusDesk:
         """The letter of each reply that was taken, by key."""
         self._to_settle: list[str] = []
         self._list = HostList(session)
+        self.mark = ""
+        """Of the run's settings (`RunNotice.mark`)."""
         self.newest = -1
         """The newest version that was announced."""
         self.repeated = 0
@@ -167,7 +169,13 @@ class BusDesk:
 
     def _take(self, key: str, asked: _Asked, reply: ErrandReply) -> None:
         versions = list(_versions(reply))
-        if versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
+        if reply.group and reply.mark != self.mark:
+            self._telemetry.warn(
+                f"{reply.who} answered errand {key} under settings that have changed since; the answer is thrown away, and the errand posted again"
+            )
+            self.forget(key)
+            asked.posted = True  # the audit finds it missing
+        elif versions and not asked.oldest <= min(versions) <= max(versions) <= self.newest:
             self._telemetry.warn(
                 f"{reply.who} answered errand {key} with tokens of versions {min(versions)} to {max(versions)}, and only {asked.oldest} to {self.newest} are "
                 f"allowed; the answer is thrown away, and the errand posted again"

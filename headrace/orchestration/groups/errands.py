@@ -84,6 +84,8 @@ class ErrandReply(Struct, frozen=True):
     completion: Completion | None = None
     refused: str = ""
     """The reason for which the engine does not take a request."""
+    mark: str = ""
+    """That of the run whose settings the host had (`RunNotice.mark`)."""
 
 
 class RunNotice(Struct, frozen=True):
@@ -101,6 +103,8 @@ class RunNotice(Struct, frozen=True):
     transport: AnyTransport | None = None
     adapters: int = 0
     adapter: str = ""
+    mark: str = ""
+    """Of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
 
 
 class WeightsNotice(Struct, frozen=True):

@@ -141,6 +141,7 @@ class RolloutHost:
             bus=self._bus,
             who=self._who,
             name=notice.session,
+            mark=notice.mark,
             parts=parts,
             patience=self._patience,
             leaving=self._leaving,
@@ -168,6 +169,8 @@ class _Session:
     bus: Bus
     who: str
     name: str
+    mark: str
+    """Of the run's settings."""
     parts: HostParts
     patience: HostPatience
     leaving: asyncio.Event
@@ -358,11 +361,12 @@ class _Session:
             case GroupErrand():
                 group = await self.parts.groups.trained(errand.ticket, errand.prompt, lambda episodes: None)
                 self.parts.groups.forget(errand.ticket)
-                return ErrandReply(self.who, group)
+                return ErrandReply(self.who, group, mark=self.mark)
             case HeldOutErrand():
                 return ErrandReply(
                     self.who,
                     await self.parts.groups.held_out(errand.number, errand.index, errand.prompt, lambda episodes: None),
+                    mark=self.mark,
                 )
             case RequestErrand():
                 try:

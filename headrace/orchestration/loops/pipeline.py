@@ -112,7 +112,7 @@ class Pipeline:
         for what, groups in (("finished groups of the checkpoint", finished), ("groups under way", under_way)):
             if groups:
                 names = " and ".join(outdated[groups[0].ticket])
-                self._warn(f"{len(groups)} {what} are dropped (settings_changed): they were made under another {names}")
+                self._warn(f"{len(groups)} {what} are dropped (settings_changed), because of changes in {names}")
             for rolled in groups:
                 parts.ledger.ended(rolled, "dropped", "settings_changed")
 

@@ -114,9 +114,13 @@ class SavedRun:
         """The groups of the checkpoint that were made under other settings, by ticket, with the names of these settings."""
         if self.state is None:
             return {}
-        finished = [group.ticket for group in self.state.buffer.ready if self.changed.groups]
-        under_way = [ticket for ticket in self.state.buffer.in_flight if self.changed.prompts]
-        return dict.fromkeys(finished, self.changed.groups) | dict.fromkeys(under_way, self.changed.prompts)
+        changed, heat = self.changed, tuple(name for name in self.changed.anew if name == "rollout.temperature")
+        found = {
+            group.ticket: changed.groups or heat
+            for group in self.state.buffer.ready
+            if changed.groups or (heat and not all(row.temperature for row in group.rows))  # an earlier version's
+        }
+        return found | {ticket: changed.prompts for ticket in self.state.buffer.in_flight if changed.prompts}
 
     @property
     def seconds(self) -> float:

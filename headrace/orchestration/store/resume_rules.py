@@ -8,6 +8,7 @@ one of their tokens or rewards means has a row here, so that nothing is trained 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -210,6 +211,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     )
 
 
+def mark_of(meant: Mapping[str, Any]) -> str:
+    """A hash of what decides which groups may be trained, whoever sampled and scored them: another one means that they are not kept."""
+    kept = ("kept", "kept")
+    those = {name: value for name, value in meant.items() if (rule_of(name).groups, rule_of(name).rollouts) != kept}
+    return hashlib.sha256(json.dumps(those, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _spoken(name: str) -> str:
     return name.replace(" ", ", ") if not name.startswith(CONTENTS) else name
 
@@ -251,7 +259,7 @@ def carried_over(state: ControllerState, changed: Changes, max_tokens: int) -> t
     """What of the rollouts under way goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
     if why := changed.anew or changed.prompts:
         tokens = sum(len(one.tokens) for one in state.begun.values())
-        said = f"rollouts under way begin anew, without {tokens} tokens that were sampled under another {' and '.join(why)}"
+        said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
         lost = bool(state.begun or state.notes) and not changed.prompts  # else the groups are dropped, which is said there
         return replace(state, begun={}, notes={}), [said] if lost else []
     longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}

@@ -280,6 +280,39 @@ def test_a_reply_stays_on_the_bus_until_its_group_is_in_the_journal():
     virtual_time.run(case())
 
 
+def test_a_group_that_was_played_under_other_settings_is_played_again():
+    """It waited on the bus while the run was resumed with them."""
+
+    async def case() -> None:
+        server = MemoryServer(lease=1.0)
+        host, said = MemoryBus(server), list[str]()
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(lambda fact: said.append(str(fact)), clock, Waits(lambda fact: None, clock, 1e5, 1e6))
+
+        async def nothing() -> None:
+            pass
+
+        desk = BusDesk(MemoryBus(server), "session", telemetry, nothing, Suspects(3))
+        desk.mark = "new"
+        desk.expect(["5"])
+        working = asyncio.ensure_future(desk.run())
+
+        async def answer(mark: str) -> None:
+            reply = ErrandReply("host", PlayedGroup(), mark=mark)
+            await host.post(Posting("answers", "5", msgspec.msgpack.encode(reply)))
+
+        await answer("old")
+        asked = asyncio.ensure_future(desk.ask("5", GroupErrand(5, Prompt("p", "", (1,)), at_least=0)))
+        await asyncio.sleep(30.0)
+        assert not asked.done() and await host.unsettled("tickets") == {"5"}, "it is on the bus again"
+        assert any("under settings that have changed" in one for one in said)
+        await answer("new")
+        assert (await asked).mark == "new"
+        working.cancel()
+
+    virtual_time.run(case())
+
+
 def test_the_last_notice_is_of_the_newest_weights():
     """Though an older one takes longer to be pinned."""
 

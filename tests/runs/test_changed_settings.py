@@ -1,0 +1,273 @@
+"""Whatever setting a resume changes, nothing is trained as what it is not: over the whole schema, with runs that check it (`meant_run.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+import typing
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from meant_run import Life, live
+from tiny_run import of
+
+from headrace.config import RunConfig, dump_config, load_config, read_config
+from headrace.errors import ConfigError
+from headrace.observe.facts import GroupEnded, RunEnded, Warned
+from headrace.orchestration.store.resume_rules import CONTENTS, RULES, changes, meaning, rule_of, settings_of
+
+REWARD = """
+import zlib
+
+def first(prompts, completions, **columns):
+    return [zlib.crc32((text + columns["answer"]).encode()) % 97 / 97 for text in completions]
+
+def second(prompts, completions, **columns):
+    return [5 + zlib.crc32(text.encode()) % 89 / 89 for text in completions]
+"""
+TALK = """
+def marks(number):
+    return [{mark}, 8 + number]
+
+def reward(tokens):
+    return {reward} + sum(tokens) % 11 / 11
+
+async def play(agent, prompt, **columns):
+    raise AssertionError("the functions above are called")
+"""
+OWN: dict[str, list[Any]] = {
+    "rollout.temperature": [1.0, 0.6, 1.7],
+    "rollout.top_p": [1.0, 0.8],
+    "rollout.top_k": [0, 5],
+    "rollout.min_p": [0.0, 0.05],
+    "rollout.max_tokens": [12, 5, 20],
+    "rollout.stop": [[], ["a"], ["1", "e"]],
+    "rollout.group_size": [3, 2, 5],
+    "environment.function": ["", "near.py:play", "far.py:play"],
+    "environment.max_turns": [8, 2],
+    "environment.max_tokens": [0, 60],
+    "reward.function": ["reward.py:first", "reward.py:second"],
+    "reward.extract": ["", "last_number"],
+    "task.system": ["", "add"],
+    "task.answer": ["answer", "other"],
+    "task.prompt": ["prompt", "question"],
+    "task.template": [{}, {"enable_thinking": False}],
+    "task.path": ["rows.jsonl", "others.jsonl"],
+    "task.held_out": [8, 16],
+    "staleness.max_lag": [4, 3, 6],
+    "staleness.groups_per_step": [2, 3],
+    "train.steps": [9, 12],
+    "seed": [0, 1],
+    "model.path": ["model", "model2"],
+    "engine.context_length": [96, 128],
+    "algo.name": ["grpo", "rloo", "dr_grpo", "reinforce", "gspo", "dapo"],
+    "algo.advantage": ["grpo", "rloo", "centred"],
+    f"{CONTENTS}reward.function": [0, 1],
+    f"{CONTENTS}environment.function": [0, 1],
+    f"{CONTENTS}task.path": [0, 1],
+}
+"""Values that are tried. Those of other settings follow from their types."""
+
+ELSEWHERE = (
+    "orchestration.* engine.kind observe.tensorboard observe.trackio observe.wandb observe.mlflow chosen.* name out adapters teachers "
+    "reward.services reward.judges reward.functions task.kind task.name task.options task.rows curriculum.largest_group "
+    "environment.kind environment.command environment.directory environment.python environment.name environment.options "
+    "environment.host environment.port environment.processes environment.episode_seconds environment.seconds algo.kl.place "
+    "algo.distill.* algo.loss rollout.forks.* rollout.keep_routing sandbox.allow checkpoint.flush_journal"
+)
+"""Patterns of settings that need a service, another machine, a library or a model with experts. Their rules are looked at below."""
+
+BASES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rollout.top_p": 0.8},
+    {"rollout.top_k": 6, "rollout.temperature": 0.7},
+    {"environment.function": "near.py:play"},
+    {"environment.function": "near.py:play", "rollout.min_p": 0.05, "environment.resumes": "replayed"},
+    {"rollout.top_p": 0.7, "rollout.keep_mask": False},
+    {"reward.soft_overlong_punishment.cache": 4},
+    {"algo.overlong": "mask", "staleness.overdue": "trim"},
+)
+"""Settings beside the one that changes."""
+
+
+class Setting(NamedTuple):
+    name: str
+    values: list[Any]
+
+
+def schema(kind: type = RunConfig, before: str = "") -> Iterator[Setting]:
+    """Every setting with values to try. One without any is not tried."""
+    hints = typing.get_type_hints(kind)
+    for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        here, hint = f"{before}{name}", hints[name]
+        options = [one for one in (hint, *typing.get_args(hint)) if one is not type(None)]
+        if dataclasses.is_dataclass(options[0]):
+            yield from schema(options[0], f"{here}.")  # type: ignore[arg-type]
+        else:
+            yield Setting(here, OWN.get(here) or list(_values(options, field)))
+
+
+def _values(options: list[Any], field: Any) -> Iterator[Any]:
+    for one in options:
+        if typing.get_origin(one) is Literal:
+            yield from typing.get_args(one)
+        elif one is bool:
+            yield from (False, True)
+        elif one in (int, float):
+            now = None if field.is_required() else field.get_default(call_default_factory=True)
+            yield from (one(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
+
+
+SETTINGS = [one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())]
+SETTINGS += [Setting(name, values) for name, values in OWN.items() if name.startswith(CONTENTS)]
+MEANT = [one for one in SETTINGS if not rule_of(one.name).is_free]
+
+
+class Place:
+    """The files of a run."""
+
+    def __init__(self, directory: Path, tokenizer: Path) -> None:
+        self.directory = directory
+        for name in ("model", "model2"):
+            shutil.copytree(tokenizer, directory / name)
+        for name, mark, reward in (("near", 11, 1), ("far", 12, 30)):
+            (directory / f"{name}.py").write_text(TALK.format(mark=mark, reward=reward))
+        (directory / "reward.py").write_text(REWARD)
+        self.write_rows("rows.jsonl", 2)
+        self.write_rows("others.jsonl", 3)
+
+    def write_rows(self, name: str, times: int) -> None:
+        rows = [
+            {"prompt": f"{i} + {i}?", "question": f"{i} - {i}?", "answer": str(times * i), "other": "x"} for i in range(120)
+        ]
+        (self.directory / name).write_text("\n".join(map(json.dumps, rows)))
+
+    def config(self, settings: dict[str, Any]) -> RunConfig:
+        """Raises ConfigError."""
+        at = lambda name: str(self.directory / name)  # noqa: E731
+        base: dict[str, Any] = {
+            "name": "run", "out": at("runs"), "model.path": "model", "task.kind": "jsonl", "task.path": "rows.jsonl",
+            "task.held_out": 8, "reward.function": "reward.py:first", "rollout.group_size": 3, "rollout.max_tokens": 12,
+            "train.steps": 9, "train.dtype": "float32", "engine.dtype": "float32", "engine.context_length": 96,
+            "staleness.groups_per_step": 2, "staleness.max_lag": 4, "checkpoint.every": 0, "eval.prompts": 0,
+            "watch.trial": False, "watch.identity_every": 0, "observe.terminal": "off",
+        }  # fmt: skip
+        tree: dict[str, Any] = {}
+        for name, value in (base | settings).items():
+            *sections, last = name.split(".")
+            table = tree
+            for section in sections:
+                table = table.setdefault(section, {})
+            named = name in ("model.path", "task.path", "reward.function", "environment.function") and value
+            table[last] = at(value) if named else value
+        return load_config(tree)
+
+    def change_contents(self, name: str) -> None:
+        if name == "reward.function":
+            (self.directory / "reward.py").write_text(REWARD.replace("% 97", "% 83").replace("5 +", "7 +"))
+        elif name == "environment.function":
+            (self.directory / "near.py").write_text(TALK.format(mark=13, reward=60))
+        elif name == "task.path":
+            self.write_rows("rows.jsonl", 5)
+
+
+@dataclasses.dataclass
+class Tried:
+    said: str
+    """What is tried."""
+    first: Life
+    second: Life | None = None
+    refused: str = ""
+    last: Life | None = None
+
+
+def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | None:
+    """Stops a run, resumes it with another value, stops it again, and resumes it as it is. None where no two values go together with the
+    rest."""
+    base = dict(chance.choice(BASES))
+    if setting.name == f"{CONTENTS}environment.function":
+        base["environment.function"] = "near.py:play"
+    contents = setting.name.startswith(CONTENTS)
+    fine = [(value, one) for value in setting.values if (one := _fine(place, base if contents else base | {setting.name: value}))]
+    if len(fine) < 2:
+        return None
+    (before, config), (after, changed) = chance.sample(fine, 2)
+    if config.lora.rank:  # this engine serves none: another rank is refused before
+        return None
+    run = place.directory / "runs" / "run"
+    how = chance.choice(["set", "set", "set", "edited", "of an earlier version"])
+    older = how == "of an earlier version" and not contents
+    tried = Tried(
+        f"{setting.name}: {before!r} -> {after!r} with {base}, {how}", live(config, run, resume=False, stop_after=3, older=older)
+    )
+    if contents:
+        place.change_contents(setting.name.removeprefix(CONTENTS))
+    elif how == "edited":
+        (run / "config.toml").write_text(dump_config(changed))
+    try:
+        tried.second = live(changed, run, resume=True, stop_after=3, kills=chance.random() < 0.4)
+    except ConfigError as error:
+        tried.refused = str(error)
+        if how == "edited":
+            (run / "config.toml").write_text(dump_config(config))
+    tried.last = live(read_config(run / "config.toml"), run, resume=True)
+    return tried
+
+
+def _fine(place: Place, settings: dict[str, Any]) -> RunConfig | None:
+    """The config, if it can be run here: without a reference, which is an engine, and with an adapter only to be refused."""
+    try:
+        config = place.config(settings)
+    except ConfigError:
+        return None
+    return None if config.algo.reference_in_reward else config
+
+
+def check(tried: Tried, run: Path) -> None:
+    for life in (tried.first, tried.second, tried.last):
+        assert life is None or not life.problems, f"{tried.said}: {life.problems[:5]}"
+    assert tried.second or tried.refused, tried.said
+    if tried.last:
+        ended = of(run, RunEnded)[-1]
+        assert ended.reason == "finished" and ended.accounting.balance() == 0, f"{tried.said}: {ended.reason}"
+    failed = {reason for fact in of(run, GroupEnded) for reason in fact.failures}
+    assert not failed - {"prompt_too_long", "reward_none"}, f"{tried.said}: {failed}"
+
+
+def drawn(chance: random.Random) -> Setting:
+    """A setting of a section that is drawn first: there are so many of the trainer, whose tokens mean the same."""
+    settings = MEANT if chance.random() < 0.85 else SETTINGS
+    section = chance.choice(sorted({one.name.split(".")[0] for one in settings}))
+    return chance.choice([one for one in settings if one.name.split(".")[0] == section])
+
+
+def try_some(count: int, seed: int, directory: Path, tokenizer: Path) -> list[Tried]:
+    chance, found = random.Random(seed), []
+    while len(found) < count:
+        setting = drawn(chance)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        if tried := attempt(Place(directory, tokenizer), chance, setting):
+            check(tried, directory / "runs" / "run")
+            found.append(tried)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_changed_setting_makes_anything_be_trained_as_what_it_is_not(
+    seed: int, tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    found = try_some(8, seed, tmp_path / "place", tiny_tokenizer)
+    assert any(one.first.ready and one.first.tokens for one in found), "nothing was finished, or under way"
+
+
+@pytest.mark.slow
+def test_two_hundred_pairs_of_values(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    found = try_some(200, 36, tmp_path / "place", tiny_tokenizer)
+    whole = sum(bool(one.first.ready and one.first.tokens) for one in found)
+    assert whole > 150, f"in {whole} of 200 runs something was finished and something under way"
