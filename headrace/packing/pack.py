@@ -98,7 +98,9 @@ class Pack:
     """Of all its rows; 0: that of their batch."""
 
     def to(self, device: torch.device) -> Pack:
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("segments", "temperature")}
+        columns: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("segments", "temperature")
+        }
         return replace(self, **{name: x.to(device) for name, x in columns.items() if x is not None})
 
 

@@ -17,9 +17,12 @@ from meant_run import Life, live
 from tiny_run import of
 
 from headrace.config import RunConfig, dump_config, load_config, read_config
+from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded, RunEnded, Warned
-from headrace.orchestration.store.resume_rules import CONTENTS, RULES, changes, meaning, rule_of, settings_of
+from headrace.orchestration.store.resume_rules import CONTENTS, RULES, rule_of
+from headrace.orchestration.store.snapshots import load_controller
+from headrace.types import RolloutKey
 
 REWARD = """
 import zlib
@@ -56,7 +59,7 @@ OWN: dict[str, list[Any]] = {
     "task.system": ["", "add"],
     "task.answer": ["answer", "other"],
     "task.prompt": ["prompt", "question"],
-    "task.template": [{}, {"enable_thinking": False}],
+    "task.template": [{}, {"enable_thinking": True}],
     "task.path": ["rows.jsonl", "others.jsonl"],
     "task.held_out": [8, 16],
     "staleness.max_lag": [4, 3, 6],
@@ -123,7 +126,9 @@ def _values(options: list[Any], field: Any) -> Iterator[Any]:
             yield from (one(value) for value in ((now or 0), (now or 0) * 2 + 1, (now or 1) / 2, 0.5, 1, 3))
 
 
-SETTINGS = [one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())]
+SETTINGS = [
+    one for one in schema() if len(one.values) > 1 and not any(fnmatchcase(one.name, p) for p in ELSEWHERE.split())
+]
 SETTINGS += [Setting(name, values) for name, values in OWN.items() if name.startswith(CONTENTS)]
 MEANT = [one for one in SETTINGS if not rule_of(one.name).is_free]
 
@@ -135,6 +140,8 @@ class Place:
         self.directory = directory
         for name in ("model", "model2"):
             shutil.copytree(tokenizer, directory / name)
+            with (directory / name / "chat_template.jinja").open("a") as file:
+                file.write("{% if enable_thinking %}<s>{% endif %}")
         for name, mark, reward in (("near", 11, 1), ("far", 12, 30)):
             (directory / f"{name}.py").write_text(TALK.format(mark=mark, reward=reward))
         (directory / "reward.py").write_text(REWARD)
@@ -143,7 +150,8 @@ class Place:
 
     def write_rows(self, name: str, times: int) -> None:
         rows = [
-            {"prompt": f"{i} + {i}?", "question": f"{i} - {i}?", "answer": str(times * i), "other": "x"} for i in range(120)
+            {"prompt": f"{i} + {i}?", "question": f"{i} - {i}?", "answer": str(times * i), "other": "x"}
+            for i in range(120)
         ]
         (self.directory / name).write_text("\n".join(map(json.dumps, rows)))
 
@@ -193,7 +201,10 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     if setting.name == f"{CONTENTS}environment.function":
         base["environment.function"] = "near.py:play"
     contents = setting.name.startswith(CONTENTS)
-    fine = [(value, one) for value in setting.values if (one := _fine(place, base if contents else base | {setting.name: value}))]
+    values = [value for place, value in enumerate(setting.values) if value not in setting.values[:place]]
+    fine = [
+        (value, one) for value in values if (one := _fine(place, base if contents else base | {setting.name: value}))
+    ]
     if len(fine) < 2:
         return None
     (before, config), (after, changed) = chance.sample(fine, 2)
@@ -203,7 +214,8 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     how = chance.choice(["set", "set", "set", "edited", "of an earlier version"])
     older = how == "of an earlier version" and not contents
     tried = Tried(
-        f"{setting.name}: {before!r} -> {after!r} with {base}, {how}", live(config, run, resume=False, stop_after=3, older=older)
+        f"{setting.name}: {before!r} -> {after!r} with {base}, {how}",
+        live(config, run, resume=False, stop_after=3, older=older),
     )
     if contents:
         place.change_contents(setting.name.removeprefix(CONTENTS))
@@ -271,3 +283,62 @@ def test_two_hundred_pairs_of_values(tmp_path: Path, tiny_tokenizer: Path) -> No
     found = try_some(200, 36, tmp_path / "place", tiny_tokenizer)
     whole = sum(bool(one.first.ready and one.first.tokens) for one in found)
     assert whole > 150, f"in {whole} of 200 runs something was finished and something under way"
+
+
+def test_a_lower_max_tokens_cuts_what_is_under_way(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """At the limit, with the tokens that it has: to sample only the long ones again would favour short answers."""
+    place, run = Place(tmp_path, tiny_tokenizer), tmp_path / "runs" / "run"
+    live(place.config({"rollout.max_tokens": 20}), run, resume=False, stop_after=3)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    state = load_controller(checkpoint)
+    long = {name: one.tokens for name, one in state.begun.items() if len(one.tokens) > 4}
+    assert long, "nothing was under way for long"
+    second = live(place.config({"rollout.max_tokens": 4}), run, resume=True)
+    assert second.reason == "finished" and not second.problems
+    finished = {group.ticket for group in state.buffer.ready}
+    groups = [group for step in read_steps(run) if step.step >= state.step for group in step.groups]
+    later = {group.ticket: group for group in groups if group.ticket not in finished}
+    assert all(len(one.episode.last.tokens) <= 4 for group in later.values() for one in group.scored)
+    seen = 0
+    for name, tokens in long.items():
+        if (key := RolloutKey.read(name)) and key.ticket in later:
+            of_group = [one.episode.last for one in later[key.ticket].scored]
+            assert any(one.tokens == tokens[:4] and one.stop == "length" for one in of_group)
+            seen += 1
+    assert seen and any("rollout.max_tokens = 4: they are cut off there" in one.message for one in of(run, Warned))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("reward.function", "reward.py:second", ["finished groups of the checkpoint are dropped (settings_changed)"]),
+        ("rollout.stop", ["a"], ["rollouts under way begin anew, because of changes in rollout.stop"]),
+        ("task.system", "add", ["groups under way are dropped (settings_changed), because of changes in task.system"]),
+        ("train.learning_rate", 1e-3, ["settings of training have changed"]),
+    ],
+)
+def test_what_becomes_of_it_is_said(
+    setting: str, value: Any, said: list[str], tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    place, run = Place(tmp_path, tiny_tokenizer), tmp_path / "runs" / "run"
+    first = live(place.config({}), run, resume=False, stop_after=3)
+    assert first.ready and first.tokens
+    live(place.config({setting: value}), run, resume=True, stop_after=2)
+    told = [one.message for one in of(run, Warned)]
+    for sentence in said:
+        assert any(sentence in one for one in told), told
+
+
+def test_every_setting_has_a_rule_and_no_rule_is_idle() -> None:
+    """A setting that is new is given a row of the table by whoever adds it: there is none for all the rest."""
+    names = [one.name for one in schema()]
+    assert all(rule_of(name) for name in names)
+    for rule in RULES:
+        for pattern in rule.settings.split():
+            assert any(fnmatchcase(name, pattern) for name in names), f"{pattern} fits no setting"
+
+
+def test_what_is_not_kept_is_never_behind_a_checkpoint() -> None:
+    """Only what is in the checkpoint is dropped or begun anew: what came after it has to be set aside."""
+    for rule in RULES:
+        assert rule.steps != "repeated" or (rule.groups, rule.rollouts) == ("kept", "kept"), rule.settings

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from headrace.engine.request_book import RequestBook
 from headrace.environments.kinds import environment_kind
 from headrace.models.chat import ChatEncoder
 from headrace.orchestration import build as build_module
-from headrace.orchestration.loops import rolling
 from headrace.orchestration.build import BuiltRun, build, build_task, open_telemetry
+from headrace.orchestration.loops import rolling
 from headrace.orchestration.pools import Pools
 from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.lane import Lane, open_lane
@@ -107,10 +106,12 @@ class OwnEngine:
         self._core, self._book = Core(model, EngineConfig(**settings)), RequestBook()
         self.capabilities = msgspec.structs.replace(self._core.capabilities, streamed=True)
         self._version, self._works = -1, asyncio.ensure_future(self._work())
+        self.stands = False
+        """Whether it makes no more passes: what is under way stays so until the run has ended."""
 
     async def _work(self) -> None:
         while True:
-            if self._core.has_work():
+            if self._core.has_work() and not self.stands:
                 output = self._core.step()
                 self._book.publish(msgspec.msgpack.encode(output))
                 self._book.enter_output(output)
@@ -192,7 +193,12 @@ class OwnScorer:
 
     def __init__(self, config: RunConfig) -> None:
         self._parts = [
-            (one.name, one.weight, load_function(one.function, "reward"), Extractor(one.extract, config.reward.extract_truncated))
+            (
+                one.name,
+                one.weight,
+                load_function(one.function, "reward"),
+                Extractor(one.extract, config.reward.extract_truncated),
+            )
             for one in config.reward.specs
         ]
 
@@ -237,7 +243,9 @@ class Talk:
 def _environment(config: RunConfig, *others: Any, **more: Any) -> EnvironmentKind:
     if not config.environment.function:
         return environment_kind(config.environment.kind)
-    marks, reward = (load_function(f"{config.environment.function.rpartition(':')[0]}:{one}", "") for one in ("marks", "reward"))
+    marks, reward = (
+        load_function(f"{config.environment.function.rpartition(':')[0]}:{one}", "") for one in ("marks", "reward")
+    )
     resumes: Any = "exported" if config.environment.resumes == "auto" else config.environment.resumes
 
     def make(prompt: Prompt, seed: int) -> Environment:
@@ -320,6 +328,7 @@ class _Host:
             if self.life.ready >= 2 and self.life.tokens >= 20:
                 break
             await asyncio.sleep(0)
+        self.built.pools.engine.stands = True  # type: ignore[attr-defined]
         self.lane.session.interrupt("test", "")
         if self.kills:
             self.lane.session.interrupt("test", "")

@@ -178,7 +178,12 @@ def test_each_row_is_trained_at_the_temperature_that_it_was_sampled_at(tokens, m
     """As after a resume with another one, in one step; rows of an earlier version do not say theirs. Prompts and beginnings are shared."""
     heat = cycle([0.5, 2.0, 0.0])
     cold = batch(temperature=0.7)
-    groups = [msgspec.structs.replace(one, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in one.rows)) for one in cold.groups]
+    groups = [
+        msgspec.structs.replace(
+            one, rows=tuple(msgspec.structs.replace(row, temperature=next(heat)) for row in one.rows)
+        )
+        for one in cold.groups
+    ]
     mixed = msgspec.structs.replace(cold, groups=tuple(groups))
     loss, grads = gradients(trainer(model_dir("llama"), microbatch_tokens=tokens), mixed)
     expected_loss, expected = reference(model_dir("llama"), mixed, "token_mean")

@@ -24,9 +24,16 @@ from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.contents import contents_in, contents_of, written
-from headrace.orchestration.store.resume_rules import Changes, changes, check_bound, check_resumable, check_steps, meaning
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
+from headrace.orchestration.store.resume_rules import (
+    Changes,
+    changes,
+    check_bound,
+    check_resumable,
+    check_steps,
+    meaning,
+)
 from headrace.orchestration.store.run_directory import RunDirectory, config_at
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage

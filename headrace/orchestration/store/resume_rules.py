@@ -96,8 +96,15 @@ def _planned_steps(config: RunConfig) -> Any:
 
 RULES = (
     Rule("model.* seed staleness.groups_per_step lora.* task.rows", "refused"),
-    Rule("adapters", "refused", why="their names; the settings of each are a run's", value=lambda c: [one.name for one in c.adapters]),
-    Rule("task.*", "set aside", "dropped", "dropped", "a prompt is text, tokens and columns; other questions are refused"),
+    Rule(
+        "adapters",
+        "refused",
+        why="their names; the settings of each are a run's",
+        value=lambda c: [one.name for one in c.adapters],
+    ),
+    Rule(
+        "task.*", "set aside", "dropped", "dropped", "a prompt is text, tokens and columns; other questions are refused"
+    ),
     Rule("curriculum.*", "set aside"),
     Rule("environment.processes environment.host environment.port environment.workers environment.memory_gib"),
     Rule(
@@ -113,10 +120,25 @@ RULES = (
     Rule("sandbox.*", "set aside", "dropped", why="a test that runs into a limit has failed"),
     Rule("reward.special_tokens", "set aside", "dropped", "begun anew", "rewards and environments read other text"),
     Rule(
-        "reward.function reward.functions reward.extract reward.extract_truncated", "set aside", "dropped", value=_functions
+        "reward.function reward.functions reward.extract reward.extract_truncated",
+        "set aside",
+        "dropped",
+        value=_functions,
     ),
-    Rule("reward.services", "set aside", "dropped", why="without how they are reached", value=lambda c: [one.mark for one in c.reward.services]),
-    Rule("reward.judges", "set aside", "dropped", why="without how they are reached", value=lambda c: [one.mark for one in c.reward.judges]),
+    Rule(
+        "reward.services",
+        "set aside",
+        "dropped",
+        why="without how they are reached",
+        value=lambda c: [one.mark for one in c.reward.services],
+    ),
+    Rule(
+        "reward.judges",
+        "set aside",
+        "dropped",
+        why="without how they are reached",
+        value=lambda c: [one.mark for one in c.reward.judges],
+    ),
     Rule("reward.soft_overlong_punishment.*", "set aside", "dropped", why="with rollout.max_tokens", value=_punishment),
     Rule(
         "teachers",
@@ -126,8 +148,14 @@ RULES = (
         value=lambda c: [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in c.teachers],
     ),
     Rule("rollout.temperature", "set aside", "kept", "begun anew", "a row carries its temperature"),
-    Rule("rollout.top_p rollout.top_k rollout.min_p", "set aside", why="every token carries the vocabulary that it was drawn from"),
-    Rule("rollout.keep_mask", "set aside", "dropped", "begun anew", "if tokens were cut out and not recorded", _unmasked),
+    Rule(
+        "rollout.top_p rollout.top_k rollout.min_p",
+        "set aside",
+        why="every token carries the vocabulary that it was drawn from",
+    ),
+    Rule(
+        "rollout.keep_mask", "set aside", "dropped", "begun anew", "if tokens were cut out and not recorded", _unmasked
+    ),
     Rule("rollout.max_tokens", "set aside", "kept", "cut", "they end at the new limit, as if they had begun with it"),
     Rule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
     Rule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
@@ -165,6 +193,9 @@ class Changes(NamedTuple):
     """Because of which rollouts under way begin anew."""
     prompts: tuple[str, ...] = ()
     """Because of which the groups under way are dropped."""
+
+
+UNCHANGED = Changes()
 
 
 def rule_of(name: str) -> Rule:
@@ -226,7 +257,9 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Raises ConfigError for changed settings on which the buffer or the weights depend. Most settings may change."""
     called = {"task.rows": "the rows (dataset=)", "adapters": "the names of adapters"}
     changed = [
-        f"{name} have changed" if name.startswith(CONTENTS) else f"{called.get(name, name)} was {old[name]}, not {new[name]}"
+        f"{name} have changed"
+        if name.startswith(CONTENTS)
+        else f"{called.get(name, name)} was {old[name]}, not {new[name]}"
         for name in changes(old, new).refused
     ]
     if changed:
@@ -260,7 +293,9 @@ def carried_over(state: ControllerState, changed: Changes, max_tokens: int) -> t
     if why := changed.anew or changed.prompts:
         tokens = sum(len(one.tokens) for one in state.begun.values())
         said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
-        lost = bool(state.begun or state.notes) and not changed.prompts  # else the groups are dropped, which is said there
+        lost = (
+            bool(state.begun or state.notes) and not changed.prompts
+        )  # else the groups are dropped, which is said there
         return replace(state, begun={}, notes={}), [said] if lost else []
     longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}
     if not longer:
@@ -275,7 +310,9 @@ def carried_over(state: ControllerState, changed: Changes, max_tokens: int) -> t
             done = shortened(done, max_tokens)
         begun[str(key)] = done
     # A state that an environment exported has seen the whole turn: its turns are given to it again.
-    notes = {name: kept for name, kept in state.notes.items() if (key := RolloutKey.read(name)) and key.ticket not in longer}
+    notes = {
+        name: kept for name, kept in state.notes.items() if (key := RolloutKey.read(name)) and key.ticket not in longer
+    }
     return replace(state, begun=begun, notes=notes), [
         f"{len(cut)} rollouts under way are longer than rollout.max_tokens = {max_tokens}: they are cut off there"
     ]
