@@ -67,7 +67,7 @@ class Row(Struct, frozen=True):
     kv_versions: tuple[int, ...] = ()
     """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
     temperature: float = 0.0
-    """Of the distribution that it was sampled from. 0: that of its batch, in rows of earlier versions."""
+    """The temperature that it was sampled at. 0: that of its batch, in rows of earlier versions."""
 
 
 class Group(Struct, frozen=True):
@@ -101,7 +101,7 @@ class Batch(Struct, frozen=True):
     """Number of optimizer steps done before this one, so that lag = step - version."""
     groups: tuple[Group, ...]
     temperature: float = 1.0
-    """Of the rows that do not say theirs."""
+    """The temperature of rows that do not say theirs."""
     adapter: str = ""
     """The adapter that it trains; empty where all weights are trained."""
     skippable: bool = True

@@ -95,7 +95,7 @@ class Pack:
     top_logprobs: Tensor | None = None
     """[M, k] float32: their log-probs; -inf pads (the id is then 0)."""
     temperature: float = 0.0
-    """Of all its rows; 0: that of their batch."""
+    """The temperature of all its rows; 0: that of their batch."""
 
     def to(self, device: torch.device) -> Pack:
         columns: dict[str, Any] = {

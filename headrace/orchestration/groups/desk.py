@@ -83,7 +83,7 @@ class BusDesk:
         self._to_settle: list[str] = []
         self._list = HostList(session)
         self.mark = ""
-        """Of the run's settings (`RunNotice.mark`)."""
+        """The mark of the run's settings (`RunNotice.mark`)."""
         self.newest = -1
         """The newest version that was announced."""
         self.repeated = 0

@@ -104,7 +104,7 @@ class RunNotice(Struct, frozen=True):
     adapters: int = 0
     adapter: str = ""
     mark: str = ""
-    """Of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
+    """The mark of the settings that decide what tokens and rewards mean (`resume_rules.mark_of`)."""
 
 
 class WeightsNotice(Struct, frozen=True):

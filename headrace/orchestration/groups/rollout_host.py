@@ -170,7 +170,7 @@ class _Session:
     who: str
     name: str
     mark: str
-    """Of the run's settings."""
+    """The mark of the run's settings."""
     parts: HostParts
     patience: HostPatience
     leaving: asyncio.Event

@@ -39,7 +39,7 @@ class Gradient:
     learner: Learner
     placement: Placement
     temperature: float
-    """Of rows that do not say theirs."""
+    """The temperature of rows that do not say theirs."""
     dtype: torch.dtype
     """The dtype of the computation."""
     device: torch.device
