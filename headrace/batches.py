@@ -67,7 +67,7 @@ class Row(Struct, frozen=True):
     kv_versions: tuple[int, ...] = ()
     """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
     temperature: float = 0.0
-    """The temperature of the distribution that it was sampled from. 0: that of its batch, in rows of earlier versions."""
+    """The temperature that it was sampled at. 0: that of its batch, in rows of earlier versions."""
 
 
 class Group(Struct, frozen=True):

@@ -35,8 +35,8 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.resume_rules import SettingChanges, changes
-from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
+from headrace.orchestration.store.resume_rules import ChangedSettings, changes
+from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
@@ -178,7 +178,7 @@ class World:
         assert self.directory is not None, "nothing was written that could be resumed"
         checkpoint, _ = Checkpoints(self.directory / "checkpoints", keep=2).newest_good()
         state = load_controller(checkpoint) if checkpoint else None
-        changed = changes(state.made_by, self._made_by) if state else SettingChanges()
+        changed = changes(state.made_by, self._made_by) if state else ChangedSettings()
         saved = read_saved_run(self.directory, state, True, changed, self.rollout.max_tokens)
         assert not saved.complaints, saved.complaints
         return saved

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.store.resume_rules import SettingChanges, changes, check_bound, meaning
+from headrace.orchestration.store.resume_rules import ChangedSettings, changes, check_bound, meaning
 from headrace.settings import toml
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -377,7 +377,7 @@ def test_steps_can_be_done_again_only_with_the_settings_that_they_depend_on(sets
     assert (not changed([], sets).steps) is same
 
 
-def changed(before: list[str], after: list[str]) -> SettingChanges:
+def changed(before: list[str], after: list[str]) -> ChangedSettings:
     return changes(meaning(load_config(MINIMAL, before)), meaning(load_config(MINIMAL, after)))
 
 

@@ -17,9 +17,12 @@ from meant_run import Life, live
 from tiny_run import of
 
 from headrace.config import RunConfig, dump_config, load_config, read_config
+from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded, RunEnded
-from headrace.orchestration.store.resume_rules import CONTENTS, rule_of
+from headrace.observe.facts import GroupEnded, RunEnded, Warned
+from headrace.orchestration.store.resume_rules import CONTENTS, RULES, rule_of
+from headrace.orchestration.store.snapshots import load_controller
+from headrace.types import RolloutKey
 
 REWARD = """
 import zlib
@@ -280,3 +283,62 @@ def test_two_hundred_pairs_of_values(tmp_path: Path, tiny_tokenizer: Path) -> No
     found = try_some(200, 36, tmp_path / "place", tiny_tokenizer)
     whole = sum(bool(one.first.ready and one.first.tokens) for one in found)
     assert whole > 150, f"in {whole} of 200 runs something was finished and something under way"
+
+
+def test_a_lower_max_tokens_cuts_what_is_under_way(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """At the limit, with the tokens that it has: to sample only the long ones again would favour short answers."""
+    place, run = Place(tmp_path, tiny_tokenizer), tmp_path / "runs" / "run"
+    live(place.config({"rollout.max_tokens": 20}), run, resume=False, stop_after=3)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    state = load_controller(checkpoint)
+    long = {name: one.tokens for name, one in state.begun.items() if len(one.tokens) > 4}
+    assert long, "nothing was under way for long"
+    second = live(place.config({"rollout.max_tokens": 4}), run, resume=True)
+    assert second.reason == "finished" and not second.problems
+    finished = {group.ticket for group in state.buffer.ready}
+    groups = [group for step in read_steps(run) if step.step >= state.step for group in step.groups]
+    later = {group.ticket: group for group in groups if group.ticket not in finished}
+    assert all(len(one.episode.last.tokens) <= 4 for group in later.values() for one in group.scored)
+    seen = 0
+    for name, tokens in long.items():
+        if (key := RolloutKey.read(name)) and key.ticket in later:
+            of_group = [one.episode.last for one in later[key.ticket].scored]
+            assert any(one.tokens == tokens[:4] and one.stop == "length" for one in of_group)
+            seen += 1
+    assert seen and any("rollout.max_tokens = 4: they are cut off there" in one.message for one in of(run, Warned))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("reward.function", "reward.py:second", ["finished groups of the checkpoint are dropped (settings_changed)"]),
+        ("rollout.stop", ["a"], ["rollouts under way begin anew, because of changes in rollout.stop"]),
+        ("task.system", "add", ["groups under way are dropped (settings_changed), because of changes in task.system"]),
+        ("train.learning_rate", 1e-3, ["settings of training have changed"]),
+    ],
+)
+def test_what_becomes_of_it_is_said(
+    setting: str, value: Any, said: list[str], tmp_path: Path, tiny_tokenizer: Path
+) -> None:
+    place, run = Place(tmp_path, tiny_tokenizer), tmp_path / "runs" / "run"
+    first = live(place.config({}), run, resume=False, stop_after=3)
+    assert first.ready and first.tokens
+    live(place.config({setting: value}), run, resume=True, stop_after=2)
+    told = [one.message for one in of(run, Warned)]
+    for sentence in said:
+        assert any(sentence in one for one in told), told
+
+
+def test_every_setting_has_a_rule_and_no_rule_is_idle() -> None:
+    """A setting that is new is given a row of the table by whoever adds it: there is none for all the rest."""
+    names = [one.name for one in schema()]
+    assert all(rule_of(name) for name in names)
+    for rule in RULES:
+        for pattern in rule.settings.split():
+            assert any(fnmatchcase(name, pattern) for name in names), f"{pattern} fits no setting"
+
+
+def test_what_is_not_kept_is_never_behind_a_checkpoint() -> None:
+    """Only what is in the checkpoint is dropped or begun anew: what came after it has to be set aside."""
+    for rule in RULES:
+        assert rule.steps != "repeated" or (rule.groups, rule.rollouts) == ("kept", "kept"), rule.settings

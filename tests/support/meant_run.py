@@ -106,10 +106,12 @@ class OwnEngine:
         self._core, self._book = Core(model, EngineConfig(**settings)), RequestBook()
         self.capabilities = msgspec.structs.replace(self._core.capabilities, streamed=True)
         self._version, self._works = -1, asyncio.ensure_future(self._work())
+        self.stands = False
+        """Whether it makes no more passes: what is under way stays so until the run has ended."""
 
     async def _work(self) -> None:
         while True:
-            if self._core.has_work():
+            if self._core.has_work() and not self.stands:
                 output = self._core.step()
                 self._book.publish(msgspec.msgpack.encode(output))
                 self._book.enter_output(output)
@@ -232,7 +234,7 @@ class Talk:
                 said.append([*self.marks(number), len(done.tokens) % 7 + 6])
                 if self.keeps:
                     agent.keep(msgspec.msgpack.encode(said[number]))
-            if agent.cut_off(len(said[number])):
+            if agent.cut_off(said[number]):
                 break
             done = await agent.turn(said[number])
         return {"talk": self.reward(done.tokens)}
@@ -326,6 +328,7 @@ class _Host:
             if self.life.ready >= 2 and self.life.tokens >= 20:
                 break
             await asyncio.sleep(0)
+        self.built.pools.engine.stands = True  # type: ignore[attr-defined]
         self.lane.session.interrupt("test", "")
         if self.kills:
             self.lane.session.interrupt("test", "")

@@ -28,7 +28,7 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.contents import contents_in, contents_of, written
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import (
-    SettingChanges,
+    ChangedSettings,
     changes,
     check_bound,
     check_resumable,
@@ -168,7 +168,7 @@ def _found(
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
         check_bound(before, config)
-    changed, behind = SettingChanges(), changes(was, now).steps
+    changed, behind = ChangedSettings(), changes(was, now).steps
     if state:
         written_by = _meant(config_at(path, state.step))
         check_resumable(written_by | state.made_by, now)

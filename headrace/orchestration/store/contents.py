@@ -1,5 +1,5 @@
-"""Digests of the files that settings name: rows, code of rewards and environments, tokenizers. They stand in `config.toml`, as comments
-below the settings, so that a resumed run finds out what has changed. Files that code imports are not looked at.
+"""Digests of the files that settings name: rows, code of rewards and environments, tokenizers. They stand in `config.toml`, as
+comments below the settings, so that a resumed run finds out what has changed. Files that code imports are not looked at.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def written(contents: Mapping[str, str]) -> str:
 
 
 def contents_in(config_toml: Path) -> dict[str, str]:
-    """Returns what the lines say; nothing if an earlier version wrote the file."""
+    """Reads these lines; there are none if an earlier version wrote the file."""
     return dict(_LINE.findall(config_toml.read_text()))
 
 

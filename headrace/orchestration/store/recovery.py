@@ -36,7 +36,7 @@ from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.store.resume_rules import NO_CHANGES, SettingChanges, carried_over
+from headrace.orchestration.store.resume_rules import UNCHANGED, ChangedSettings, carried_over
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook
@@ -59,7 +59,7 @@ class SavedRun:
     """Whether everything after the checkpoint is set aside."""
     lost: int = 0
     """Number of records before the checkpoint that the end of the journal lacks."""
-    changed: SettingChanges = SettingChanges()
+    changed: ChangedSettings = UNCHANGED
     """The settings that were others when the checkpoint was made."""
 
     @property
@@ -133,7 +133,7 @@ def read_saved_run(
     run_dir: Path,
     state: ControllerState | None,
     reproducible: bool,
-    changed: SettingChanges = NO_CHANGES,
+    changed: ChangedSettings = UNCHANGED,
     max_tokens: int = 1 << 62,
 ) -> SavedRun:
     """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. `changed`: the settings that

@@ -1,4 +1,4 @@
-"""Settings that a resumed run may change, and what becomes then of what it has: one table (`RULES`), which docs/journal.md shows.
+"""One table (`RULES`) says which settings a resumed run may change, and what becomes then of what it has. docs/journal.md shows it.
 
 A run that was stopped has steps behind its newest checkpoint, finished groups in it, and rollouts under way. Whatever decides what
 one of their tokens or rewards means has a row here, so that nothing is trained as what it is not: it is kept with its own meaning
@@ -32,7 +32,7 @@ CONTENTS = "the contents of "
 """Put before a setting that names a file, to name what is in the file."""
 
 
-class ResumeRule(NamedTuple):
+class CarryRule(NamedTuple):
     settings: str
     """Patterns of the settings, of which the first rule that fits counts."""
     steps: Steps = "repeated"
@@ -43,7 +43,7 @@ class ResumeRule(NamedTuple):
     """The rollouts under way."""
     why: str = ""
     value: Callable[[RunConfig], Any] | None = None
-    """Returns what counts, if not each setting as it is."""
+    """The value that counts, if not each setting as it is."""
 
     def fits(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.settings.split())
@@ -54,7 +54,7 @@ class ResumeRule(NamedTuple):
 
 
 def _rows(config: RunConfig) -> Any:
-    """Returns what turns scored rollouts into rows."""
+    """The settings that turn scored rollouts into rows."""
     algo, recipe = config.algo, config.algo.recipe
     return {
         "advantage": recipe.advantage,
@@ -95,19 +95,19 @@ def _planned_steps(config: RunConfig) -> Any:
 
 
 RULES = (
-    ResumeRule("model.* seed staleness.groups_per_step lora.* task.rows", "refused"),
-    ResumeRule(
+    CarryRule("model.* seed staleness.groups_per_step lora.* task.rows", "refused"),
+    CarryRule(
         "adapters",
         "refused",
         why="their names; the settings of each are a run's",
         value=lambda c: [one.name for one in c.adapters],
     ),
-    ResumeRule(
+    CarryRule(
         "task.*", "set aside", "dropped", "dropped", "a prompt is text, tokens and columns; other questions are refused"
     ),
-    ResumeRule("curriculum.*", "set aside"),
-    ResumeRule("environment.processes environment.host environment.port environment.workers environment.memory_gib"),
-    ResumeRule(
+    CarryRule("curriculum.*", "set aside"),
+    CarryRule("environment.processes environment.host environment.port environment.workers environment.memory_gib"),
+    CarryRule(
         "environment.max_turns environment.max_tokens environment.seconds environment.episode_seconds environment.tool_seconds "
         "environment.tool_characters environment.resumes",
         "set aside",
@@ -115,77 +115,77 @@ RULES = (
         "begun anew",
         "limits: what was played under the old ones is over",
     ),
-    ResumeRule("environment.*", "set aside", "dropped", "begun anew", "it makes contexts and rewards"),
-    ResumeRule("reward.timeout reward.workers sandbox.allow sandbox.parallel"),
-    ResumeRule("sandbox.*", "set aside", "dropped", why="a test that runs into a limit has failed"),
-    ResumeRule(
+    CarryRule("environment.*", "set aside", "dropped", "begun anew", "it makes contexts and rewards"),
+    CarryRule("reward.timeout reward.workers sandbox.allow sandbox.parallel"),
+    CarryRule("sandbox.*", "set aside", "dropped", why="a test that runs into a limit has failed"),
+    CarryRule(
         "reward.special_tokens", "set aside", "dropped", "begun anew", "rewards and environments read other text"
     ),
-    ResumeRule(
+    CarryRule(
         "reward.function reward.functions reward.extract reward.extract_truncated",
         "set aside",
         "dropped",
         value=_functions,
     ),
-    ResumeRule(
+    CarryRule(
         "reward.services",
         "set aside",
         "dropped",
         why="without how they are reached",
         value=lambda c: [one.mark for one in c.reward.services],
     ),
-    ResumeRule(
+    CarryRule(
         "reward.judges",
         "set aside",
         "dropped",
         why="without how they are reached",
         value=lambda c: [one.mark for one in c.reward.judges],
     ),
-    ResumeRule(
+    CarryRule(
         "reward.soft_overlong_punishment.*", "set aside", "dropped", why="with rollout.max_tokens", value=_punishment
     ),
-    ResumeRule(
+    CarryRule(
         "teachers",
         "set aside",
         "dropped",
         why="without their engines",
         value=lambda c: [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in c.teachers],
     ),
-    ResumeRule("rollout.temperature", "set aside", "kept", "begun anew", "a row carries its temperature"),
-    ResumeRule(
+    CarryRule("rollout.temperature", "set aside", "kept", "begun anew", "a row carries its temperature"),
+    CarryRule(
         "rollout.top_p rollout.top_k rollout.min_p",
         "set aside",
         why="every token carries the vocabulary that it was drawn from",
     ),
-    ResumeRule(
+    CarryRule(
         "rollout.keep_mask",
         "set aside",
         "dropped",
         "begun anew",
-        why="if tokens were cut out and not recorded",
+        "if tokens were cut out and not recorded",
         value=_unmasked,
     ),
-    ResumeRule(
+    CarryRule(
         "rollout.max_tokens", "set aside", "kept", "cut", "they end at the new limit, as if they had begun with it"
     ),
-    ResumeRule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
-    ResumeRule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
-    ResumeRule("rollout.forks.*", "set aside", "kept", "begun anew", why="with rollout.group_size", value=_forks),
-    ResumeRule("algo.advantage", "set aside", "dropped"),
-    ResumeRule("algo.*", "set aside"),
-    ResumeRule(
+    CarryRule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
+    CarryRule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
+    CarryRule("rollout.forks.*", "set aside", "kept", "begun anew", "with rollout.group_size", value=_forks),
+    CarryRule("algo.advantage", "set aside", "dropped"),
+    CarryRule("algo.*", "set aside"),
+    CarryRule(
         "algo.name algo.credit algo.overlong algo.length_penalty algo.kl.* algo.distill.k",
         "set aside",
         "dropped",
         why="where rows are made of them",
         value=_rows,
     ),
-    ResumeRule("train.cores train.threads train.minutes train.max_skipped_steps train.max_deaths"),
-    ResumeRule("train.steps", "set aside", why="unless the learning rate is constant", value=_planned_steps),
-    ResumeRule("train.*", "set aside"),
-    ResumeRule("rollout.patience"),
-    ResumeRule("staleness.*", "set aside", why="refused where groups of the checkpoint would be too old"),
-    ResumeRule(
+    CarryRule("train.cores train.threads train.minutes train.max_skipped_steps train.max_deaths"),
+    CarryRule("train.steps", "set aside", why="unless the learning rate is constant", value=_planned_steps),
+    CarryRule("train.*", "set aside"),
+    CarryRule("rollout.patience"),
+    CarryRule("staleness.*", "set aside", why="refused where groups of the checkpoint would be too old"),
+    CarryRule(
         "name out engine.* weight_sync.* orchestration.* partial.* checkpoint.* eval.* watch.* observe.* chosen.*"
     ),
 )
@@ -194,7 +194,7 @@ RULES = (
 _VALUED = {rule.settings: rule for rule in RULES if rule.value}
 
 
-class SettingChanges(NamedTuple):
+class ChangedSettings(NamedTuple):
     """The names of the settings that have changed, by what becomes of what they made."""
 
     refused: tuple[str, ...] = ()
@@ -208,10 +208,10 @@ class SettingChanges(NamedTuple):
     """Because of which the groups under way are dropped."""
 
 
-NO_CHANGES = SettingChanges()
+UNCHANGED = ChangedSettings()
 
 
-def rule_of(name: str) -> ResumeRule:
+def rule_of(name: str) -> CarryRule:
     """The rule of a setting, of its contents, or of what counts for several settings."""
     plain = name.removeprefix(CONTENTS)
     return _VALUED.get(plain) or next(rule for rule in RULES if rule.fits(plain))
@@ -223,8 +223,7 @@ def meaning(config: RunConfig, contents: Mapping[str, str] | None = None) -> dic
     found = {name: value for name, value in leaves.items() if not (rule := rule_of(name)).is_free and not rule.value}
     found |= {rule.settings: rule.value(config) for rule in RULES if rule.value}
     found |= {f"{CONTENTS}{name}": digest for name, digest in (contents or {}).items()}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return plain
+    return json.loads(json.dumps(found, default=str))
 
 
 def settings_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -239,15 +238,15 @@ def settings_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> SettingChanges:
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> ChangedSettings:
     """Compares what `meaning` returned. What only one of them has is no change: another version of headrace wrote it."""
     names = [name for name in old if name in new and old[name] != new[name]]
     rules = {name: rule_of(name) for name in names}
 
-    def those(is_so: Callable[[ResumeRule], bool]) -> tuple[str, ...]:
+    def those(is_so: Callable[[CarryRule], bool]) -> tuple[str, ...]:
         return tuple(_spoken(name) for name, rule in rules.items() if is_so(rule))
 
-    return SettingChanges(
+    return ChangedSettings(
         refused=those(lambda rule: rule.steps == "refused"),
         steps=those(lambda rule: rule.steps == "set aside"),
         groups=those(lambda rule: rule.groups == "dropped"),
@@ -302,15 +301,15 @@ def check_bound(old: RunConfig, new: RunConfig) -> None:
         )
 
 
-def carried_over(state: ControllerState, changed: SettingChanges, max_tokens: int) -> tuple[ControllerState, list[str]]:
-    """Returns what of the rollouts under way goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
+def carried_over(
+    state: ControllerState, changed: ChangedSettings, max_tokens: int
+) -> tuple[ControllerState, list[str]]:
+    """Returns the state with what of its rollouts goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
     if why := changed.anew or changed.prompts:
         tokens = sum(len(one.tokens) for one in state.begun.values())
         said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
-        lost = (
-            bool(state.begun or state.notes) and not changed.prompts
-        )  # else the groups are dropped, which is said there
-        return replace(state, begun={}, notes={}), [said] if lost else []
+        is_said = bool(changed.prompts)  # where the groups are dropped
+        return replace(state, begun={}, notes={}), [said] if (state.begun or state.notes) and not is_said else []
     longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}
     if not longer:
         return state, []
