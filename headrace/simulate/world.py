@@ -36,7 +36,7 @@ from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import ChangedSettings, changes
-from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer

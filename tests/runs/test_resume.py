@@ -136,7 +136,7 @@ def settings_of_file(path: Path) -> str:
 
 def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     """What a reader of the directory can tell of a run that can go on."""
-    current = dump_config(read_config(path / "config.toml"))  # without the digests of contents
+    current = settings_in(path)
     assert current in (dump_config(before), dump_config(after)), "the settings are others, or none"
     saved = saved_of(path)
     assert not saved.complaints, saved.complaints
@@ -145,7 +145,7 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     tickets = [fact.ticket for fact in of(path, TicketDrawn)]
     assert tickets == list(range(saved.resume.next_ticket)), "tickets twice, or without a record"
     for until, settings in configs_until(path):
-        assert dump_config(read_config(settings)) == dump_config(before) and until <= saved.step
+        assert settings_of_file(settings) == dump_config(before) and until <= saved.step
     state = saved.state
     assert state is not None
     passes = read_passes(path, state.step, state.passes)

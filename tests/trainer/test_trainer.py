@@ -8,7 +8,7 @@ import resource
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 

@@ -137,7 +137,7 @@ def read_saved_run(
     max_tokens: int = 1 << 62,
 ) -> SavedRun:
     """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. `changed`: the settings that
-    were others when the checkpoint was made; `max_tokens`: the most tokens of a completion now. SettingChanges nothing on the disk."""
+    were others when the checkpoint was made; `max_tokens`: the most tokens of a completion now. Changes nothing on the disk."""
     damage = Damage()
     position = state.journal if state else 0
     end = end_of_journal(run_dir, damage, position)
