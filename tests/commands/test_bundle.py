@@ -93,7 +93,9 @@ def other_advantage(facts: Tree) -> None:
 
 
 def other_temperature(facts: Tree) -> None:
-    facts["settings"]["rollout"]["temperature"] = 0.7
+    for group in facts["journaled"]["groups"]:
+        for row in group["rows"]:
+            row["temperature"] = 0.7  # a row says its own
 
 
 def other_gradient(facts: Tree) -> None:
