@@ -152,7 +152,8 @@ def main() -> None:
         runs.mkdir(parents=True, exist_ok=True)
         if not (runs / "long").exists():
             write_run(runs / "long", given.steps, given.journal, random.Random(0))
-        sizes = [(runs / "long" / name).stat().st_size / 2**20 for name in (METRICS, "journal.jsonl", INDEX, DIGEST)]
+        names = (METRICS, "journal/*", INDEX, DIGEST)
+        sizes = [sum(path.stat().st_size for path in (runs / "long").glob(name)) / 2**20 for name in names]
         print(
             f"{given.steps:,} steps, {given.steps * GROUPS * SIZE:,} rollouts: {sizes[0]:,.0f} MiB of metrics, {sizes[1]:,.0f} MiB of journal, "
             f"{sizes[2]:,.0f} MiB of index, {1024 * sizes[3]:,.0f} KiB of digest"

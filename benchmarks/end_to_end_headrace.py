@@ -127,8 +127,8 @@ def summary(run: Path, weights: Path, model_dir: Path) -> Json:
         points.append(
             {"step": save.step, "seconds": save.t - save.seconds - begin - spent_saving, "weights": str(path)}
         )
-        spent_saving += save.seconds
-    training = steps[-1].t - begin - sum(save.seconds for save in saves if save.t <= steps[-1].t)
+        spent_saving += save.held
+    training = steps[-1].t - begin - sum(save.held for save in saves if save.t <= steps[-1].t)
     return {
         "points": points,
         "steps": len(steps),

@@ -4,11 +4,13 @@ controller per step.
     python benchmarks/journal.py                          # 16 groups x 16 rollouts x 512 tokens
     python benchmarks/journal.py --run runs/demo          # what that run wrote, beside the time its steps took
     python benchmarks/journal.py --groups 8 --size 8 --tokens 24 --step-seconds 4.5
+    python benchmarks/journal.py --ages 10 1000 10000     # a resume, and finding a step, in runs that are so many steps old
 
 All data is written to a real file system, in --dir (default: the working directory), as in a run: a record for every
 ticket and group, one flush to the disk per step, one frame per forward pass, and the state of groups in flight for a
 checkpoint. A synthetic step has its groups sampled in one batch: as many forward passes as the longest completion has
-tokens. Medians over steps.
+tokens. Medians over steps. A run of some age has 4 groups x 4 rollouts x 64 tokens a step and a checkpoint five steps before its end; the
+seconds are CPU time.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from headrace.batches import Group, Row
+from headrace.commands.looking.inspect import find_step
 from headrace.durable.journal import (
     DrawnRecord,
     Journal,
@@ -37,20 +42,52 @@ from headrace.durable.journal import (
 from headrace.durable.pass_log import PassLog
 from headrace.observe.facts import Accounting
 from headrace.observe.records import StepRow, read_metrics
+from headrace.orchestration.store.recovery import read_saved_run
 from headrace.orchestration.store.snapshots import ControllerState
-from headrace.reports import TrainReport
+from headrace.reports import TokenNumbers, TrainReport
 from headrace.rollouts.buffer import BufferState
 from headrace.steps import StepOutput
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
+T = TypeVar("T")
 COLUMNS = ("journal: encode, write", "journal: flush", "passes", "checkpoint: state in flight")
+
+
+WORDS = (
+    "the",
+    "answer",
+    "is",
+    "so",
+    "we",
+    "add",
+    "both",
+    "sides",
+    "and",
+    "find",
+    "that",
+    "x",
+    "equals",
+    "therefore",
+    "seven",
+)
+DIFFERENT = 20
+"""Groups of each place in a step that are made; older runs repeat them under other tickets."""
+NUMBERED = 32_768
+"""Tokens of a step with numbers of the trainer's (`packing/picked.py`)."""
 
 
 def synthetic(groups: int, size: int, tokens: int, steps: int) -> Iterator[JournalStep]:
     rng = random.Random(0)
+    pool = [_group(rng, i, size, tokens) for i in range(groups * min(steps, DIFFERENT))]
+    numbers = np.random.default_rng(0).standard_normal(tokens).astype(np.float32)
     for step in range(steps):
-        made = tuple(_group(rng, step * groups + i, size, tokens) for i in range(groups))
-        yield JournalStep(step, 0.0, step + 1, made, TrainReport(step, step + 1))
+        tickets = range(step * groups, (step + 1) * groups)
+        made = tuple(msgspec.structs.replace(pool[ticket % len(pool)], ticket=ticket) for ticket in tickets)
+        rows = [(ticket, row) for ticket in tickets for row in range(size)][: NUMBERED // tokens]
+        taken = tuple(
+            TokenNumbers(*place, (numbers + k).tobytes(), (numbers * k).tobytes()) for k, place in enumerate(rows)
+        )
+        yield JournalStep(step, 0.0, step + 1, made, TrainReport(step, step + 1, token_numbers=taken))
 
 
 def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
@@ -58,8 +95,8 @@ def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
     scored, rows = [], []
     for _ in range(size):
         drawn = tuple(rng.randrange(50_000) for _ in range(tokens))
-        logprobs = tuple(-rng.random() for _ in range(tokens))
-        done = Completion(drawn, logprobs, (VersionSpan(0, 3, 3),), "stop", "word " * tokens)
+        logprobs = tuple(np.float32(-rng.expovariate(2.0)).item() for _ in range(tokens))
+        done = Completion(drawn, logprobs, (VersionSpan(0, 3, 3),), "stop", " ".join(rng.choices(WORDS, k=tokens)))
         scored.append(Scored(Episode((Turn(prompt.tokens, done),)), 1.0, {"correct": 1.0}))
         column = ((0.5,) * tokens, (True,) * tokens, (3,) * tokens)
         rows.append(Row(prompt.tokens, drawn, logprobs, *column))
@@ -117,7 +154,7 @@ def measure(steps: Sequence[JournalStep], directory: Path) -> tuple[list[list[fl
         timed(3, lambda state=state: _save(directory, state))  # type: ignore[misc]
     journal.close()
     log.close()
-    nbytes = [sum(path.stat().st_size for path in directory.glob(name)) for name in ("journal.jsonl", "passes/*")]
+    nbytes = [sum(path.stat().st_size for path in directory.glob(name)) for name in ("journal/*", "passes/*")]
     return seconds, nbytes[0], nbytes[1]
 
 
@@ -131,6 +168,38 @@ def _write(journal: Journal, step: JournalStep) -> None:
 
 def _save(directory: Path, state: ControllerState) -> None:
     (directory / "controller.msgpack").write_bytes(msgspec.msgpack.encode(state))
+
+
+def of_ages(ages: Sequence[int], place: Path) -> None:
+    """Prints what a resume and the search for one step cost in runs of some ages."""
+    print(
+        "| steps | journal, MB | B a token | read and open at a resume, s | find one step, s |\n|---:|---:|---:|---:|---:|"
+    )
+    for age in ages:
+        run_dir = place / str(age)
+        run_dir.mkdir()
+        journal, position = Journal(run_dir), 0
+        for step in synthetic(4, 4, 64, age):
+            position = journal.position if step.step == age - 5 else position
+            _write(journal, step)
+        journal.close()
+        nbytes = sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
+        state = ControllerState(age - 5, 0.0, {}, BufferState(0, (), {}, Accounting()), {}, position)
+        resume, saved = _cpu_seconds(lambda: read_saved_run(run_dir, state, True))  # noqa: B023
+        opened, journal = _cpu_seconds(lambda: Journal(run_dir))  # noqa: B023
+        journal.close()
+        find, found = _cpu_seconds(lambda: find_step(run_dir, age // 2, None))  # noqa: B023
+        assert saved.step == age and not saved.complaints and found.step == age // 2 - 1
+        print(
+            f"| {age:,} | {nbytes / 1e6:,.1f} | {nbytes / (age * 4 * 4 * 64):.1f} | {resume + opened:.3f} | {find:.3f} |",
+            flush=True,
+        )
+
+
+def _cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:
+    started = time.process_time()
+    done = work()
+    return time.process_time() - started, done
 
 
 def seconds_per_step(run: Path) -> float:
@@ -148,7 +217,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--step-seconds", type=float, help="what a step takes, to compare with")
     parser.add_argument("--dir", type=Path, default=Path())
+    parser.add_argument("--ages", type=int, nargs="+", help="steps of the runs that are resumed")
     options = parser.parse_args()
+    if options.ages:
+        with tempfile.TemporaryDirectory(dir=options.dir) as place:
+            of_ages(options.ages, Path(place))
+        return
     made = synthetic(options.groups, options.size, options.tokens, options.steps)
     steps = list(read_steps(options.run) if options.run else made)
     takes = seconds_per_step(options.run) if options.run else options.step_seconds
@@ -165,7 +239,9 @@ def main() -> None:
         print(f"| {name} | {1000 * cost:.2f} |")
     total = sum(costs)
     print(f"| all | {1000 * total:.2f} |\n")
-    print(f"journal {journal / len(steps) / 1e6:.2f} MB a step, passes {passes / len(steps) / 1e6:.2f} MB a step")
+    print(
+        f"journal {journal / len(steps) / 1e6:.2f} MB a step ({journal / len(steps) / tokens:.1f} B a token), passes {passes / len(steps) / 1e6:.2f} MB a step"
+    )
     if takes:
         print(f"a step takes {takes:.2f} s: {total / takes:.2%} of it")
     print(

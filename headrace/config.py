@@ -148,7 +148,34 @@ def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequen
 def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> Tree:
     """Reads like `read_config`, but without validation. Paths are absolute."""
     tree, base = _tree_of(source)
+    if lost := list(_unreached(sets, tree.get("adapters"))):
+        raise ConfigError("\n".join(lost))
     return merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd()))
+
+
+def _unreached(sets: Sequence[str], adapters: Any) -> Iterator[str]:
+    """Yields a sentence for each `--set` of a setting of which adapters have their own values: it would change the other adapters alone."""
+    own = {one["name"]: one for one in adapters or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)}
+    named = parse_sets(sets).get("adapters")
+    for text in sets:
+        ((section, table),) = parse_sets([text]).items()
+        if section == "adapters" or not isinstance(table, Mapping):
+            continue
+        theirs = [name for name, one in own.items() if _has_own(one, section, table)]
+        theirs = [
+            name
+            for name in theirs
+            if not (isinstance(named, Mapping) and _has_own(named.get(name, {}), section, table))
+        ]
+        if theirs:
+            remedy = " ".join(f"--set adapters.{name}.{text}" for name in theirs)
+            yield f"--set {text} does not reach {', '.join(theirs)}: what [[adapters]] sets for one adapter is its own; use {remedy}"
+
+
+def _has_own(adapter: Mapping[str, Any], section: str, table: Mapping[str, Any]) -> bool:
+    """Whether an adapter has its own value of a setting in `table`, which is a part of that section."""
+    own = adapter.get(section)
+    return isinstance(own, Mapping) and bool(own) and (section in _REPLACED or not own.keys().isdisjoint(table))
 
 
 def config_of_run(run_dir: Path) -> Path:
@@ -267,6 +294,8 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
 
 # --- several adapters ------------------------------------------------------------------------------------------------
 
+_REPLACED = ("task", "reward")
+"""Sections of an adapter that replace the run's; its others override single settings."""
 _SHARED = {
     "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights", "parallel", "max_deaths", "parity"),
     "lora": ("quantise",),
@@ -280,7 +309,7 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     runs = []
     for adapter in config.adapters:
         own = {field: table for field, table in dataclasses.asdict(adapter).items() if table and field != "name"}
-        replaced: Tree = {section: own.pop(section) for section in ("task", "reward") if section in own}
+        replaced: Tree = {section: own.pop(section) for section in _REPLACED if section in own}
         base = {**dataclasses.asdict(config), **replaced}
         place: Tree = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
         place["observe"] = dataclasses.asdict(config.observe.shared_by(len(config.adapters)))

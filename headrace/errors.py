@@ -32,6 +32,15 @@ class WorkerDied(HeadraceError):
         self.who, self.how = who, how
 
 
+class UnexpectedError(HeadraceError):
+    """A worker has failed in a way that nobody foresaw. The message is its traceback, for a log and no client."""
+
+    @property
+    def headline(self) -> str:
+        """The exception, without where it was raised."""
+        return str(self).strip().rpartition("\n")[2]
+
+
 class PoisonedRequest(HeadraceError):
     """A request was given up: process after process died while it worked on the request's ticket (`engine.ticket_deaths`)."""
 

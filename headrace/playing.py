@@ -41,8 +41,12 @@ class Agent(Protocol):
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 
-    def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
-        """Returns the limit (`turns`, `tokens` or `seconds`) that a turn after this context would exceed; empty if it may be asked for. Once it has
+    @property
+    def longest(self) -> int:
+        """The most tokens that may come before a turn."""
+
+    def cut_off(self, context: int, *, fresh: bool = False, after: Completion | None = None) -> str:
+        """Returns the limit (`turns`, `tokens` or `seconds`) that a turn after a context of so many tokens would exceed; empty if it may be asked for. Once it has
         returned a limit the episode counts as cut off, and no more turns can be had."""
 
     def reward(self, name: str, value: float, of: Completion | None = None) -> None:

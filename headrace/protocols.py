@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from headrace.batches import Batch, Failure
-from headrace.reports import Capabilities, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
+from headrace.reports import Capabilities, Captured, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Episode, Prompt, Request, Scored
 from headrace.weights import AdapterSpec, Manifest, WeightUpdate
@@ -114,11 +114,16 @@ class Trainer(Protocol):
     async def begin_trial(self, adapter: str = "") -> None:
         """Changes every trained value a little. Until the trial ends, the weights are of `trial_version` and may be published."""
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         """Scores the pieces (as `score`) under the changed weights, and under those with single kinds of parameters unchanged. Then changes all
-        values back, bit for bit."""
+        values back, bit for bit. `most`: tokens of the first piece that are scored with unchanged kinds; 0: all pieces."""
 
-    async def save(self, directory: Path, adapter: str = "") -> None: ...
+    async def capture(self, adapter: str = "") -> Captured:
+        """Copies what a checkpoint holds of an adapter, or of the whole model. The next `save` of it writes this copy, whatever the trainer
+        does meanwhile, unless the report says that there is no copy. Raises CheckpointError while an earlier one is being written."""
+
+    async def save(self, directory: Path, adapter: str = "") -> None:
+        """Writes what was captured, or else what there is now."""
 
     async def watch(self) -> None:
         """Never returns; raises `WorkerDied` as soon as the trainer is lost."""
@@ -374,7 +379,10 @@ class TrainerCore(Protocol):
 
     def begin_trial(self, adapter: str = "") -> None: ...
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores: ...
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores: ...
+
+    def reserve(self) -> None:
+        """Does in advance what would delay the first steps."""
 
     def sleep(self) -> SleepReport:
         """Gives the memory of its device back: optimizer state and weights go to the host, and what a step makes anew is freed."""
@@ -384,6 +392,9 @@ class TrainerCore(Protocol):
 
     def save(self, directory: Path, adapter: str = "") -> None:
         """Writes weights, optimizer, RNG and schedule. Files are flushed to disk; the caller renames the directory."""
+
+    def capture(self, adapter: str = "") -> tuple[Captured, Callable[[Path], None]]:
+        """Copies them, and returns the rest of `save`, which may be done in another thread if the report says so."""
 
     def restore(self, directory: Path, adapter: str = "") -> None: ...
 

@@ -71,7 +71,8 @@ class TrialScores(Struct, frozen=True):
 
     changed: list[float]
     kept: dict[str, list[float]]
-    """Log-probs that each kind of parameter, and each block of layers, would give if it had kept its old values."""
+    """Log-probs that each kind of parameter, and each block of layers, would give if it had kept its old values: of all these tokens, or of
+    the first."""
 
 
 class TrainReport(Struct, frozen=True):
@@ -213,6 +214,19 @@ class LoadReport(Struct, frozen=True):
     """Bytes that travelled to this engine for the update, to all of them in a fleet. 0 where none do, and where it is not known."""
     engines: int = 0
     """Engines of a fleet that `received` is the sum over. 0: one engine, or a fleet of a run from before 2026-11-28."""
+
+
+class Captured(Struct, frozen=True):
+    """The report of a trainer that has noted what a checkpoint holds.
+
+    >>> Captured(nbytes=1_620_000_000).short
+    ''
+    """
+
+    nbytes: int = 0
+    """Bytes of its tensors."""
+    short: str = ""
+    """The reason why there is no copy of them; the trainer may then do nothing else until they are written. Empty if there is one."""
 
 
 class SleepReport(Struct, frozen=True):

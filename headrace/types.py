@@ -4,7 +4,7 @@ Read this file, then `batches.py`, then `protocols.py`, then `orchestration/loop
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
 A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
-travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
+travels between processes, into the journal and into a checkpoint (all msgpack) without a second definition.
 
 One small case runs through the examples of this file, of `batches.py`, `weights.py`, `steps.py`, `reports.py` and
 `protocols.py`: two rollouts of a prompt of four tokens; version 5 of the weights goes live while the first of them is sampled.

@@ -25,6 +25,7 @@ FLOORS = {
     "printing": -1,
     "types": 0,
     "errors": 0,
+    "deaths": 0,
     "version": 0,
     "batches": 1,
     "chat": 2,

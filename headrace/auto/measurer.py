@@ -29,6 +29,9 @@ SECONDS = 300
 TOO_SMALL = 5_000_000
 """Parameters below which all candidates are equally fast."""
 MEASURING = "headrace: measuring which dtype and kernels are fastest for this model here: once, about ten seconds on an idle machine"
+MEASURING_THREADS = (
+    "headrace: measuring how many threads are fastest on these cores: once, a few seconds on an idle machine"
+)
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "HEADRACE_INSTRUCTIONS", "CXX")
 """Environment variables that change the result."""
 SOURCES = ("native/src", "engine/native/kernels", "trainer/kernels")
@@ -61,18 +64,32 @@ class ProbeMeasurer:
             return Figures(problem="the model's config.json does not say how large its layers are")
         if piece.parameters < TOO_SMALL:
             return Figures(problem="with so small a model all choices are equally fast")
-        place = cache_dir() / "measured" / f"{fingerprint(piece.config, threads)}.json"
+        mark = fingerprint(piece.config)
+        figures = self._once(mark, config, CANDIDATES, ())
+        engines = {one.name: one for one in CANDIDATES if one.part == "engine" and one.name in figures.tokens}
+        if figures.problem or len(threads) < 2 or not engines:
+            return figures
+        fastest = engines[max(engines, key=figures.tokens.__getitem__)]
+        on_these = self._once("-".join([mark, *map(str, threads)]), config, (fastest,), threads)
+        return msgspec.structs.replace(figures, threads=on_these.threads, problem=on_these.problem)
+
+    def _once(
+        self, name: str, config: Mapping[str, Any], candidates: Sequence[Candidate], threads: Sequence[int]
+    ) -> Figures:
+        """Returns the kept figures of this name, or measures and keeps them."""
+        place = cache_dir() / "measured" / f"{name}.json"
         if (kept := _read(place)) is not None:
             return kept
-        echo(MEASURING, err=True)
-        figures = _ask(config, threads)
+        echo(MEASURING if len(candidates) > 1 else MEASURING_THREADS, err=True)
+        figures = _ask(config, candidates, threads)
         if not figures.problem:
             _keep(place, figures)
         return figures
 
 
-def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
-    """Hashes everything that the figures depend on: processor and instruction sets, versions, kernels, and the shape of the model."""
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """Hashes everything that the figures of one core depend on: processor and instruction sets, versions, kernels, and the shape of the
+    model."""
     parts = [
         cpu_model(),
         _instructions(),
@@ -82,7 +99,6 @@ def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
         *(metadata.version(name) for name in ("torch", "transformers")),
         json.dumps(CANDIDATES),
         json.dumps(config, sort_keys=True, default=str),
-        json.dumps(tuple(threads)),
     ]
     package = Path(__file__).parent.parent
     for folder in SOURCES:
@@ -103,8 +119,8 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({min(cores, len(siblings) or cores), cores}))
 
 
-def _ask(config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
-    request = {"config": dict(config), "candidates": [tuple(one) for one in _all()], "threads": list(threads)}
+def _ask(config: Mapping[str, Any], candidates: Sequence[Candidate], threads: Sequence[int]) -> Figures:
+    request = {"config": dict(config), "candidates": [tuple(one) for one in candidates], "threads": list(threads)}
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
@@ -121,10 +137,6 @@ def _ask(config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
     except msgspec.DecodeError:
         words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
         return Figures(problem=f"the measurement failed: {words[-1]}")
-
-
-def _all() -> tuple[Candidate, ...]:
-    return CANDIDATES
 
 
 def _read(place: Path) -> Figures | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,12 +45,30 @@ def measure_share(cores: int, sleep: Callable[[float], None] = time.sleep) -> Sh
 
 
 def _runnable() -> float:
-    """Returns the number of runnable threads, without the calling one."""
+    """Returns the number of runnable threads, without the calling one and those of our own children, which are being started."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return 0.0
-    return max(0.0, next((float(line.split()[1]) for line in lines if line.startswith("procs_running")), 1.0) - 1)
+    running = next((float(line.split()[1]) for line in lines if line.startswith("procs_running")), 1.0)
+    return max(0.0, running - 1 - sum(map(_running_threads, _descendants(os.getpid()))))
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the processes that this one has started, and theirs."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # gone meanwhile
+            found += [child for text in listed.read_text().split() for child in (int(text), *_descendants(int(text)))]
+    return found
+
+
+def _running_threads(pid: int) -> int:
+    count = 0
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            count += stat.read_text().rpartition(")")[2].split()[0] == "R"
+    return count
 
 
 def _stolen() -> tuple[float, float]:

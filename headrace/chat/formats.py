@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.chat.gemma_calls import read_call
+from headrace.chat.qwen_calls import ARGUMENT, ARGUMENT_ENDS, read_functions, typed
 
 T = TypeVar("T")
 
@@ -31,12 +32,26 @@ class CallFormat:
     """The marker after it. Empty: the section ends with the text, or before the next opening."""
     bare: bool = False
     """Whether a text that begins with a brace is a section without a marker."""
-    quote: str = '"'
-    """The mark before and after a text, within which no marker counts. Between double quotes a backslash escapes."""
+    quotes: tuple[str, str] = ('"', '"')
+    """The marks before and after a text, within which no marker counts. Between double quotes a backslash escapes."""
     markers: tuple[str, ...]
     """Texts of tokens that must stay in the decoded text, even where the tokenizer calls them special."""
     read: Callable[[str], tuple[ToolCall, ...]]
     """Returns the calls of a section without its markers. Raises ValueError for a malformed one."""
+    plain: bool = False
+    """Whether the arguments are texts, whatever the types in the tool's schema."""
+
+    def calls(self, section: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+        """Returns the calls of a section, with arguments of the types that their tools want. `tools`: in OpenAI's form. Raises ValueError for a
+        malformed one."""
+        found = self.read(section)
+        return tuple(_as_wanted(call, tools) for call in found) if self.plain else found
+
+
+def _as_wanted(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    schemas = (one["function"].get("parameters") for one in tools if one["function"]["name"] == call.name)
+    schema = next(schemas, None) or {}
+    return ToolCall(call.name, json.dumps(typed(json.loads(call.arguments), schema), ensure_ascii=False))
 
 
 class _Written(msgspec.Struct):
@@ -120,6 +135,23 @@ HERMES = CallFormat(
 """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one call in each: Hermes, Qwen 2.5, Qwen 3
 (https://github.com/NousResearch/Hermes-Function-Calling)."""
 
+
+def _read_functions(section: str) -> tuple[ToolCall, ...]:
+    found = read_functions(section)
+    return tuple(ToolCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in found)
+
+
+QWEN_CODER = CallFormat(
+    name="qwen3_coder",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    quotes=(ARGUMENT, ARGUMENT_ENDS),
+    markers=("<tool_call>", "</tool_call>"),
+    read=_read_functions,
+    plain=True,
+)
+"""`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen 3.5 (`qwen_calls.py`)."""
+
 MISTRAL = CallFormat(
     name="mistral",
     opening="[TOOL_CALLS]",
@@ -146,7 +178,7 @@ def _gemma(name: str, opening: str, closing: str, quote: str) -> CallFormat:
         return (ToolCall(tool, json.dumps(arguments, ensure_ascii=False)),)
 
     marks = (opening, closing, quote)
-    return CallFormat(name=name, opening=opening, closing=closing, quote=quote, markers=marks, read=read)
+    return CallFormat(name=name, opening=opening, closing=closing, quotes=(quote, quote), markers=marks, read=read)
 
 
 FUNCTION_GEMMA = _gemma("function_gemma", "<start_function_call>", "<end_function_call>", "<escape>")
@@ -154,4 +186,4 @@ FUNCTION_GEMMA = _gemma("function_gemma", "<start_function_call>", "<end_functio
 GEMMA = _gemma("gemma", "<|tool_call>", "<tool_call|>", '<|"|>')
 """`<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>`, one call in each: Gemma 4. (Gemma 3 was trained with no format of its own.)"""
 
-FORMATS = (HERMES, MISTRAL, LLAMA, FUNCTION_GEMMA, GEMMA)
+FORMATS = (HERMES, QWEN_CODER, MISTRAL, LLAMA, FUNCTION_GEMMA, GEMMA)

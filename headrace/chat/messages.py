@@ -38,6 +38,10 @@ class Message(msgspec.Struct, kw_only=True):
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
     """The call that a message of the role `tool` answers."""
+    reasoning_content: str | None = None
+    """The thinking before an answer of the assistant, which some templates show to the model."""
+    reasoning: str | None = None
+    """The same, as some clients call it."""
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -94,6 +98,8 @@ def _for_template(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
         rendered: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
         if message.name is not None:
             rendered["name"] = message.name
+        if message.role == "assistant" and (thought := message.reasoning_content or message.reasoning):
+            rendered["reasoning_content"] = thought
         if message.tool_calls and message.role != "assistant":
             raise ConfigError(
                 f"messages[{place}] has the role {message.role} and tool_calls; only an assistant makes calls"

@@ -6,8 +6,9 @@ A call is returned when its section is complete: a malformed one stays text, exa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.chat.formats import CallFormat, ToolCall
 
@@ -25,7 +26,8 @@ class Said:
     """A whole completion."""
 
     content: str
-    """The text outside the calls, without white space beside them; unchanged where there is no call."""
+    """The text outside the calls; unchanged where there is no call. Where there are texts before and behind calls, the white space that stood
+    between them and the calls (a new line, if there was none) keeps them apart."""
     calls: tuple[ToolCall, ...]
     malformed: tuple[Malformed, ...]
 
@@ -33,8 +35,9 @@ class Said:
 Event = str | ToolCall | Malformed
 
 
-def read_calls(text: str, format: CallFormat) -> Said:
-    events = CallReader(format).push(text, last=True)
+def read_calls(text: str, format: CallFormat, tools: Sequence[Mapping[str, Any]] = ()) -> Said:
+    """`tools`: those that were offered, in OpenAI's form."""
+    events = CallReader(format, tools).push(text, last=True)
     return Said(
         content="".join(event for event in events if isinstance(event, str)),
         calls=tuple(event for event in events if isinstance(event, ToolCall)),
@@ -45,12 +48,14 @@ def read_calls(text: str, format: CallFormat) -> Said:
 class CallReader:
     """Reads one completion in pieces. Its events are the same however the text is cut."""
 
-    def __init__(self, format: CallFormat) -> None:
-        self._format = format
+    def __init__(self, format: CallFormat, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`tools`: those that were offered, in OpenAI's form."""
+        self._format, self._tools = format, tools
         self._end = format.closing or format.opening
-        escapes = r"\\.|" if format.quote == '"' else ""
-        self._stops = re.compile(rf"{escapes}{re.escape(format.quote)}|{re.escape(self._end)}", re.DOTALL)
-        self._longest = max(len(format.quote), len(self._end))
+        escapes = r"\\.|" if format.quotes[0] == '"' else ""
+        marks = {*format.quotes, self._end}
+        self._stops = re.compile(escapes + "|".join(map(re.escape, marks)), re.DOTALL)
+        self._longest = max(map(len, marks))
         self._rest = ""
         """Text that is not decided yet."""
         self._inside = False
@@ -59,6 +64,8 @@ class CallReader:
         """Whether there was any text but white space."""
         self._gap, self._after_call = "", False
         """White space that goes if a call follows; whether the last event was a call."""
+        self._said, self._apart = False, ""
+        """Whether there was text before; the white space between it and the first call behind it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -109,7 +116,7 @@ class CallReader:
             if found.start() >= safe:
                 break
             self._scanned = found.end()
-            if found[0] == self._format.quote:
+            if found[0] == self._format.quotes[self._quoted]:
                 self._quoted = not self._quoted
             elif found[0] == self._end:
                 if not self._quoted:
@@ -126,12 +133,13 @@ class CallReader:
         inner = section.removeprefix(self._format.opening)
         inner = inner.removesuffix(self._format.closing) if self._format.closing else inner
         try:
-            calls = self._format.read(inner)
+            calls = self._format.calls(inner, self._tools)
         except ValueError as error:
             yield self._say(section)
             if section.startswith(self._format.opening):  # an object without a marker may be an answer
                 yield Malformed(section, str(error))
             return
+        self._apart = self._apart or self._gap
         self._gap, self._after_call = "", True
         yield from calls
 
@@ -140,9 +148,11 @@ class CallReader:
         text = self._gap + text
         shown = (text.lstrip() if self._after_call else text).rstrip()
         if not shown:
-            self._gap = "" if self._after_call else text
+            self._gap = text
             return ""
-        self._gap, self._after_call = text[len(text.rstrip()) :], False
+        if self._after_call and self._said:
+            shown = (self._apart or text[: len(text) - len(text.lstrip())] or "\n") + shown
+        self._gap, self._after_call, self._said, self._apart = text[len(text.rstrip()) :], False, True, ""
         return shown
 
 

@@ -21,7 +21,8 @@ class StreamedText:
         """Tokens from `_from` on are decoded again; those up to `_done` have been written."""
         self._written = ""
         self._given = 0
-        self._ended = False
+        self.stop = ""
+        """The stop string at which the text ends; empty if there is none."""
         self._held = max((len(stop) for stop in stops), default=1) - 1
         """Characters at the end that may be the beginning of a stop string."""
 
@@ -31,20 +32,21 @@ class StreamedText:
 
     def push(self, tokens: Sequence[int], last: bool) -> str:
         """Adds tokens and returns the new text that later tokens cannot change. `last`: no more tokens follow."""
-        if self._ended:
+        if self.stop:
             return ""
         self._tokens.extend(tokens)
         before, now = self._decode(self._tokens[self._from : self._done]), self._decode(self._tokens[self._from :])
         if last or not now.endswith(UNFINISHED):
             self._write(now[len(before) :])
             self._from, self._done = max(0, len(self._tokens) - _LOOK_BACK), len(self._tokens)
-        end = len(self._written) if last or self._ended else max(self._given, len(self._written) - self._held)
+        end = len(self._written) if last or self.stop else max(self._given, len(self._written) - self._held)
         piece, self._given = self._written[self._given : end], end
         return piece
 
     def _write(self, text: str) -> None:
         start = max(0, len(self._written) - self._held)
         self._written += text
-        places = [place for stop in self._stops if (place := self._written.find(stop, start)) >= 0]
+        places = [(place, stop) for stop in self._stops if stop and (place := self._written.find(stop, start)) >= 0]
         if places:
-            self._written, self._ended = self._written[: min(places)], True
+            place, self.stop = min(places)
+            self._written = self._written[:place]

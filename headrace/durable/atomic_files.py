@@ -40,6 +40,11 @@ class AppendFile:
         except OSError as error:
             raise write_error(self.path, error) from error
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline. Raises `HeadraceError`, which names the file, if the disk cannot be written."""
         self.append(line + b"\n")

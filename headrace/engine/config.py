@@ -15,9 +15,6 @@ from headrace.engine.kinds import ENGINES, SERVERS
 from headrace.settings.extras import install
 from headrace.settings.strict import STRICT
 
-FORGIVEN = 3600.0
-"""Seconds of work after which earlier deaths no longer count: in a run of weeks on hundreds of machines every engine dies now and then."""
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:

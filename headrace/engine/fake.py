@@ -186,8 +186,10 @@ class FakeEngine(_Presence):
         self._active += 1
         self._idle.clear()
         try:
-            if request.prompt_logprobs and not request.sampling.max_tokens:
-                return await self._score(pending)
+            if request.prompt_logprobs and pending.scores is None:
+                end = await self._score(pending)
+                if not request.sampling.max_tokens or end.error:
+                    return end
             return await self._sample(pending)
         finally:
             self._active -= 1

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,9 +25,10 @@ from headrace.chat.rendering import TemplateUse
 from headrace.chat.streamed_text import StreamedText
 from headrace.environments.config import ToolPlace
 from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
+from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
 from headrace.errors import ConfigError
-from headrace.models.control_tokens import Written
+from headrace.models.chat import off_loop
+from headrace.models.control_tokens import Written, texts_of
 from headrace.playing import Agent
 from headrace.types import Completion
 
@@ -55,6 +57,12 @@ class TurnEncoder(Protocol):
 
     def encode(self, written: Written) -> tuple[int, ...]: ...
 
+    def specials_in(self, messages: Sequence[Message]) -> set[str]: ...
+
+    def surely_longer(self, text: str, most: int) -> bool: ...
+
+    def most_characters(self, tokens: int) -> int: ...
+
     def written_messages(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), arguments: Mapping[str, Any] = ...
     ) -> str: ...
@@ -63,7 +71,7 @@ class TurnEncoder(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def decode_with_calls(self, tokens: Sequence[int]) -> str: ...
+    def decode_showing(self, markers: Collection[str]) -> Callable[[Sequence[int]], str]: ...
 
     def written(self, tokens: Sequence[int]) -> str: ...
 
@@ -77,6 +85,23 @@ class _Past(NamedTuple):
     """A reply has its text as it was sampled."""
     parsed: Message
     """A reply has the calls that were read from it."""
+
+
+class _Place(NamedTuple):
+    """A turn that is about to be sampled: what goes before it."""
+
+    added: Sequence[Message]
+    given: Sequence[Message]
+    """The new messages, as they are kept and as the template sees them."""
+    text: str
+    """The whole conversation as the template writes it."""
+    context: tuple[int, ...]
+    """The tokens behind the path, or of the whole conversation if a path begins (`fresh`); none if they are too many."""
+    fresh: bool
+    continues: bool
+    """Whether the last message is the begin of the answer."""
+    size: int
+    """The number of tokens of the context."""
 
 
 class Conversation:
@@ -140,19 +165,15 @@ class Conversation:
         self._all_arguments = {**self._arguments, **asked.arguments}
         self._tools = self._tools if tools is None else tools
         format = self._format() if self._tools else None
-        added = new if self._past else [*self._front(new), *new]
-        given = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
-        continues = begins_answer(given) if asked.continues is None else asked.continues
-        written, glue = self._rendered(given, continues)
-        fresh = glue is None
-        context = self._encoder.encode(written if glue is None else glue)
-        if (limit := self._agent.cut_off(context, fresh=fresh, after=self.last)) and not self.limit_said:
+        characters = sum(map(len, texts_of([*new, *(tools or ())])))
+        place = await off_loop(characters, partial(self._next, new, asked, characters))
+        if (limit := self._agent.cut_off(place.size, fresh=place.fresh, after=self.last)) and not self.limit_said:
             self.limit_said = True
             return ChatReply(over=limit)
-        before = () if fresh else self.tokens
-        self.prompt_tokens = len(before) + len(context)
+        before = () if place.fresh else self.tokens
+        self.prompt_tokens = len(before) + place.size
         if stream:
-            stream.begin(self._text_of(format), CallReader(format) if format else None, self.prompt_tokens)
+            stream.begin(self._text_of(format), CallReader(format, self._tools) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
@@ -160,19 +181,42 @@ class Conversation:
             return _as_message(replies[-1])
 
         done = await self._agent.turn(
-            context,
-            fresh=fresh,
+            place.context,
+            fresh=place.fresh,
             after=self.last,
             most=most,
             role=self._role,
-            messages=added,
+            messages=place.added,
             read=read,
             heard=stream.heard if stream else None,
         )
-        self.last, self.tokens = done, (*before, *context, *done.tokens)
-        begun = str(given.pop()["content"]) if continues else ""
-        self._keep(given, written.text, done, replies[-1], begun)
+        self.last, self.tokens = done, (*before, *place.context, *done.tokens)
+        given = place.given[:-1] if place.continues else place.given
+        begun = str(place.given[-1]["content"]) if place.continues else ""
+        self._keep(given, place.text, done, replies[-1], begun)
         return replies[-1]
+
+    def _next(self, new: Sequence[Message], asked: TemplateUse, characters: int) -> _Place:
+        """Returns the place of the turn behind new messages with so many characters. It changes nothing but what a template is found to
+        insist on, and may run beside the event loop."""
+        longest = self._agent.longest
+        too_long = _Place((), (), "", (), fresh=True, continues=False, size=longest + 1)
+        if characters > self._encoder.most_characters(longest):
+            return too_long
+        added = [self._marked(one) for one in (new if self._past else [*self._front(new), *new])]
+        given = [{key: value for key, value in one.items() if key not in (PROBLEM, SPECIALS)} for one in added]
+        continues = begins_answer(given) if asked.continues is None else asked.continues
+        written, glue = self._rendered(given, continues)
+        behind = written if glue is None else glue
+        if self._encoder.surely_longer(behind.text, longest):
+            return too_long
+        context = self._encoder.encode(behind)
+        return _Place(added, given, written.text, context, fresh=glue is None, continues=continues, size=len(context))
+
+    def _marked(self, message: Message) -> Message:
+        """The message, with the texts of control tokens that it holds."""
+        found = sorted(self._encoder.specials_in([message]))
+        return {**message, SPECIALS: found} if found else message
 
     def _front(self, new: Sequence[Message]) -> list[Message]:
         has_own = bool(new) and new[0].get("role") == "system"
@@ -229,15 +273,15 @@ class Conversation:
         text = self._text_of(format).push(done.tokens, last=True)
         if format is None:
             return ChatReply(text=text, stop=stop, tokens=count)
-        said = read_calls(text, format)
+        said = read_calls(text, format, self._tools)
         calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
         calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
         return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
 
     def _text_of(self, format: CallFormat | None) -> StreamedText:
         """The text of a reply, calls included, which has no token yet."""
-        shows_calls = format is not None and self._place == "template"
-        decode = self._encoder.decode_with_calls if shows_calls else self._encoder.decode
+        shown = format.markers if format and self._place == "template" else ()
+        decode = self._encoder.decode_showing(shown) if shown else self._encoder.decode
         return StreamedText(decode, self._stops)
 
     def _id(self) -> str:

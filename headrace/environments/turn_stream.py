@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
 from headrace.types import Completion
-
-
-class TurnPiece(NamedTuple):
-    text: str
-    """Text outside the tool calls. All pieces together are the text of the reply."""
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+from headrace.web.formats.followed_turn import TurnPiece
 
 
 class TurnStream:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from headrace.curriculum.config import CurriculumConfig
+from headrace.durable.segments import SEGMENT
 from headrace.faultsim.faults import Fault, faults_of_service, some_faults
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate.distributions import fixed
@@ -80,6 +81,8 @@ class Case(Struct, frozen=True):
     """Whether the trainer lends its devices to an engine more while it waits."""
     served: bool = False
     """Whether rewards come from a service behind HTTP, which fails now and then."""
+    segment: int = SEGMENT
+    """Bytes of a segment of the journal."""
 
     @property
     def has_fleet(self) -> bool:
@@ -150,6 +153,7 @@ def case_of(seed: int) -> Case:
         faults=some_faults(rng, operations),
         stragglers=rng.choice([0, 0, 2, 3, 5]),
         members=rng.choice([1, 1, 2, 2, 3]),
+        segment=(SEGMENT, 2000, 400)[seed % 3],  # all in one, a few steps in each, a record or two in each
     )
     if case.members == 1 and seed % 3 == 1:
         case = replace(case, shared="host" if seed % 2 else "drop")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.batches import Group
-from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
+from headrace.durable.journal import LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case, GroupShape
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.chosen_anew import ChosenAnew
@@ -107,7 +107,7 @@ class RunHistory:
             self.changes |= fault.kind == "change"
             if fault.kind == "rot" and fault.share >= 0.5:
                 first = load_controller(good[-1]).journal if good else 0
-                self.damaged |= rot_journal(directory / JOURNAL, fault.share * 2 - 1, first)
+                self.damaged |= rot_journal(directory, fault.share * 2 - 1, first)
             elif fault.kind == "rot" and len(good) > 1:
                 self._spoiled.add(_sealed(good[-1]))
                 rot(good.pop(), fault.share * 2)
@@ -122,12 +122,14 @@ class RunHistory:
         if saved is None or before is None or not self.truth.remembers:
             return
         found, written = counts.end, before.counts.end
-        if (
-            saved.rewinds or self.changes or self.rotten
-        ):  # set aside by this process, or by one that was killed while doing so
-            written = min(written, saved.state.journal if saved.state else 0)
-            self._forget(saved.saved_step)
         least = min(written, before.flushed) if self.lost_power else written
+        if saved.rewinds or self.changes or self.rotten:
+            least = min(least, saved.position)
+            if (
+                saved.rewinds
+            ):  # set aside by this process; else by one that was killed while doing so, perhaps not all of it
+                written = min(written, saved.position)
+            self._forget(saved.step)
         assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
         for step, taken in self.trained.items():
             tickets = tuple(ticket for ticket, _ in taken)
@@ -217,8 +219,8 @@ class Referee:
 
     def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, history: RunHistory, disk: Disk) -> None:
         self._case, self._storage, self._buffer, self._history, self._disk = case, storage, buffer, history, disk
-        self._reached: Counter[str] = Counter()
-        """Tokens received when the journal was flushed last."""
+        self._reached: dict[int, Counter[str]] = {}
+        """Tokens received when the journal was flushed, by the number of its records."""
         self._live, self._delivered = -1, -1
         """The live version; and the version that went live last after the start of this life."""
         self._step = 0
@@ -361,8 +363,8 @@ class Referee:
         assert counted == recorded, f"C2: the controller counts {counted}, its facts {recorded}"
 
     def _flush(self) -> None:
-        """Notes the tokens received when the journal is flushed, which is the instant that a checkpoint captures."""
-        self._reached = self._history.reached.copy()
+        """Notes the tokens received when the journal is flushed: a checkpoint captures such an instant, and is written later."""
+        self._reached[self.journal.flushed] = self._history.reached.copy()
 
     def _checkpoint(self, fact: CheckpointSaved) -> None:
         """Checks C7: a checkpoint has weights, tickets, journal and tokens of one instant."""
@@ -378,7 +380,12 @@ class Referee:
         counts.agree(state.buffer.accounting, f"at the checkpoint of step {fact.step}")
         held = list(state.buffer.in_flight), sorted(group.ticket for group in state.buffer.ready)
         assert held == (counts.flying, sorted(counts.waiting)), f"C7: the checkpoint of step {fact.step} holds {held}"
-        self._has_all(state.begun, counts.flying, self._reached, f"the checkpoint of step {fact.step} has")
+        assert state.journal in self._reached, (
+            f"C7: step {fact.step}: the journal was not flushed at record {state.journal}"
+        )
+        reached = self._reached[state.journal]
+        self._has_all(state.begun, counts.flying, reached, f"the checkpoint of step {fact.step} has")
+        self._reached = {position: one for position, one in self._reached.items() if position > state.journal}
 
     def _has_all(
         self, kept: Mapping[str, Completion], tickets: Iterable[int], recorded: Mapping[str, int], what: str

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.durable.segments import read_segment, segments_of
 from headrace.simulate.virtual_time import VirtualTimeLoop
 from headrace.types import Struct
 
@@ -246,14 +247,19 @@ def rot(directory: Path, share: float) -> None:
     _spoil(file := files[int(share * len(files))], file.stat().st_size // 2)
 
 
-def rot_journal(path: Path, share: float, first: int) -> bool:
-    """Changes one byte of the journal after its first lines. Returns whether there is such a line."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    if len(lines) <= first:
+def rot_journal(directory: Path, share: float, first: int) -> bool:
+    """Changes one byte of a run's journal after its first records. Returns whether there is such a record."""
+    frames = [
+        (path, frame.place)
+        for path in segments_of(directory)
+        for frame in read_segment(path).frames
+        if frame.place.number >= first
+    ]
+    if not frames:
         return False
-    chosen = first + int(share * (len(lines) - first))
-    line, begin = lines[chosen], sum(len(line) + 1 for line in lines[:chosen])
-    _spoil(path, begin + line.index(b'"t":') + 4)
+    place = share * len(frames)
+    path, chosen = frames[int(place)]
+    _spoil(path, chosen.offset + int(place % 1 * chosen.length))  # in its head, or in its body
     return True
 
 

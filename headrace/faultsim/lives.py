@@ -147,6 +147,7 @@ class Life:
             flush=True,
             checkpoint=checkpoint,
             saved=saved,
+            segment=case.segment,
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
@@ -178,7 +179,8 @@ class Life:
         trained = lambda: SimulatedTrainerProcess(chance, memory, second, case.skips, devices)  # noqa: E731
         launcher = FakeLauncher({"engine": lambda: engine(own), "trainer": trained}, chance)
         checkpoint = self._storage.checkpoint
-        trainer = ProcessTrainer(launcher, bare_start(restore={"": str(checkpoint)} if checkpoint else {}))
+        start = bare_start(restore={"": str(checkpoint)} if checkpoint else {})
+        trainer = ProcessTrainer(launcher, start, waits=self._telemetry.waits)
         max_deaths = TICKET_DEATHS if self._case.poisoned else chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
@@ -354,7 +356,8 @@ def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
 def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk, fleet: bool) -> bool:
     if fleet and isinstance(error, WorkerDied) and kinds & {"engine_hangs", "engine_slow", "jump"}:
         return True  # nobody was left in its rotation
-    if isinstance(error, StalledError):
+    hangs = isinstance(error, WorkerDied) and error.how.startswith("hangs: ")
+    if hangs or isinstance(error, StalledError):
         return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
     if isinstance(error, WorkerDied):
         # On a full disk a member whose reports cannot be written is ended, and its error says so.

@@ -6,6 +6,7 @@ outcome of a group. `one_age`: the versions that a group may have, by `partial.m
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import zstandard
 from xxhash import xxh3_64_hexdigest
 
 from headrace.batches import Group, Row
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     DrawnRecord,
     GoneRecord,
@@ -41,19 +42,21 @@ MIN_ROLLOUTS = 2
 """Fewest scored rollouts of a group that can have contrast."""
 
 
-class _Line(msgspec.Struct):
-    n: int
-    record: AnyRecord
-
-
-_line = msgspec.json.Decoder(_Line, strict=False)
+_head = struct.Struct("<4xIQ21x")
+"""Bytes of a frame, number of its record."""
+_record: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 
 
 def records_in(directory: Path) -> list[tuple[int, AnyRecord]]:
-    """Returns the records of all complete lines of the journal with their numbers, whatever their checksums."""
-    path = directory / JOURNAL
-    lines = map(_line.decode, path.read_bytes().split(b"\n")[:-1] if path.is_file() else [])
-    return [(line.n, line.record) for line in lines]
+    """Returns the records of all complete frames of the journal with their numbers, whatever their checksums."""
+    found = []
+    for path in sorted((directory / "journal").glob("*.segment")):
+        data, at = path.read_bytes(), 0
+        while at + _head.size <= len(data) and at + (frame := _head.unpack_from(data, at))[0] <= len(data):
+            body = zstandard.decompress(data[at + _head.size : at + frame[0]])
+            found.append((frame[1], _record.decode(body)))
+            at += frame[0]
+    return found
 
 
 def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:

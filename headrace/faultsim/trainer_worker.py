@@ -17,7 +17,7 @@ from headrace.faultsim.chance import Chance, OneAtATime, Process
 from headrace.faultsim.engine_worker import opinion
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.reports import SleepReport, TrainReport
+from headrace.reports import Captured, SleepReport, TrainReport
 from headrace.weights import WeightUpdate
 
 WEIGHTS = "weights.txt"
@@ -36,6 +36,8 @@ class SimulatedTrainerProcess(Process):
         self._memory, self._turns, self._skips, self._devices = memory, turns, skips, devices
         self._version, self._weights = 0, "begin"
         self._copied: WeightUpdate | None = None
+        self._captured = ""
+        self._saving: asyncio.Task[None] | None = None
         self._seconds = chance.random.choice([0.1, 1.0, 5.0])
 
     async def serve(self) -> None:
@@ -43,6 +45,9 @@ class SimulatedTrainerProcess(Process):
         while True:
             frame = await self.receive()
             await self.step_into(self._turns())
+            if frame.method == "save":
+                self._saving = asyncio.get_running_loop().create_task(self._save(frame))
+                continue
             try:
                 result = await self._obey(frame)
             except (HeadraceError, OSError) as error:
@@ -72,13 +77,26 @@ class SimulatedTrainerProcess(Process):
                 self._devices.use(self, "score")
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(self._weights, len(tokens) - 1))
-            case "save":
-                directory = Path(unpack(frame.payload, tuple[str, str])[0])
-                await asyncio.sleep(self.chance.seconds(0.5))
-                (directory / WEIGHTS).write_text(f"{self._version} {self._weights}")
-                return None
+            case "capture":
+                await asyncio.sleep(self.chance.seconds(0.1))
+                assert self._saving is None or self._saving.done(), "a checkpoint is captured while another is written"
+                self._captured = f"{self._version} {self._weights}"
+                return Captured()
             case method:
                 raise AssertionError(f"unknown call {method}")
+
+    async def _save(self, frame: Frame) -> None:
+        """Writes what was captured, beside the next calls."""
+        directory = Path(unpack(frame.payload, tuple[str, str])[0])
+        await asyncio.sleep(self.chance.seconds(self._seconds))
+        if not self.alive:
+            return
+        try:
+            (directory / WEIGHTS).write_text(self._captured)
+        except OSError as error:
+            self.fail(frame, error)
+        else:
+            self.reply(frame, None)
 
     def _publish(self) -> WeightUpdate:
         slot = self._version % 2

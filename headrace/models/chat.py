@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from headrace.chat.formats import CallFormat
 from headrace.chat.messages import begins_answer, role_problem
 from headrace.chat.probing import format_of, tools_problem
 from headrace.chat.rendering import Rendering
+from headrace.chat.thinking import is_known_to
+from headrace.chat.token_bytes import bytes_of_piece
 from headrace.errors import ConfigError, nearest
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.endings import Endings, endings_of
@@ -26,6 +29,23 @@ Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
 
 NONE: Mapping[str, Any] = {}
+
+T = TypeVar("T")
+
+LONG = 1 << 14
+"""Characters whose tokens take longer (about 10 ms) than an event loop should be held up."""
+_USUAL = 8
+"""Characters of a token that texts rarely exceed. A text of fewer is encoded whole; a longer one is counted first."""
+_PIECE, _SLACK = 1 << 16, 64
+"""Characters that are counted at once, and tokens that a cut between two pieces may add."""
+_threads = ThreadPoolExecutor(2, "tokens")
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """Does work on a text that long: in a thread where it would hold up the event loop. Tokenizers release the interpreter's lock."""
+    if characters < LONG:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 class ChatEncoder:
@@ -48,8 +68,7 @@ class ChatEncoder:
         """Returns an encoder of the same tokenizer, which shows or hides special tokens in the text that it decodes."""
         other = copy.copy(self)
         other._special = special
-        for cached in ("_hidden", "_hidden_beside_calls"):
-            vars(other).pop(cached, None)
+        vars(other).pop("_hidden", None)
         return other
 
     @property
@@ -166,6 +185,28 @@ class ChatEncoder:
             return self._control_tokens.encode(written)
         return self._tokens(written.text, add_special_tokens=False)
 
+    def surely_longer(self, text: str, most: int) -> bool:
+        """Whether a text has more than `most` tokens; False where only its encoding would tell. The work grows with `most` and not with the
+        text, which anybody may have sent: by its characters first (at most those of the longest token each), then by counting pieces."""
+        if len(text) <= _USUAL * most:
+            return False
+        if len(text) > self.most_characters(most):
+            return True
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._tokens(text[start : start + _PIECE], add_special_tokens=False)) - _SLACK
+            if count > most:
+                return True
+        return False
+
+    def most_characters(self, tokens: int) -> int:
+        """Returns the most characters that so many tokens can stand for."""
+        return tokens * self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(_USUAL, *map(len, self._tokenizer.get_vocab()))
+
     def specials_in(self, messages: Sequence[Message]) -> set[str]:
         """Returns the texts of control tokens that messages hold, and that do not become these tokens."""
         return set() if self._rendering.allows_specials else self._control_tokens.found(messages)
@@ -265,9 +306,15 @@ class ChatEncoder:
         special tokens; otherwise unchanged."""
         return self.written([token for token in tokens if token not in self._hidden])
 
-    def decode_with_calls(self, tokens: Sequence[int]) -> str:
-        """Returns the text of `decode`, with the special tokens that mark a tool call. Raises ConfigError without a `call_format`."""
-        return self.written([token for token in tokens if token not in self._hidden_beside_calls])
+    def decode_showing(self, markers: Collection[str]) -> Callable[[Sequence[int]], str]:
+        """Returns `decode` that also shows special tokens with these texts, such as those that mark a tool call."""
+        hidden = frozenset(token for token in self._hidden if self.special.get(token) not in markers)
+        return lambda tokens: self.written([token for token in tokens if token not in hidden])
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template tells the model's thinking from its answers."""
+        return is_known_to(self.template)
 
     @cached_property
     def special(self) -> Mapping[int, str]:
@@ -279,14 +326,24 @@ class ChatEncoder:
     def _hidden(self) -> frozenset[int]:
         return self.endings.all | (frozenset(self.special) if self._special == "hide" else frozenset())
 
-    @cached_property
-    def _hidden_beside_calls(self) -> frozenset[int]:
-        markers = self.call_format.markers
-        return frozenset(token for token in self._hidden if self.special.get(token) not in markers)
-
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def hides(self, token: int) -> bool:
+        """Whether `decode` leaves the token out."""
+        return token in self._hidden
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes that a token stands for. They are no text where a character is made of several tokens."""
+        if (known := self._bytes.get(token)) is None:
+            piece = str(self._tokenizer.convert_ids_to_tokens(token) or "")
+            known = self._bytes[token] = bytes_of_piece(piece, self.written([token]))
+        return known
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        return {}
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -58,9 +58,21 @@ class Hidden:
 
     def __init__(self, given: Any) -> None:
         """`given`: all data that the template sees."""
-        taken = set().union(*map(set, _texts(given)))
-        self._free = (chr(code) for code in _PRIVATE if chr(code) not in taken)
+        self._given = given
         self._marks: dict[str, str] = {}
+
+    @cached_property
+    def _free(self) -> Iterator[str]:
+        """Characters that stand nowhere in the data."""
+        taken = set().union(*map(set, texts_of(self._given)))
+        return (chr(code) for code in _PRIVATE if chr(code) not in taken)
+
+    def hide_message(self, message: Mapping[str, Any], tokens: re.Pattern[str]) -> dict[str, Any]:
+        """Returns the message with marks. Every turn looks at all messages, and nearly all are a role and a text."""
+        content = message.get("content")
+        if len(message) == 2 and isinstance(content, str) and "role" in message:
+            return {"role": message["role"], "content": self.hide(content, tokens)}
+        return self.hide(message, tokens) | {"role": message.get("role")}
 
     def hide(self, value: Any, tokens: re.Pattern[str]) -> Any:
         """Returns the value with a mark in place of each match, also in keys of mappings."""
@@ -122,7 +134,7 @@ class ControlTokens:
         return {
             match
             for message in messages
-            for text in _texts(message)
+            for text in texts_of(message)
             for match in self.in_message(message.get("role")).findall(text)
         }
 
@@ -136,7 +148,7 @@ class ControlTokens:
         hidden = Hidden((messages, tools, arguments))
         return (
             hidden,
-            [hidden.hide(one, self.in_message(one.get("role"))) | {"role": one.get("role")} for one in messages],
+            [hidden.hide_message(one, self.in_message(one.get("role"))) for one in messages],
             hidden.hide(list(tools), self.all),
             hidden.hide(arguments, self.all),
         )
@@ -239,13 +251,14 @@ def _probed(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
     return ""
 
 
-def _texts(value: Any) -> Iterable[str]:
+def texts_of(value: Any) -> Iterable[str]:
+    """Yields every text in a value of JSON's types, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _texts(key)
-            yield from _texts(inner)
+            yield from texts_of(key)
+            yield from texts_of(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_of(inner)

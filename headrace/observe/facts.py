@@ -98,7 +98,8 @@ class GroupEnded(Fact, frozen=True):
     """Failed rollouts by `Failure.kind`, for example `KeyError` for the reason `reward_raised`."""
     talk: dict[str, int] = {}
     """Counts over the rollouts of an environment that talks: `turns`, those that were `forked` (on a path of their own, because the chat
-    template rewrote earlier messages), results of tools (`calls`), and among them those with a problem, by its name."""
+    template rewrote earlier messages), results of tools (`calls`), among them those with a problem, by its name, and messages that hold the text of control tokens
+    (`specials`), which the model reads as text."""
     turns: tuple[int, ...] = ()
     """Turns of each rollout; empty if all have one. So are the next two."""
     read: tuple[int, ...] = ()
@@ -293,6 +294,13 @@ class CheckpointSaved(Fact, frozen=True):
     seconds: float
     error: str = ""
     """Empty, or why it could not be written. The run goes on, and the last good checkpoint stays."""
+    stopped: float | None = None
+    """Seconds for which the trainer stood still. None in runs that did not record it: it stood still until the checkpoint was written."""
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the trainer stood still."""
+        return self.seconds if self.stopped is None else self.stopped
 
 
 class WorkerLost(Fact, frozen=True):

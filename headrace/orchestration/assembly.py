@@ -181,11 +181,14 @@ async def _go_live(parts: Parts, adapter: str, serve_base: Callable[[], Awaitabl
 
 
 async def _try_weights(parts: Parts, adapter: str) -> None:
-    """Publishes changed weights, and has the probe compare what the engine makes of them. Requests have not begun yet."""
-    async with parts.turns.take(parts.telemetry.clock):
-        await parts.trainer.begin_trial(adapter)
-        update = await parts.trainer.publish(adapter)
-        scores = await parts.trainer.end_trial(parts.probe.trial, adapter)
-    await parts.turns.over()
-    await parts.engine.load(update)
-    await parts.probe.try_weights(parts.engine, update.version, scores)
+    """Publishes changed weights, and has the probe compare what the engine makes of them, on a few tokens first where these may be enough.
+    Requests have not begun yet."""
+    for most in parts.probe.trial_tokens:
+        async with parts.turns.take(parts.telemetry.clock):
+            await parts.trainer.begin_trial(adapter)
+            update = await parts.trainer.publish(adapter)
+            scores = await parts.trainer.end_trial(parts.probe.trial, adapter, most)
+        await parts.turns.over()
+        await parts.engine.load(update)
+        if await parts.probe.try_weights(parts.engine, update.version, scores):
+            return

@@ -46,10 +46,12 @@ from headrace.playing import EnvironmentKind
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.rollouts.branching import fork_problem
+from headrace.scoring.job import LoadedReward
 from headrace.scoring.overlong import punished
 from headrace.scoring.parts.score_log import ScoreLog
 from headrace.scoring.parts.segmenting import Decode
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.scoring.workers.processes import WorkerProcess
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.prompts import RemarkedTask
@@ -111,11 +113,25 @@ class BuiltRun:
         rounding = await go_live(self.parts, self.adapter, serve_base)
         for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
             telemetry.warn(sentence)
+        if self.config.orchestration.placement != "shared" and not self.config.orchestration.lend:  # there it may sleep
+            self.pools.reserve()
 
     async def close(self) -> None:
         await self.parts.environment.close()
         await self.parts.scorer.close()
         await self.pools.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriedParts:
+    """Parts that a rehearsal has loaded and tried, and that the run goes on with."""
+
+    encoder: ChatEncoder
+    task: RemarkedTask
+    """The task as it was before the rehearsal drew from it."""
+    planned_teachers: Sequence[PlannedTeacher]
+    loaded: Sequence[LoadedReward] = ()
+    """The reward functions of files, if there are any."""
 
 
 @dataclass(kw_only=True)
@@ -142,23 +158,25 @@ async def prepare(
     logs: Path,
     telemetry: Telemetry,
     sites: UserSites = ONLY_HERE,
+    tried: TriedParts | None = None,
 ) -> PreparedRun:
-    """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
-    encoder = encoder.with_special_tokens(config.reward.special_tokens)
+    """Loads and checks the user's input, but for what `tried` has. It runs before the processes are started, because starting takes seconds."""
+    encoder = tried.encoder if tried else encoder.with_special_tokens(config.reward.special_tokens)
     if config.orchestration.bus and inputs.rewards:
         raise ConfigError(
             "a function that was passed from Python cannot be called by rollout hosts (orchestration.bus); put it into a file, and name it there and "
             'here: reward.function = "my_rewards.py:exact"'
         )
-    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
+    task = tried.task if tried else await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
     scores = ScoreLog({one.name: one.mark for one in config.reward.endpoints})
-    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log", sites=sites.scorers)
+    loaded = tried.loaded if tried else ()
+    make = partial(build_scorer, config, inputs.rewards, logs / "scorer.log", sites=sites.scorers, loaded=loaded)
     scorer = await asyncio.to_thread(make, decode=encoder.decode, telemetry=telemetry, scores=scores)
     answer, size = config.task.answer, config.rollout.group_size
     await try_in_loop(
         inputs.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
     )
-    planned_teachers = await plan_teachers(config, model_dir, encoder, inputs.rows)
+    planned_teachers = tried.planned_teachers if tried else await plan_teachers(config, model_dir, encoder, inputs.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     own, log = sites.environments, logs / "environment.log"
     return PreparedRun(
@@ -174,13 +192,21 @@ async def prepare(
 
 
 async def build(
-    config: RunConfig, logs: Path, storage: Storage, inputs: PythonInputs, telemetry: Telemetry
+    config: RunConfig,
+    logs: Path,
+    storage: Storage,
+    inputs: PythonInputs,
+    telemetry: Telemetry,
+    *,
+    tried: TriedParts | None = None,
 ) -> BuiltRun:
+    """`tried`: what a rehearsal has loaded; the rest is loaded here."""
     # Endless: a model or a data set may have to be downloaded.
     async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
-        model_dir, encoder = await open_model(config.model.path)
+        model_dir, encoder = (tried.encoder.directory, tried.encoder) if tried else await open_model(config.model.path)
         sites = user_sites(config, telemetry)
-        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry, sites=sites)
+        more = {"sites": sites, "tried": tried}
+        prepared = await prepare(config, model_dir, encoder, inputs=inputs, logs=logs, telemetry=telemetry, **more)  # type: ignore[arg-type]
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         undo.push_async_callback(prepared.environment.close)
@@ -307,6 +333,7 @@ def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Tel
         # Rollout hosts come and go: those that come later would not have been tried.
         trial=pieces_of(encoder.encode_text(TEXT), room) if config.watch.trial and not config.orchestration.bus else (),
         served=config.engine.is_server,
+        exact=pools.same_arithmetic,
     )
 
 
@@ -387,9 +414,11 @@ def build_scorer(
     telemetry: Telemetry | None = None,
     scores: ScoreLog | None = None,
     sites: Sites = HERE,
+    begun: WorkerProcess | None = None,
+    loaded: Sequence[LoadedReward] = (),
 ) -> Scorer:
     """A scorer of the config's functions (or of `rewards`, which were passed from Python), services and judges. A run whose environment
-    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode`, `telemetry`, `scores` and `sites`: see
+    gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode` and all that follow: see
     `RewardScorer`."""
     from headrace.scoring.reward_scorer import RewardScorer
     from headrace.scoring.teacher.stage import NoReward
@@ -405,4 +434,5 @@ def build_scorer(
             )
         return NoReward()
     others: dict[str, Any] = {"decode": decode, "telemetry": telemetry, "scores": scores, "sites": sites}
-    return RewardScorer(config.reward, rewards, log=log, sandbox=config.sandbox.settings, **others)
+    known: dict[str, Any] = {"begun": begun, "loaded": loaded}
+    return RewardScorer(config.reward, rewards, log=log, sandbox=config.sandbox.settings, **others, **known)

@@ -110,13 +110,15 @@ def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> None:
-    """`arithmetic`: of the trainer. Raises ConfigError where train.parity asks for one forward pass and there are two."""
+def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> bool:
+    """Returns whether engine and trainer compute one forward pass, bit for bit. `arithmetic`: of the trainer. Raises ConfigError
+    where train.parity asks for one forward pass and there are two."""
     if config.train.parity == "bitwise" and capabilities.arithmetic != arithmetic:
         raise ConfigError(
             f'train.parity = "bitwise" asks for one forward pass, and the engine computes {capabilities.arithmetic or "another"} where the trainer '
             f'computes {arithmetic or "another"}; give engine.dtype and train.dtype the same value, or set train.parity = "off"'
         )
+    return bool(arithmetic) and capabilities.arithmetic == arithmetic
 
 
 def check_teacher(who: str, capabilities: Capabilities, top: int) -> None:

@@ -37,6 +37,8 @@ class Pools:
     transports: Sequence[Transport]
     trainer_dtype: str
     """The dtype that the trainer computes in."""
+    same_arithmetic: bool
+    """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
     teaching: Teaching | None = None
@@ -48,6 +50,7 @@ class Pools:
     """The last that is closed, after the workers."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
+    _reserving: asyncio.Future[None] | None = None
 
     async def serve_base(self, telemetry: Telemetry) -> None:
         """Publishes the frozen base weights that adapters need in the engine. Only the first call does anything."""
@@ -58,6 +61,12 @@ class Pools:
                 load = await self.engine.load(update)
                 telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
+
+    def reserve(self) -> None:
+        """Lets the trainer get ready for its first step while rollouts are sampled for it. If it dies of that, whoever calls it next hears so."""
+        if isinstance(self.trainer, ProcessTrainer):
+            self._reserving = asyncio.ensure_future(self.trainer.reserve())
+            self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def lend(self) -> Pools:
         """A view for one of several pipelines that share the processes."""
@@ -115,19 +124,16 @@ async def open_pools(
         engine = starting.engine
         undo.push_async_callback(engine.close)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
-        trainer = ProcessTrainer(
-            seats.trainer,
-            trainer_start(config, model_dir, restore, *transports),
-            config.train.cores,
-            shared=logs.parent if ranks_of(config) else None,
-        )
+        started = trainer_start(config, model_dir, restore, *transports)
+        shared = logs.parent if ranks_of(config) else None
+        trainer = ProcessTrainer(seats.trainer, started, config.train.cores, shared, waits=telemetry.waits)
         undo.push_async_callback(trainer.close)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with telemetry.waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
-        check_parity(engine.capabilities, ready.arithmetic, config)
+        same_arithmetic = check_parity(engine.capabilities, ready.arithmetic, config)
         ending = ending.pop_all()
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
@@ -137,6 +143,7 @@ async def open_pools(
         launcher=launcher,
         transports=transports,
         trainer_dtype=ready.dtype,
+        same_arithmetic=same_arithmetic,
         shadow=shadow,
         turns=Turns(devices_of(config, engine, trainer, telemetry)),
         ending=ending,

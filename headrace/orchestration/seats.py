@@ -56,6 +56,13 @@ class Seats(NamedTuple):
     """Those of user hosts."""
 
 
+def local_cores(config: RunConfig) -> list[tuple[int, ...]]:
+    """Returns the cores of each kind of worker that this process starts: of the engine, of the trainer."""
+    engine = not (config.engine.is_server or config.orchestration.elsewhere or config.orchestration.bus)
+    own = [config.engine.cores] * engine + [config.train.cores] * config.orchestration.trains_here
+    return [tuple(cores) for cores in own]
+
+
 def threads_elsewhere(config: RunConfig) -> int:
     """Returns the threads of an engine on another machine. 0: as many as that has cores."""
     if config.orchestration.kind == "ray":  # the CPUs of its bundle

@@ -228,7 +228,7 @@ class PublishingTrainer:
     def __init__(self, trainer: Trainer, teaching: SelfTeaching) -> None:
         self._trainer, self._teaching = trainer, teaching
         self._copied = False
-        self.step, self.score, self.save = trainer.step, trainer.score, trainer.save
+        self.step, self.score, self.capture, self.save = trainer.step, trainer.score, trainer.capture, trainer.save
         self.publish_shadow, self.begin_trial, self.end_trial = (
             trainer.publish_shadow,
             trainer.begin_trial,

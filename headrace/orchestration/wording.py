@@ -103,7 +103,7 @@ def _weights(config: RunConfig) -> str:
     if config.ends.adapters:
         form = "base once, then adapters"
     elif settings.encoding == "delta":
-        form = f"deltas, full every {settings.anchor_every}"
+        form = f"deltas, full after {settings.anchor_every}"
     else:
         form = {"files": "two versions", "shared_memory": "two packed buffers", "cuda_ipc": "two packed buffers"}.get(
             way.kind, "full"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from headrace.errors import ConfigError
 from headrace.native.cores import usable_cores
-
-GIB = 2**30
+from headrace.native.free_memory import available, memory
 
 # Importing torch takes seconds, and a broken build must not take the caller with it.
 TORCH_PROBE = """
@@ -94,39 +92,14 @@ def may_have_gpu() -> bool:
     return any(Path(driver).exists() for driver in drivers)
 
 
-def memory() -> int:
-    """Returns bytes, within a container's limit."""
-    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max")
-    return min(present, int(limit)) if limit.isdigit() else present
-
-
-def available() -> int:
-    """Returns bytes that are free now. Caches of files count as free: the system gives them up when a process needs the room."""
-    found = [line.split() for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
-    free = int(found[0][1]) * 1024 if found else memory()
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdigit() and used.isdigit():
-        caches = [line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines()]
-        files = sum(int(value) for name, value in caches if name in ("inactive_file", "active_file"))
-        free = min(free, int(limit) - int(used) + files)
-    return free
-
-
 def _has_avx512() -> bool:
     """Returns whether the CPU has the instructions that oneDNN requires before torch computes in bfloat16."""
-    flags = next((line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("flags")), "").split()
+    flags = next((line for line in _cpuinfo().splitlines() if line.startswith("flags")), "").split()
     return {"avx512bw", "avx512vl", "avx512dq"} <= set(flags)
 
 
-def _read(path: str) -> str:
+def _cpuinfo() -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-
-
-def gib(count: float) -> str:
-    """Formats bytes: `0.02 GiB`, `1.5 GiB`, `500 GiB`."""
-    size = count / GIB
-    return f"{size:.0f} GiB" if size >= 100 else f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2f} GiB"

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
-from headrace.rehearsal.machine import GIB, Machine, gib
+from headrace.native.free_memory import GIB, gib
+from headrace.rehearsal.machine import Machine
 from headrace.rehearsal.shape import ModelShape
 from headrace.trainer.config import TrainConfig
 
@@ -22,6 +23,8 @@ CONTROLLER = 0.15 * GIB
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 
 LENT = "lent engine"
+COPY = "a copy of a checkpoint, written beside training"
+"""The trainer does without it where it has no room (`trainer/step/host_copy.py`)."""
 
 Device = Literal["cpu", "cuda"]
 
@@ -130,6 +133,8 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
             yield MemoryNeed("trainer", "weights and AdamW while the engine has the GPU", away, "cpu", certain=True)
         if plan.reference_in_loss:
             yield MemoryNeed("trainer", "reference model", split * computing, device, certain=True)
+    if ranks == 1:  # of several, one gathers it, for as long as it is written
+        yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
     yield MemoryNeed("trainer", "activations, about", _activations(shape, train, computing) * everyone, device)
 
 
@@ -187,7 +192,8 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
 
 def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -> Iterator[str]:
     """Yields what may not fit. `shared`: trainer and engine, or an engine more, take turns, so that only one of them needs all its memory."""
-    need = sum(one.bytes for one in found if one.where == "cpu")
+    copy = sum(one.bytes for one in found if one.what == COPY)
+    need = sum(one.bytes for one in found if one.where == "cpu") - copy
     if shared:
         engine = LENT if any(one.who == LENT for one in found) else "engine"
         need -= min(sum(one.bytes for one in found if _given_back(one, who)) for who in (engine, "trainer"))
@@ -196,12 +202,20 @@ def notes(found: Sequence[MemoryNeed], machine: Machine, shared: bool = False) -
             f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now. If memory runs out, the system kills "
             "one of them: lower engine.kv_gib or train.microbatch_tokens, or train an adapter (lora.rank = 16)"
         )
+    elif need + copy > machine.available:
+        yield (
+            f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now, which may be too little for a copy of a "
+            f"checkpoint ({gib(copy)}): training then stands still while one is written. Lower engine.kv_gib, or train an adapter "
+            "(lora.rank = 16)"
+        )
 
 
 def _given_back(need: MemoryNeed, who: str) -> bool:
     """Whether it is memory of the machine that a worker gives back while it sleeps."""
     kept = (
-        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference") if who == "trainer" else ("Python",)
+        ("Python and torch", "weights", "AdamW", "frozen", "adapter", "reference", COPY)
+        if who == "trainer"
+        else ("Python",)
     )
     return need.who == who and need.where == "cpu" and not need.what.startswith(kept)
 

@@ -97,7 +97,6 @@ class RolloutSession:
         self._page = page or Page()
         self._rollout, self._ask, self._decode, self._limits = rollout, ask, decode, limits
         self._longest = min(limits.tokens or room.context, room.context) - room.turn
-        """The most tokens that a turn may come after."""
         self._clock: asyncio.Timeout | None = None
         self._left: float | None = None
         """Seconds that the environment had left when the engine began to sample."""
@@ -173,10 +172,14 @@ class RolloutSession:
         self._times[number] = asked, clock()
         return done
 
-    def cut_off(self, context: Sequence[int], *, fresh: bool = False, after: Completion | None = None) -> str:
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    def cut_off(self, context: int, *, fresh: bool = False, after: Completion | None = None) -> str:
         if self._asked >= self._limits.turns:
             self._cut = "turns"
-        elif len(self._path_to(context, self._parent(fresh, after))) > self._longest:
+        elif context + self._length_of_path(self._parent(fresh, after)) > self._longest:
             self._cut = "tokens"
         elif self._limits.whole and asyncio.get_running_loop().time() - self._began > self._limits.whole:
             self._cut = "seconds"
@@ -227,6 +230,15 @@ class RolloutSession:
             pieces += [turn.completion.tokens, turn.context]
             parent = turn.parents[0] if turn.parents else None
         return tuple(chain.from_iterable(reversed(pieces)))
+
+    def _length_of_path(self, last: int | None) -> int:
+        """Returns the number of tokens up to the end of a turn; 0 for none."""
+        length = 0
+        while last is not None:
+            turn = self._turns[last]
+            length += len(turn.context) + len(turn.completion.tokens)
+            last = turn.parents[0] if turn.parents else None
+        return length
 
     def _own_routing(self, done: Completion, parent: int | None) -> Completion:
         """Returns the completion with the experts of those positions that no turn before it has: a request reports those of all

@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 
 from headrace.observe.health.patience import Patience
 from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED
+from headrace.sandbox.kernel.thread_gate import ThreadGate
 from headrace.sandbox.private_directory import PrivateDirectory
 from headrace.sandbox.sandbox_limits import SandboxLimits
 
 _LOOK = 0.05
 """Seconds between two looks at the private directory and at the deadline."""
+
+
+class Forked(NamedTuple):
+    """A process of a call."""
+
+    pid: int
+    gate: ThreadGate
 
 
 class CallEnd(NamedTuple):
@@ -42,34 +50,41 @@ def pipes(count: int) -> tuple[list[int], list[int]]:
 
 
 def attend(
-    first: int, code: int, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
+    first: Forked, code: Forked, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
 ) -> CallEnd:
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
     same. `orders`: at its end nobody waits for the call; raises EOFError then, with the processes killed."""
-    patience = Patience(code, limits.seconds)
+    patience = Patience(code.pid, limits.seconds)
     printed = {one: bytearray() for one in reading}
     watch = select.poll()
     for one in reading:
         watch.register(one, select.POLLIN)
     watch.register(orders, 0)  # reports the end only
-    handle = os.pidfd_open(first) if hasattr(os, "pidfd_open") else -1
+    gates = {one.gate.fileno(): one.gate for one in {first, code}}
+    for one in gates:
+        watch.register(one, select.POLLIN)
+    handle = os.pidfd_open(first.pid) if hasattr(os, "pidfd_open") else -1
     if handle >= 0:
         watch.register(handle, select.POLLIN)
     step = _LOOK if handle >= 0 else 0.005
     broken = ("", "")
     ended: tuple[int, float] | None = None
-    while not broken[0] and not (ended := _end(first, os.WNOHANG)):
+    while not broken[0] and not (ended := _end(first.pid, os.WNOHANG)):
         for found, event in watch.poll(1000 * max(min(patience.left, step), 0.001)):
             if found == orders and event & select.POLLHUP:
-                for pid in {first, code}:
-                    os.kill(pid, signal.SIGKILL)
+                for process in {first, code}:
+                    os.kill(process.pid, signal.SIGKILL)
                 raise EOFError
             if found in printed and not _read(found, printed[found], limits.output):
                 watch.unregister(found)
+            if found in gates:
+                _serve(gates, found, event, watch)
         broken = _broken(patience, printed, limits, private)
     if handle >= 0:
         os.close(handle)
-    ends = {pid: ended if pid == first and ended else _killed(pid) for pid in {first, code}}
+    ends = {one: ended if one == first and ended else _killed(one.pid) for one in {first, code}}
+    for process in ends:
+        process.gate.close()
     for one in reading:
         _read(one, printed[one], limits.output)
         os.close(one)
@@ -83,6 +98,19 @@ def attend(
         printed=[bytes(one) for one in printed.values()],
         test_status=ends[first][0] if first != code else 0,
     )
+
+
+def _serve(gates: dict[int, ThreadGate], found: int, event: int, watch: select.poll) -> None:
+    """Does what there is to do at the gate, and watches it where it is then."""
+    gate = gates[found]
+    more = bool(event & select.POLLIN) and gate.turn()
+    if more and gate.fileno() == found:
+        return
+    watch.unregister(found)
+    del gates[found]
+    if more:
+        gates[gate.fileno()] = gate
+        watch.register(gate, select.POLLIN)
 
 
 def _broken(

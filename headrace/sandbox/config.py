@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from headrace.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
 from headrace.settings.strict import STRICT
 
-Isolation = Literal["network", "filesystem", "processes", "memory"]
+Isolation = Literal["network", "filesystem", "processes", "threads", "memory", "cpu", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,6 +31,8 @@ class SandboxConfig:
     """MiB of all files in the private directory."""
     files: int = Field(default=64, gt=0)
     """Files and directories in the private directory."""
+    threads: int = Field(default=64, gt=0)
+    """Threads at once."""
     output_kib: int = Field(default=64, gt=0)
     """KiB of standard output, and as many of standard error."""
     parallel: int = Field(default=1, gt=0)
@@ -45,6 +47,7 @@ class SandboxConfig:
             memory=self.memory_mib << 20,
             disk=self.disk_mib << 20,
             files=self.files,
+            threads=self.threads,
             output=self.output_kib << 10,
         )
         return SandboxSettings(limits, self.parallel, self.allow)

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import ConfigError
+from headrace.sandbox.inside import isolation_trial
 from headrace.sandbox.sandbox import Sandbox, SandboxLost
 from headrace.sandbox.sandbox_limits import DEFAULT, SandboxLimits
 
-KINDS = {
-    "network": "it can open sockets",
-    "filesystem": "it can read and write the files of the user",
-    "processes": "it can start processes and send signals to others",
-    "memory": "nothing limits its memory",
-}
-"""The kinds whose absence must be allowed, and what code can do without."""
-
-_TRIAL = """
-import json, os, socket
-
-def could(work):
-    try:
-        work()
-        return True
-    except (OSError, MemoryError):
-        return False
-
-def network():
-    with socket.socket() as server, socket.socket() as client:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        client.connect(server.getsockname())
-
-def read():
-    open(OUTSIDE).close()
-
-def write():
-    open(OUTSIDE, "a").close()
-
-def start():
-    if os.fork() == 0:
-        os._exit(0)
-
-def signal():
-    os.kill(os.getppid(), 0)
-
-def memory():
-    bytearray(MORE)
-
-print(json.dumps({work.__name__: could(work) for work in (network, read, write, start, signal, memory)}))
-"""
+KINDS = ("network", "filesystem", "processes", "threads", "memory", "cpu", "disk")
+"""The kinds whose absence must be allowed."""
+_MORE = 64 << 20
+"""Bytes beyond the limit that the trial asks for."""
+_DISK = 1 << 20
+"""Bytes of files that the trial may write: its limit is not that of the run, which may be large."""
+_FILL = "import time\nfor name in 'abc':\n    open(name, 'wb').write(bytes({}))\ntime.sleep(1000)"
+"""Writes half as much again as the limit."""
 
 
 class IsolationFound(NamedTuple):
@@ -65,42 +38,66 @@ class IsolationFound(NamedTuple):
 
 
 def examine_isolation(limits: SandboxLimits = DEFAULT.limits) -> list[IsolationFound]:
-    """Runs the trial. Raises SandboxLost if no code can be run."""
+    """Runs the trial in a sandbox with these limits. Raises SandboxLost if no code can be run."""
+    limits = limits._replace(disk=min(limits.disk, _DISK), files=max(limits.files, 3))
     sandbox = Sandbox(limits)
     try:
-        with tempfile.NamedTemporaryFile(prefix="headrace-outside-") as outside:
-            names = f"OUTSIDE, MORE = {outside.name!r}, {limits.memory + (64 << 20)}\n"
-            tried = sandbox.run(names + _TRIAL)
-            try:
-                could = json.loads(tried.out)
-            except ValueError:
-                raise SandboxLost(f"the trial of the sandbox failed: {tried.reason} {tried.detail}") from None
-            return _found(could, sandbox)
+        with _targets(limits) as targets:
+            tried = sandbox.run(Path(isolation_trial.__file__).read_text(), json.dumps(targets))
+        try:
+            could: dict[str, list[str]] = json.loads(tried.out)
+        except ValueError:
+            raise SandboxLost(f"the trial of the sandbox failed: {tried.reason} {tried.detail}") from None
+        filled = sandbox.run(_FILL.format(limits.disk // 2))
+        stopped = filled.reason == "disk" or (filled.reason == "raised" and "OSError" in filled.detail)
+        could["disk"] = [] if stopped else ["fill the disk"]
+        return _found(could, sandbox)
     finally:
         sandbox.close()
 
 
-def _found(could: dict[str, bool], sandbox: Sandbox) -> list[IsolationFound]:
+@contextlib.contextmanager
+def _targets(limits: SandboxLimits) -> Iterator[isolation_trial.Targets]:
+    """Yields what the trial attacks: a file, a socket and a process of this one."""
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-outside-") as outside,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as victim,  # ends with its input
+    ):
+        file, address = os.path.join(outside, "file"), os.path.join(outside, "inbox")
+        Path(file).touch()
+        inbox.bind(address)
+        yield {
+            "outside": file,
+            "inbox": address,
+            "victim": victim.pid,
+            "memory": limits.memory + _MORE,
+            "threads": limits.threads,
+            "cpu_seconds": limits.cpu_seconds,
+        }
+
+
+def _found(could: dict[str, list[str]], sandbox: Sandbox) -> list[IsolationFound]:
     landlock, seccomp, in_memory = (sandbox.facts[name] for name in ("landlock", "seccomp", "in_memory"))
     filtered = ["seccomp"] if seccomp else []
     means = {
         "network": [*filtered, *(["a network namespace"] if in_memory else [])],
         "filesystem": [f"Landlock {landlock}"] if landlock else [],
         "processes": [*filtered, *([f"Landlock {landlock}"] if landlock >= 6 else [])],
+        "threads": ["a count at each new one"],
         "memory": ["a limit of address space"],
+        "cpu": ["a limit of CPU time"],
+        "disk": [
+            "a directory in memory of limited size" if in_memory else "a directory on the disk, looked at every 50 ms"
+        ],
     }
-    broken = {
-        "network": could["network"],
-        "filesystem": could["read"] or could["write"],
-        "processes": could["start"] or could["signal"],
-        "memory": could["memory"],
-    }
-    found = [
-        IsolationFound(kind, not broken[kind], KINDS[kind] if broken[kind] else " and ".join(means[kind]))
+    return [
+        IsolationFound(kind, True, " and ".join(means[kind]) or "refused by the machine")
+        if not could[kind]
+        else IsolationFound(kind, False, f"it can {', '.join(could[kind])}")
         for kind in KINDS
     ]
-    disk = "a directory in memory of limited size" if in_memory else "a directory on the disk, looked at every 50 ms"
-    return [*found, IsolationFound("cpu", True, "a limit of CPU time"), IsolationFound("disk", True, disk)]
 
 
 def refuse_missing(limits: SandboxLimits, allow: tuple[str, ...], who: str) -> None:
@@ -117,7 +114,7 @@ def isolation_problem(found: Sequence[IsolationFound], allow: Collection[str], w
     """Returns why code that a model has written must not be run; empty if it may."""
     if missing := [one for one in found if not one.there and one.kind not in allow]:
         said = "; ".join(f"{one.kind}: {one.how}" for one in missing)
-        named = ", ".join(f'"{one.kind}"' for one in missing)
+        named = ", ".join(f'"{kind}"' for kind in (*allow, *(one.kind for one in missing)))
         return (
             f"{who} runs code that a model has written, and this machine cannot isolate it ({said}). Run it on Linux 5.13 or newer "
             f"(x86-64 or AArch64), or allow it: sandbox.allow = [{named}]"

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +15,12 @@ from typing import Any
 
 import msgspec
 
+from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.sandbox.inside import json_frames
 from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
 
+_ZYGOTE = ("-P", "-m", "headrace.sandbox.zygote")
 _GRACE = 30.0
 """Seconds after which a process that makes calls is killed, if it has not ended by itself."""
 
@@ -110,9 +110,9 @@ class _Process:
     """A process that makes one call at a time (`zygote.py`)."""
 
     def __init__(self, limits: SandboxLimits, in_memory: bool) -> None:
-        self._directory = tempfile.mkdtemp(prefix="headrace-sandbox-")
-        where = [self._directory, "memory" if in_memory else "disk"]
-        command = [sys.executable, "-P", "-m", "headrace.sandbox.zygote", json.dumps(limits), *where]
+        self._directory = OwnedDirectory("sandbox")
+        where = [self._directory.path, "memory" if in_memory else "disk"]
+        command = [sys.executable, *_ZYGOTE, json.dumps(limits), *where]
         pipe = subprocess.PIPE
         # Not in our process group, with which it would be killed: it reads the end of its input, ends the call and removes its directory.
         self._process = subprocess.Popen(
@@ -147,7 +147,7 @@ class _Process:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 def _environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ class SandboxLimits(NamedTuple):
     disk: int
     """Bytes of all files."""
     files: int
+    threads: int
     output: int
     """Bytes of standard output, and as many of standard error."""
 
@@ -38,6 +39,6 @@ class SandboxSettings(NamedTuple):
 
 
 DEFAULT = SandboxSettings(
-    SandboxLimits(cpu_seconds=2, seconds=3.0, memory=512 << 20, disk=16 << 20, files=64, output=64 << 10)
+    SandboxLimits(cpu_seconds=2, seconds=3.0, memory=512 << 20, disk=16 << 20, files=64, threads=64, output=64 << 10)
 )
 """The settings outside of a run: those of a `[sandbox]` that sets nothing."""

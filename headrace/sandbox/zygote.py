@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from headrace.sandbox.attending import attend, pipes, report_of
+from headrace.sandbox.attending import Forked, attend, pipes, report_of
 from headrace.sandbox.inside.confine import confine, take_descriptors
 from headrace.sandbox.inside.json_frames import receive, send
 from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
@@ -29,6 +29,7 @@ from headrace.sandbox.inside.tester import run_test
 from headrace.sandbox.inside.together import run_together, sealed
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.namespaces import enter
+from headrace.sandbox.kernel.thread_gate import ThreadGate
 from headrace.sandbox.private_directory import PrivateDirectory
 from headrace.sandbox.sandbox_limits import SandboxLimits
 
@@ -49,12 +50,11 @@ class Zygote:
 
     def program(self, code: str, stdin: str) -> dict[str, Any]:
         """Runs a program with this standard input."""
-        with self._private.fresh(), tempfile.TemporaryFile(dir=self._directory) as given:
-            given.write(stdin.encode(errors="surrogatepass"))
-            given.seek(0)
+        with self._private.fresh():
+            given = self._to_read(stdin.encode(errors="surrogatepass"))
             reading, writing = pipes(2)
-            child = self._fork(lambda: lambda: run_program(code), (given.fileno(), *writing, writing[0]))
-            _close(writing)
+            child = self._fork(lambda: lambda: run_program(code), (given, *writing, writing[0]))
+            _close([given, *writing])
             ended = attend(child, child, reading, limits=self._limits, private=self._private, orders=_ORDERS)
         return report_of(ended, self._limits)
 
@@ -84,19 +84,29 @@ class Zygote:
         *printed, verdict = ended.printed
         return report_of(ended._replace(printed=[*printed, sealed(verdict, seal)]), self._limits)
 
-    def _fork(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int]) -> int:
-        """Returns the number of a process that prepares, gives up all but these descriptors, is confined, and works."""
-        parent = os.getpid()
+    def _to_read(self, content: bytes) -> int:
+        """Returns a descriptor of a file without a name, which cannot be written: it is outside of the private directory and its limits."""
+        with tempfile.NamedTemporaryFile(dir=self._directory) as file:
+            file.write(content)
+            file.flush()
+            return os.open(file.name, os.O_RDONLY)
+
+    def _fork(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int]) -> Forked:
+        """Returns a process that prepares, gives up all but these descriptors, is confined, and works."""
+        parent, gate = os.getpid(), ThreadGate(self._limits.threads)
         pid = os.fork()
         if pid == 0:
-            self._child(prepare, descriptors, parent)
-        return pid
+            self._child(prepare, descriptors, gate.channel.fileno(), parent)
+        gate.watch(pid)
+        return Forked(pid, gate)
 
-    def _child(self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int], parent: int) -> NoReturn:
+    def _child(
+        self, prepare: Callable[[], Callable[[], int]], descriptors: Sequence[int], gate: int, parent: int
+    ) -> NoReturn:
         code = RAISED
         try:
             work = prepare()
-            take_descriptors(descriptors)
+            take_descriptors(descriptors, gate)
             confine(self._private.path, self._limits, parent)
             os.write(1, CONFINED)
             code = work()

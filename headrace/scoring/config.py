@@ -173,6 +173,11 @@ class RewardConfig:
         return (*told, *(one.name for one in self.judges if one.mode != "score"))
 
     @property
+    def named(self) -> list[str]:
+        """The functions, each once."""
+        return list(dict.fromkeys(spec.function for spec in self.specs))
+
+    @property
     def for_trial(self) -> RewardConfig:
         """The same with one more attempt at most: who tries a reward before a run waits for an answer."""
         services = tuple(replace(one, retries=min(one.retries, 1)) for one in self.services)

@@ -15,11 +15,11 @@ from headrace.sandbox.sandbox_limits import SandboxSettings
 from headrace.sandbox.use import use_settings
 from headrace.scoring.config import RewardConfig, RewardSpec, distinct
 from headrace.scoring.extract import Extractor
-from headrace.scoring.job import Ask, Effort, ScoringJob, Values, is_async
+from headrace.scoring.job import Ask, Effort, LoadedReward, ScoringJob, Values, is_async
 from headrace.scoring.parts.comparing import compared
 from headrace.scoring.parts.part import RewardPart
 from headrace.scoring.python_rewards import rewards_of
-from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
+from headrace.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess, check_functions
 from headrace.scoring.workers.spread import SpreadPool
 from headrace.scoring.workers.threads import ThreadPool
 
@@ -36,8 +36,13 @@ class FunctionPools:
         log: Path | None,
         sandbox: SandboxSettings,
         sites: Sites = HERE,
+        *,
+        begun: WorkerProcess | None = None,
+        loaded: Sequence[LoadedReward] = (),
     ) -> None:
-        """Loads the functions once, on this machine. `sites`: where their processes run. Raises ConfigError if one cannot be loaded."""
+        """Loads the functions once, on this machine, unless `begun`, a process that has them, or `loaded` says what they are. `sites`: where
+        their processes run. Raises ConfigError if one cannot be loaded."""
+        self._begun, self._loaded = begun, begun.functions if begun else loaded
         self.threads = ThreadPool(config.workers, config.timeout)
         self._sites = sites
         self._pools: list[SpreadPool] = []
@@ -58,7 +63,8 @@ class FunctionPools:
 
     async def close(self) -> None:
         """Kills the processes. Abandoned threads keep running."""
-        await asyncio.gather(*(pool.close() for pool in self._pools))
+        begun = [self._begun.close()] if self._begun else []
+        await asyncio.gather(*(pool.close() for pool in self._pools), *begun)
         unwrap()
 
     @property
@@ -80,8 +86,8 @@ class FunctionPools:
         ]
 
     def _in_processes(self, config: RewardConfig, log: Path | None, sandbox: str) -> list[tuple[RewardSpec, _Call]]:
-        loaded = check_functions([spec.function for spec in config.specs], sandbox)
-        kinds = dict(zip((spec.function for spec in config.specs), (one.is_async for one in loaded), strict=True))
+        loaded = self._loaded or check_functions(config.named, sandbox)
+        kinds = dict(zip(config.named, (one.is_async for one in loaded), strict=True))
         plain = [function for function, is_async in kinds.items() if not is_async]
         later = [function for function, is_async in kinds.items() if is_async]
         calls: dict[str, _Call] = {}
@@ -96,6 +102,8 @@ class FunctionPools:
             shared = SpreadPool(self._sites, lambda site: SharedProcess([sandbox, *later], config.timeout, log, site))
             self._pools.append(shared)
             calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
+        if self._begun and len(self._pools) == 1:
+            self._pools[0].adopt(self._begun)
         return [(spec, calls[spec.function]) for spec in config.specs]
 
 

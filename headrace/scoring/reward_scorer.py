@@ -18,6 +18,7 @@ from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.extract import Extractor
 from headrace.scoring.functions import FunctionPools
+from headrace.scoring.job import LoadedReward
 from headrace.scoring.parts.comparing import compared
 from headrace.scoring.parts.part import PartCaller, RewardPart
 from headrace.scoring.parts.score_log import ScoreLog
@@ -26,6 +27,7 @@ from headrace.scoring.services.config import check_client
 from headrace.scoring.services.http_post import HttpPoster, Poster
 from headrace.scoring.services.judge import Judge
 from headrace.scoring.services.service import HttpService
+from headrace.scoring.workers.processes import WorkerProcess
 from headrace.scoring.workers.threads import ThreadPool
 from headrace.types import Episode, Prompt, Scored
 
@@ -45,13 +47,15 @@ class RewardScorer:
         scores: ScoreLog | None = None,
         poster: Poster | None = None,
         sites: Sites = HERE,
+        begun: WorkerProcess | None = None,
+        loaded: Sequence[LoadedReward] = (),
     ) -> None:
-        """Loads the functions once. Raises ConfigError if one cannot be loaded, or a token cannot be had.
+        """Loads the functions once, if neither `begun` nor `loaded` (see `FunctionPools`) says what they are. Raises ConfigError if one cannot be loaded, or a token cannot be had.
 
         `log` receives what functions print; `sandbox` is used by those that run code; `decode` is needed for scores of segments; `scores`
         records what services and judges say; `poster` is the client of services, over HTTP by default; `sites`: the machines on which
         functions run."""
-        self._pools = FunctionPools(config, callables, log, sandbox, sites)
+        self._pools = FunctionPools(config, callables, log, sandbox, sites, begun=begun, loaded=loaded)
         check_client([] if poster else [one.name for one in config.endpoints])
         self._poster = poster or HttpPoster()
         self._parts = [*self._pools.parts, *_over_http(config, self._poster)]

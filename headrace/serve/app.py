@@ -8,18 +8,21 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
-from headrace.serve.routes import control, generate, openai
+from headrace.serve.routes import control, generate, openai, shared_formats
 from headrace.serve.serving import Serving
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
+from headrace.web.formats.stored_responses import StoredResponses
 from headrace.web.guard import Guard
 
 ROUTES = [
     Route("/health", control.health),
     Route("/metrics", control.metrics),
     Route("/v1/models", openai.models),
+    Route("/v1/models/{name:path}", openai.model),
     Route("/v1/completions", openai.completions, methods=["POST"]),
     Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+    Route("/v1/responses", shared_formats.responses, methods=["POST"]),
+    Route("/v1/messages", shared_formats.messages, methods=["POST"]),
     Route("/inference/v1/generate", generate.generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
     Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),
@@ -34,11 +37,6 @@ ROUTES = [
 
 def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starlette:
     """`more`: routes beside the engine's."""
-    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-    app = Starlette(
-        routes=[*ROUTES, *more],
-        middleware=[Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys(kinds, answer_error),
-    )
-    app.state.serving = serving
+    app = make_application([*ROUTES, *more], [Middleware(Guard, token=token)])
+    app.state.serving, app.state.responses = serving, StoredResponses()
     return app

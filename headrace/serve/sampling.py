@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.chat.messages import described, for_template, uses_tools
 from headrace.chat.rendering import with_effort
+from headrace.models.control_tokens import texts_of
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
@@ -17,7 +18,7 @@ from headrace.web.unserved import continues_last, offered_tools, refuse_strict, 
 
 def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
     """`index`: of the completion among the `n` of its prompt."""
-    seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 63)
+    seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 64)
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -70,6 +71,11 @@ def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
         raise Refused(
             400, "logprobs and prompt_logprobs ask for two numbers of tokens; ask for one, in two requests for both"
         )
+    check_logprobs(
+        serving,
+        max(drawing.logprobs or 0, drawing.prompt_logprobs or 0),
+        most * drawing.n + len(body.token_ids) * scores,
+    )
     samplings = [_sampling(drawing, most, index) for index in range(drawing.n)]
     cuts = samplings[0].top_p < 1 or samplings[0].top_k > 0 or samplings[0].min_p > 0
     mask = cuts and can.masks if body.return_sampling_mask is None else body.return_sampling_mask
@@ -90,24 +96,60 @@ def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
     ]
 
 
+def check_logprobs(serving: Serving, top: int, positions: int) -> None:
+    """Raises Refused for more most probable tokens than an answer may hold."""
+    limits = serving.limits
+    if top > limits.top_logprobs:
+        raise Refused(
+            400, f"{top} most probable tokens of a position are too many; ask for at most {limits.top_logprobs}"
+        )
+    if top * positions > limits.logprobs:
+        raise Refused(
+            400,
+            f"{top} most probable tokens of each of {positions} positions are too many for one answer, which may hold {limits.logprobs}; "
+            "ask for fewer of them, or for fewer tokens",
+        )
+
+
 def of_completions(serving: Serving, body: Completions, name: str) -> list[Request]:
     refuse_unserved(body)
-    prompts = list(_prompts(serving, body.prompt))
-    serving.room_for(len(prompts) * body.n)
+    given = given_prompts(body)
+    serving.room_for(len(given) * body.n)
+    prompts = [_tokens_of(serving, one) for one in given]
     most = 16 if body.max_tokens is None else body.max_tokens
-    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0))
+    scores = body.echo and (body.logprobs is not None or not most)
+    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0, scores=scores))
 
 
-def _prompts(serving: Serving, prompt: str | list[Any]) -> Iterator[tuple[int, ...]]:
-    if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
-        yield tuple(prompt)
-    elif isinstance(prompt, list):
-        if any(isinstance(one, int) for one in prompt):
-            raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
-        for one in prompt:
-            yield from _prompts(serving, one)
-    else:
-        yield serving.encoder.encode_text(prompt)
+def given_prompts(body: Completions) -> list[str | Sequence[int]]:
+    """Returns the prompts of a request, each a text or tokens. Raises Refused for none, and for a list of both."""
+    prompt = body.prompt
+    if prompt == []:
+        raise Refused(400, "prompt is an empty list; send a text, tokens, or a list of several of them")
+    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if any(isinstance(one, int) for one in prompt):
+        raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _tokens_of(serving: Serving, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    _check_length(serving, prompt)
+    return serving.encoder.encode_text(prompt)
+
+
+def _check_length(serving: Serving, text: str) -> None:
+    """Raises Refused for a text that has more tokens than the context, without encoding all of it."""
+    longest = serving.engine.capabilities.context_length
+    if serving.encoder.surely_longer(text, longest):
+        raise Refused(
+            400,
+            f"the prompt has {len(text)} characters, which are more tokens than prompt and completion together may have ({longest}); "
+            "shorten it",
+            "context_length_exceeded",
+        )
 
 
 def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
@@ -116,12 +158,29 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     refuse_strict(tools)
     if tools or uses_tools(body.messages):
         _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
-    given = for_template(body.messages), described(tools), _arguments(serving, body)
-    _, prompt = serving.encoder.encode_messages(*given, continues_last(body))
+    messages, shown = for_template(body.messages), described(tools)
+    arguments = _arguments(serving, body)
+    _check_characters(serving, [*messages, *shown])
+    serving.note_specials(serving.encoder.specials_in(messages))
+    written = serving.encoder.write(messages, shown, arguments, continues_last(body))
+    _check_length(serving, written.text)
+    prompt = serving.encoder.encode(written)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else 0
     most = _room(serving, prompt) if most is None else most
     return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
+
+
+def _check_characters(serving: Serving, given: Sequence[Mapping[str, Any]]) -> None:
+    """Raises Refused for messages and tools whose texts alone exceed the context: a template would be slow to write them."""
+    longest, characters = serving.engine.capabilities.context_length, sum(map(len, texts_of(given)))
+    if characters > serving.encoder.most_characters(longest):
+        raise Refused(
+            400,
+            f"messages and tools have {characters} characters, which are more tokens than prompt and completion together may have "
+            f"({longest}); shorten them",
+            "context_length_exceeded",
+        )
 
 
 def _arguments(serving: Serving, body: Chat) -> dict[str, Any]:
@@ -137,13 +196,22 @@ def _arguments(serving: Serving, body: Chat) -> dict[str, Any]:
 
 
 def _requests(
-    serving: Serving, body: Completions | Chat, *, prompts: Sequence[tuple[int, ...]], name: str, most: int, top: int
+    serving: Serving,
+    body: Completions | Chat,
+    *,
+    prompts: Sequence[tuple[int, ...]],
+    name: str,
+    most: int,
+    top: int,
+    scores: bool = False,
 ) -> Iterator[Request]:
+    """`scores`: whether the prompts are scored too."""
     adapter = serving.adapter_of(body.model)
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise Refused(400, "the prompt has no tokens; begin with a start token at least")
         _fits(serving, prompt, most)
+        check_logprobs(serving, top, (most + len(prompt) * scores) * len(prompts) * body.n)
         for index in range(body.n):
             sampling = _sampling(body, most, index)
             yield Request(
@@ -152,5 +220,6 @@ def _requests(
                 sampling=sampling,
                 priority=body.priority,
                 adapter=adapter,
+                prompt_logprobs=scores,
                 top_logprobs=top,
             )

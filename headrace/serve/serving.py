@@ -17,12 +17,14 @@ from typing import Protocol
 import msgspec
 
 from headrace.models.chat import ChatEncoder
+from headrace.printing import say
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
 from headrace.types import Completion, Request, Struct, VersionSpan
 from headrace.web.errors import Refused, busy
 from headrace.web.limits import ServerLimits
+from headrace.web.looking import Looks
 from headrace.weight_sync.directory import offer_adapter
 from headrace.weights import WeightUpdate
 
@@ -56,6 +58,8 @@ class ServerCounters:
     cancelled: int = 0
     refused: int = 0
     loads: int = 0
+    specials: int = 0
+    """Requests whose messages hold the text of control tokens."""
 
 
 class Stream(Transcript):
@@ -96,6 +100,7 @@ class Serving:
         self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
         self._loading, self._loads = asyncio.Lock(), 0
+        self._looks = Looks()
         self.engine.listen(self._heard)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -122,6 +127,13 @@ class Serving:
         if self.under_way + count > self.limits.requests:
             self.counters.refused += 1
             raise busy(f"{self.under_way} completions are under way, and {self.limits.requests} may be; try again")
+
+    def note_specials(self, held: set[str]) -> None:
+        """Counts a chat whose messages hold the texts of these control tokens; the first one is said."""
+        if held and not self.counters.specials:
+            names = ", ".join(sorted(held)[:5])
+            say(f"a message of a request holds the text of special tokens ({names}), which the model reads as text")
+        self.counters.specials += bool(held)
 
     def submit(self, request: Request) -> Stream:
         """Begins a completion. The caller must `release` it."""
@@ -187,7 +199,12 @@ class Serving:
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
         """One that peft saved. LoadedWeights again under its name it is a new version."""
         before = self.loaded.get(name)
-        return await self.load(offer_adapter(directory, name, before.label.version + 1 if before else 0))
+        version = before.label.version + 1 if before else 0
+        return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+
+    async def look_at(self, directory: Path) -> None:
+        """Raises Refused where a client names a directory of which nothing can be learned."""
+        await self._looks.at(directory, lambda: directory.is_dir())
 
     async def unload(self, name: str) -> None:
         async with self._loading:

@@ -25,6 +25,7 @@ from headrace.protocols import Job
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
+from headrace.web.crowd import room_for_connections
 from headrace.web.server import address_of, bind, make_server, serve_until_asked
 from headrace.weight_sync.directory import offer
 
@@ -52,6 +53,9 @@ async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], 
         server = make_server(make_app(serving, config.token, more))
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        if (room := room_for_connections()) < config.limits.requests:
+            said = f"{room} connections fit into the open files that this process may have, fewer than the {config.limits.requests} completions"
+            say(f"{said} that it would serve at once: raise the hard limit (ulimit -Hn) before you start it")
         say(f"{serving.name} ({serving.engine.capabilities.path}, {serving.dtype}) at {address_of(sock)}")
         await serve_until_asked(server, sock)
         if lost.done():

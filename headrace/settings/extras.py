@@ -5,6 +5,10 @@ headrace itself may not be on a package index, so that `pip install headrace[...
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -63,14 +67,24 @@ def is_installed(module: str) -> bool:
 def absent(asked: str, package: str, module: str, error: ImportError, extra: str) -> str:
     """Returns the sentence for something that asks for a package which cannot be imported: it is missing, or something that it needs is.
 
-    >>> absent("lora.rank", "peft", "peft", ModuleNotFoundError("No module named 'x'", name="x"), "lora")
-    "lora.rank needs the package peft, which cannot be imported (No module named 'x'): pip install 'peft>=0.18,<1'"
+    >>> absent("lora.rank", "peft", "peft", ModuleNotFoundError("No module named 'x'", name="x"), "lora").partition(": ")[0]
+    "lora.rank needs the package peft, which cannot be imported (No module named 'x')"
     """
     why = "is not installed" if error.name == module else f"cannot be imported ({error})"
     return f"{asked} needs the package {package}, which {why}: {install(extra)}"
 
 
 def install(extra: str) -> str:
-    """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections."""
+    """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections. It installs for
+    this interpreter, whose environment need not be active."""
     found = EXTRAS[extra]
-    return "pip install " + " ".join(f"'{one}'" for one in (found.requirement, *found.beside))
+    return f"{pip_install()} " + " ".join(f"'{one}'" for one in (found.requirement, *found.beside))
+
+
+def pip_install() -> str:
+    """Returns the words before the packages, for this interpreter."""
+    here = shlex.quote(sys.executable)
+    if not is_installed("pip"):
+        return f"uv pip install --python {here}"  # environments that uv makes have none
+    found = shutil.which("pip")
+    return "pip install" if found and Path(found).parent == Path(sys.executable).parent else f"{here} -m pip install"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,23 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(way := tree.get("weight_sync"), dict):
         files = {k: _absolute(way[k], base) for k in ("cert", "key") if _names_file(way.get(k))}
         changed["weight_sync"] = {**way, **files}
-    if isinstance(teachers := tree.get("teachers"), list):
-        changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
+    if (teachers := tree.get("teachers")) is not None:
+        changed["teachers"] = _each(teachers, lambda one: _teacher_paths(one, base))
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
     if isinstance(place := tree.get("environment"), dict):
         changed["environment"] = _environment_paths(place, base)
-    if isinstance(adapters := tree.get("adapters"), list):
-        changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
+    if (adapters := tree.get("adapters")) is not None:
+        changed["adapters"] = _each(adapters, lambda one: resolve_paths(one, base) if isinstance(one, dict) else one)
     return {**tree, **changed}
+
+
+def _each(tables: Any, resolve: Callable[[Any], Any]) -> Any:
+    """Resolves each table of a list, or of a table of such by their names (`--set adapters.NAME.task.path=...`)."""
+    if isinstance(tables, dict):
+        return {name: resolve(one) for name, one in tables.items()}
+    return [resolve(one) for one in tables] if isinstance(tables, list) else tables
 
 
 def _reward_paths(reward: Tree, base: Path) -> Tree:
@@ -53,8 +60,8 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
     for scorers in ("services", "judges"):
-        if isinstance(reward.get(scorers), list):
-            resolved[scorers] = [_token_path(one, base) for one in reward[scorers]]
+        if reward.get(scorers) is not None:
+            resolved[scorers] = _each(reward[scorers], lambda one: _token_path(one, base))
     return resolved
 
 

@@ -58,7 +58,8 @@ class WatchConfig:
     warn_after: float = Field(default=120.0, gt=0)
     """Seconds of a wait after which the run reports what waits for what."""
     stop_after: float = Field(default=1800.0, gt=0)
-    """Seconds of a wait after which the run stops with that report."""
+    """Seconds of a wait after which the run stops with that report. A trainer that takes as long for one answer hangs, and counts as dead
+    (train.max_deaths)."""
     failed_warn: float = Field(default=0.05, ge=0, le=1)
     """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data or reward."""
     failed_pause: float = Field(default=0.5, gt=0, le=1)

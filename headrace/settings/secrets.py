@@ -8,6 +8,12 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 
+GATEWAY = "HEADRACE_GATEWAY"
+"""The environment variable with the address at which a run hands out its rollouts."""
+
+OWN = (GATEWAY, "HEADRACE_TOKEN")
+"""Environment variables that open doors of a run. Programs of the user's do not get them."""
+
 
 def read_token(path: Path, setting: str) -> str:
     """Raises ConfigError for a file that cannot be read, is empty, or that others may read. `setting`: where it was named."""

@@ -77,12 +77,30 @@ def parse_sets(sets: Sequence[str]) -> Tree:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Merges tables key by key; any other value in `above` replaces that in `below`."""
+    """Merges tables key by key, and a table into a list of tables by their names; any other value in `above` replaces that in `below`.
+    Raises ConfigError for a name that no table of such a list has."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            merged[key] = merge(old, value)
+        elif isinstance(value, Mapping) and (names := names_in(old)):
+            merged[key] = _merge_named(key, old or (), value, names=names)
+        else:
+            merged[key] = value
     return merged
+
+
+def names_in(value: Any) -> list[str]:
+    """Returns the names of the tables in a list, which are those of `[[adapters]]` or `[[teachers]]`; empty for anything else."""
+    tables = value if isinstance(value, (list, tuple)) else ()
+    return [one["name"] for one in tables if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+
+
+def _merge_named(key: str, old: Sequence[Any], above: Mapping[str, Any], *, names: Sequence[str]) -> list[Any]:
+    if strange := next((name for name in above if name not in names), ""):
+        raise ConfigError(f"{key}.{strange}: none of {key} is called {strange}; there are {', '.join(names)}")
+    return [merge(one, above.get(one["name"], {})) if names_in([one]) else one for one in old]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:
@@ -166,7 +184,15 @@ def _sentence(kind: type, detail: Any, elsewhere: Callable[[str], str]) -> str:
         if known := [sentence for leaf in _leaves(name, given) if (sentence := elsewhere(leaf))]:
             return "\n".join(known)
         near = _nearest(name, list(setting_names(kind)))
-        return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
+        if near:
+            return f"{name} is not a setting; did you mean {near}?"
+        section = re.sub(r"\[\d+\]", "", name).rpartition(".")[0]
+        there = (
+            [n.removeprefix(f"{section}.") for n in setting_names(kind) if n.startswith(f"{section}.")]
+            if section
+            else []
+        )
+        return f"{name} is not a setting" + (f"; {section} has {', '.join(there)}" if there else "")
     if problem == "missing":
         return f"{name} is missing: " + (
             "add it" if "." in name else f"add a [{name}] table or {name} = ... to the config"
@@ -222,6 +248,8 @@ def _nearest(name: str, known: list[str]) -> str | None:
         match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
         if match:
             return leaves[match[0]]
+    if section:  # all names of a section are similar as wholes
+        return None
     match = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     return match[0] if match else None
 

@@ -80,7 +80,7 @@ class SimulatedTurns:
                 await asyncio.sleep(shape.tools.draw(uniform(self._seed, "tools", number, *mark), shared))
             length = shape.results.draw(uniform(self._seed, "results", number, *mark), shared)
             read = result_tokens(length, self._seed, number)
-            if agent.cut_off(read):
+            if agent.cut_off(len(read)):
                 break
             if number > kept:
                 agent.keep(b"")

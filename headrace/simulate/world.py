@@ -36,7 +36,7 @@ from headrace.orchestration.loops.turns import SharedDevices, Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import ChangedSettings, changes
-from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
@@ -224,6 +224,9 @@ class _Unsaved(Snapshots):
     def __init__(self) -> None:
         self.saved_step = -1
 
-    async def save(self, step: int, parts: Any) -> str:
-        self.saved_step = step
+    async def capture(self, step: int, parts: Any) -> Moment:
+        return Moment(step=step, seconds=0.0, stopped=0.0, state=b"", short="", save=parts.trainer.save)
+
+    async def write(self, moment: Moment) -> str:
+        self.saved_step = moment.step
         return ""

@@ -67,8 +67,9 @@ class TrainConfig:
     max_skipped_steps: int = Field(default=3, gt=0)
     """Number of consecutive skipped steps (non-finite gradient) after which the run stops."""
     max_deaths: int = Field(default=3, ge=0)
-    """Number of times that the trainer's process, or one of its ranks, may die. The run then goes on by itself from its
-    last checkpoint and its journal. 0 ends the run, which can be resumed."""
+    """Number of times that the trainer's process, or one of its ranks, may die or hang (no answer for watch.stop_after
+    seconds). The run then goes on by itself from its last checkpoint and its journal. Deaths before an hour of
+    progress do not count. 0 ends the run, which can be resumed."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     """Several ranks that train one model. One rank, the default, starts no further process."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.batches import Batch
-from headrace.errors import WorkerDied
-from headrace.reports import LagStats, Noise, SleepReport, TrainReport, TrialScores
+from headrace.errors import CheckpointError, WorkerDied
+from headrace.reports import Captured, LagStats, Noise, SleepReport, TrainReport, TrialScores
 from headrace.weights import AdapterSpec, WeightUpdate, trial_version
 
 
@@ -25,7 +25,10 @@ class FakeTrainer:
     """Returns for each attempted step (counted from 0) whether its gradient is non-finite, or another reason for skipping it."""
     full: Callable[[int], bool] = lambda attempt: False
     """Returns for each attempted save (counted from 0) whether the disk is full."""
+    capture_seconds: float = 0.0
     save_seconds: float = 0.0
+    short: str = ""
+    """The reason why it makes no copies for checkpoints; empty if it makes them."""
     sleep_seconds: float = 0.0
     """Seconds that it takes to fall asleep, and to wake."""
     lags: tuple[LagStats, ...] = ()
@@ -37,6 +40,8 @@ class FakeTrainer:
         self.versions: dict[str, int] = {}
         """Versions by adapter; the empty name stands for all weights."""
         self._copied: dict[str, int] = {}
+        self._captured: dict[str, int] = {}
+        self._writing: set[str] = set()
         self._tried: dict[str, int] = {}
         self._attempts = self.saves = 0
         self._asleep = False
@@ -86,7 +91,7 @@ class FakeTrainer:
         version = self._tried[adapter] = self.versions.get(adapter, 0)
         self.versions[adapter] = trial_version(version)
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         self.versions[adapter] = self._tried.pop(adapter)
         return TrialScores([-1.0] * sum(len(piece) - 1 for piece in pieces), {})
 
@@ -100,12 +105,26 @@ class FakeTrainer:
         self._asleep = False
         return SleepReport(self.sleep_seconds, memory=1 << 20)
 
+    async def capture(self, adapter: str = "") -> Captured:
+        await asyncio.sleep(self.capture_seconds)
+        if adapter in self._writing:
+            raise CheckpointError("two checkpoints at once (fake)")
+        if not self.short:
+            self._captured[adapter] = self.versions.get(adapter, 0)
+        return Captured(short=self.short)
+
     async def save(self, directory: Path, adapter: str = "") -> None:
-        await asyncio.sleep(self.save_seconds)
-        self.saves += 1
-        if self.full(self.saves - 1):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        (directory / "fake_trainer.txt").write_text(str(self.versions.get(adapter, 0)))
+        version = self._captured.pop(adapter, None)
+        self._writing.add(adapter)
+        try:
+            await asyncio.sleep(self.save_seconds)
+            self.saves += 1
+            if self.full(self.saves - 1):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = self.versions.get(adapter, 0) if version is None else version
+            (directory / "fake_trainer.txt").write_text(str(written))
+        finally:
+            self._writing.discard(adapter)
 
     async def watch(self) -> None:
         self._died = asyncio.get_running_loop().create_future()

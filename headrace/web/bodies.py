@@ -1,7 +1,8 @@
-"""Bodies of requests as msgspec structs. An unknown field, a wrong type and a value out of range are refused by name.
+"""Bodies of requests as msgspec structs. A wrong type and a value out of range are refused by name.
 
-Fields without influence on the sampled tokens (`user`, `detokenize`, ...) are accepted and ignored. An unsupported field that would
-influence them is refused unless it has its neutral value (`sampling.py`).
+A `Body` refuses an unknown field too. An `OpenBody`, of a route that many kinds of clients use, leaves it to `unknown_fields.py`. A known
+field without influence on the sampled tokens (`user`, `detokenize`, ...) is accepted and ignored; an unsupported one that would influence
+them is refused unless it has its neutral value (`unserved.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from msgspec import Meta
 from headrace.chat.messages import Message, Tool
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -25,7 +26,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class Drawing(Body, kw_only=True):
+class OpenBody(msgspec.Struct, kw_only=True):
+    """A body that may have fields that nobody knows here."""
+
+
+class Drawing(OpenBody, kw_only=True):
     """The sampling fields, which all three routes share."""
 
     n: Few = 1
@@ -49,7 +54,7 @@ class Drawing(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
 
 
-class SamplingParams(Drawing, kw_only=True):
+class SamplingParams(Drawing, kw_only=True, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     logprobs: Count | None = None
     """Number of most probable tokens returned for each position, in addition to the sampled one."""
@@ -60,13 +65,15 @@ class SamplingParams(Drawing, kw_only=True):
     """Accepted and ignored: where experts are returned, those of all positions are."""
 
 
-class StreamOptions(Body, kw_only=True):
+class StreamOptions(OpenBody, kw_only=True):
     include_usage: bool = False
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool = False
 
 
 class Generate(Body, kw_only=True):
-    """`/inference/v1/generate`: tokens in, tokens out. Below the line are headrace's own fields."""
+    """`/inference/v1/generate`: tokens in, tokens out. Below the line are headrace's own fields. An unknown field is refused: trainers ask
+    here, and one that is left out would train on something else without a word."""
 
     token_ids: list[Token]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -97,6 +104,7 @@ class Completions(Drawing, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     echo: bool = False
+    """Whether the answer begins with the prompt, and its log-probs with those of the prompt."""
     best_of: int | None = None
     suffix: str | None = None
     user: str | None = None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import re
+
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
 
 _TYPES = {
     401: "authentication_error",
@@ -29,9 +34,33 @@ def busy(message: str) -> Refused:
     return Refused(503, message, "busy", {"Retry-After": "1"})
 
 
+@functools.cache
+def _paths() -> re.Pattern[str]:
+    """Matches absolute paths of this machine: those that begin in a directory that it has. A route such as /v1/models is none."""
+    roots = sorted((entry.name for entry in os.scandir("/")), key=len, reverse=True)
+    begin = rf"(?<![\w/])/+(?:{'|'.join(map(re.escape, roots))})(?![\w.-])"
+    return re.compile(rf"(?<=')({begin}[^'\n]*)(?=')|(?<=\")({begin}[^\"\n]*)(?=\")|({begin}[^\s'\"`:;,()<>\[\]]*)")
+
+
+def without_paths(text: str) -> str:
+    """Returns a message for clients: of each path of this machine only the last name is left.
+
+    >>> without_paths("No such file: '/usr/local/an adapter/config.json'; see /v1/models")
+    "No such file: 'config.json'; see /v1/models"
+    """
+    return _paths().sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+
+
+def log_internal(error: BaseException) -> None:
+    """Writes an error of the server to its log, whose reader is not the client."""
+    logging.getLogger("uvicorn.error").error("A request failed inside of the server", exc_info=error)
+
+
 def error_body(status: int, message: str, code: str = "") -> bytes:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or None}})
+    return msgspec.json.encode(
+        {"error": {"message": without_paths(message), "type": kind, "param": None, "code": code or None}}
+    )
 
 
 def refusal_of(error: Exception) -> Refused:
@@ -42,10 +71,14 @@ def refusal_of(error: Exception) -> Refused:
         return Refused(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, WorkerDied):
         return Refused(503, f"{error}", "engine_lost")
+    if isinstance(error, UnexpectedError):
+        log_internal(error)
+        return Refused(500, f"internal error: {error.headline}")
     if isinstance(error, ValueError):  # a refusal of the engine, with the remedy in the sentence
         return Refused(400, str(error))
     if isinstance(error, HeadraceError):
         return Refused(409, str(error))
+    log_internal(error)
     return Refused(500, f"internal error: {type(error).__name__}")
 
 

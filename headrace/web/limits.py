@@ -11,7 +11,7 @@ SHORTEST_TOKEN = 16
 """Smallest number of characters of a token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerLimits:
     body_bytes: int = 16 << 20
     """Largest body of one request; a larger one is answered with 413."""
@@ -21,6 +21,10 @@ class ServerLimits:
     """Completions that may be in progress at once; further requests are answered with 503."""
     completions: int = 128
     """Largest number of completions of one request (`n` times its prompts)."""
+    top_logprobs: int = 1024
+    """Most probable tokens that a request may ask for at one position."""
+    logprobs: int = 1 << 23
+    """Log-probs that the answer to one request may hold: positions times most probable tokens."""
 
 
 def is_loopback(host: str) -> bool:

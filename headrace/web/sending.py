@@ -15,8 +15,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.web.errors import Refused, error_body, refusal_of
 from headrace.web.limits import ServerLimits
+from headrace.web.unknown_fields import note_unknown
 
 T = TypeVar("T")
+
+JSON = "application/json"
 
 GONE = Response(status_code=499)
 """Never received: the client has disconnected."""
@@ -24,7 +27,14 @@ GONE = Response(status_code=499)
 
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
-    body = await read_bytes(request, "application/json", limits)
+    body = await read_bytes(request, JSON, limits)
+    read = decoded(body, kind)
+    note_unknown(request.scope, read, body)
+    return read
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Raises Refused (400)."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -49,6 +59,15 @@ async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> 
         said = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise Refused(408, said, headers={"Connection": "close"}) from None
     return bytes(body)
+
+
+async def first_bytes(request: HttpRequest, limits: ServerLimits) -> bytes:
+    """Returns what has arrived, or arrives next, of a body that was refused unread; nothing where the client says no more."""
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                return chunk
+    return b""
 
 
 def _too_large(limits: ServerLimits) -> Refused:
@@ -79,7 +98,7 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, media_type=JSON)
 
 
 class Events(Response):

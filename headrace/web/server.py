@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,12 +13,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 from headrace.errors import ConfigError
+from headrace.web.crowd import ACCEPTED, BACKLOG, SILENT, Crowd, room_for_connections
+from headrace.web.limited_http import LimitedHttp
+from headrace.web.one_line import calm_logs
 
 GRACE = 5
 """Seconds that answers in progress get when the server is asked to end."""
-
-BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 
 
 def bind(host: str, port: int, named: str = "--") -> socket.socket:
@@ -44,18 +45,25 @@ class _Server(uvicorn.Server):
         """Leaves signals to the event loop's owner: uvicorn's handlers would end the process before the engine's is closed."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # asyncio accepts at once as many as may wait, and has set this to ACCEPTED
+
 
 def make_server(app: Starlette) -> uvicorn.Server:
     settings = uvicorn.Config(
         app,
+        http=functools.partial(LimitedHttp, Crowd(SILENT, room_for_connections())),  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=GRACE,
-        backlog=BACKLOG,
+        backlog=ACCEPTED,
     )
+    calm_logs()
     return _Server(settings)
 
 

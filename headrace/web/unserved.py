@@ -19,7 +19,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "echo": (None, False),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True),
     "functions": (None, []),
@@ -34,7 +33,6 @@ REMEDIES = {
     "parallel_tool_calls": "leave it out, and take the first call of an answer",
     "functions": "give them as tools",
     "function_call": "give tools and tool_choice",
-    "echo": "/inference/v1/generate scores a prompt: max_tokens = 0 and prompt_logprobs",
 }
 
 

@@ -40,7 +40,7 @@ class WeightSyncConfig:
     encoding: Literal["full", "delta"] = "full"
     """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
     anchor_every: int = Field(default=50, gt=0)
-    """Publishes from one full copy to the next with `encoding = "delta"`, if no engine needs one earlier."""
+    """Differences between two full copies with `encoding = "delta"`, if no engine needs a full copy earlier."""
     host: str = LOOPBACK
     """Address of this machine at which engines on other machines fetch weights: servers (`engine.urls`) over http, engines elsewhere over
     tcp or by broadcast (default: the host of `orchestration.listen`), and rollout hosts (`orchestration.bus`). Whoever fetches knows a token, but without

@@ -7,13 +7,15 @@ one that replaces a dead engine hours later, refuses files that have changed sin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import xxhash
+from msgspec import Meta
 
+from headrace.durable.regular_files import open_regular, read_regular
 from headrace.errors import IdentityError
 from headrace.weight_sync.files import FilesReceiver
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
@@ -23,7 +25,24 @@ if TYPE_CHECKING:
     import torch
 
 _READ = ("config.json", "*.safetensors", "*.bin", "*.index.json")
-_ADAPTER = "adapter_model.safetensors"
+_CONFIG, _ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+_LONGEST = 1 << 22
+"""Bytes of a config. One that names thousands of modules has a few hundred thousand."""
+
+
+class _PeftConfig(msgspec.Struct, frozen=True):
+    """The fields of `adapter_config.json` that decide what an adapter computes, as peft writes them."""
+
+    r: Annotated[int, Meta(ge=1, lt=1 << 20)]
+    lora_alpha: float
+    peft_type: str = ""
+    bias: str = "none"
+    use_rslora: bool | None = None
+    use_dora: Any = None
+    modules_to_save: Any = None
+    trainable_token_indices: Any = None
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1, lt=1 << 20)]] | None = None
+    alpha_pattern: dict[str, float] | None = None
 
 
 def offer(model_dir: Path) -> WeightUpdate:
@@ -35,12 +54,15 @@ def offer(model_dir: Path) -> WeightUpdate:
 def offer_adapter(directory: Path, name: str, version: int) -> WeightUpdate:
     """A LoRA adapter that peft saved. Raises ValueError for one that cannot be served. Reads no weights."""
     try:
-        described = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-        nbytes = (directory / _ADAPTER).stat().st_size
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{directory} is not an adapter that peft saved (adapter_config.json and {_ADAPTER}): {error}"
-        ) from None
+        content = read_regular(directory / _CONFIG, _LONGEST)
+        kind = msgspec.json.decode(content, type=dict[str, Any]).get("peft_type")
+        if kind != "LORA":
+            raise ValueError(f"its peft_type is {kind}, and only LORA is served beside a model")
+        described = msgspec.json.decode(content, type=_PeftConfig)
+        with open_regular(directory / _ADAPTER) as file:
+            nbytes = file.seek(0, 2)
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{directory} is not an adapter that peft saved ({_CONFIG} and {_ADAPTER}): {error}") from None
     spec = _spec(described, name, directory)
     where = {"peft": str(directory.absolute())}
     mark = mark_of(directory)
@@ -49,21 +71,19 @@ def offer_adapter(directory: Path, name: str, version: int) -> WeightUpdate:
     )
 
 
-def _spec(described: Any, name: str, directory: Path) -> AdapterSpec:
-    if not isinstance(described, dict) or described.get("peft_type") != "LORA":
-        raise ValueError(f"{directory} is not a LoRA adapter; only LoRA is served beside a model")
+def _spec(described: _PeftConfig, name: str, directory: Path) -> AdapterSpec:
     for field in ("use_dora", "modules_to_save", "trainable_token_indices"):
-        if described.get(field):
+        if getattr(described, field):
             raise ValueError(f"{directory} has {field}, which is not served beside a model; merge it into its weights")
-    if described.get("bias", "none") != "none":
+    if described.bias != "none":
         raise ValueError(f"{directory} trains biases, which are not served beside a model; merge it into its weights")
     return AdapterSpec(
         name=name,
-        rank=int(described["r"]),
-        alpha=float(described["lora_alpha"]),
-        rslora=bool(described.get("use_rslora")),
-        rank_pattern=described.get("rank_pattern") or {},
-        alpha_pattern=described.get("alpha_pattern") or {},
+        rank=described.r,
+        alpha=described.lora_alpha,
+        rslora=bool(described.use_rslora),
+        rank_pattern=described.rank_pattern or {},
+        alpha_pattern=described.alpha_pattern or {},
     )
 
 
@@ -107,6 +127,11 @@ class DirectoryReceiver:
         return self._adapter(directory) if peft else self._read(directory)
 
     def _adapter(self, directory: Path) -> dict[str, torch.Tensor]:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return {name: tensor.to(self._dtype) for name, tensor in load_file(directory / _ADAPTER).items()}
+        try:
+            open_regular(directory / _ADAPTER).close()  # a pipe would be waited for without end
+            return {name: tensor.to(self._dtype) for name, tensor in load_file(directory / _ADAPTER).items()}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{directory / _ADAPTER} cannot be read as a safetensors file: {error}") from None

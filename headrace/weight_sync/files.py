@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.durable.regular_files import open_regular, read_regular
 from headrace.errors import IdentityError
 from headrace.protocols import WeightSender
 from headrace.types import Struct
@@ -42,6 +43,8 @@ KEPT = 2
 """Versions of each model or adapter that stay on the disk."""
 
 RECORD, CHANGES = "update.json", "changes.hrd"
+_LONGEST_RECORD = 1 << 26
+"""Bytes of a record. 64 MiB are enough for a million tensors."""
 
 
 class UpdateRecord(Struct, frozen=True):
@@ -179,7 +182,8 @@ class FilesSource:
             differences, record = [], _record(path)
             _check(record.update, update, path)
             while record.before:
-                differences.append((path / CHANGES).read_bytes())
+                with open_regular(path / CHANGES) as file:
+                    differences.append(file.read())
                 path = Path(record.before)
                 record = _record(path)
             read_into(path / tensors_file(update), manifest, into)
@@ -191,7 +195,8 @@ class FilesSource:
     def delta(self, update: WeightUpdate, limit: int) -> bytes:
         with _readable(update) as path:
             _check(_record(path).update, update, path)
-            return (path / CHANGES).read_bytes()
+            with open_regular(path / CHANGES) as file:
+                return file.read()
         raise AssertionError
 
 
@@ -226,7 +231,7 @@ def _readable(update: WeightUpdate) -> Iterator[Path]:
 
 
 def _record(path: Path) -> UpdateRecord:
-    return msgspec.json.decode((path / RECORD).read_bytes(), type=UpdateRecord)
+    return msgspec.json.decode(read_regular(path / RECORD, _LONGEST_RECORD), type=UpdateRecord)
 
 
 def tensors_file(update: WeightUpdate) -> str:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.durable.regular_files import open_regular
 from headrace.weights import Manifest, TensorSpec
 
 _DTYPES = {
@@ -54,7 +55,7 @@ def write_tensors(path: Path, manifest: Manifest, buffer: memoryview, repeat_tie
 
 def read_into(path: Path, manifest: Manifest, buffer: memoryview) -> None:
     """Fills the buffer [manifest.nbytes]. Raises ValueError if the file does not match the manifest, or is too short."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= LONGEST_HEADER:
             raise ValueError(f"{path.name} is no safetensors file")

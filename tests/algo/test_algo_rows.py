@@ -75,6 +75,22 @@ def test_a_fork_trains_its_shared_completion_once():
     assert (second.tokens, second.mask) == ((5, 9, 7), (False, False, True))
 
 
+def test_turns_of_an_agent_that_is_left_out_are_context():
+    """On a path with trained turns, on one of their own, and before a fork, where the first path would train them."""
+    others = {"agent": "judge", "trained": False}
+    talk = scored(Turn((1, 2), completion(5)), Turn((8,), completion(6), parents=(0,), **others))
+    (row,) = rows(PROMPT, [talk], [1.0])
+    assert (row.tokens, row.mask) == ((5, 8, 6), (True, False, False))
+    first, second = rows(PROMPT, [scored(Turn((1, 2), completion(5)), Turn((3,), completion(6, 7), **others))], [1.0])
+    assert (first.mask, second.tokens, second.mask) == ((True,), (6, 7), (False, False))
+    fork = scored(
+        Turn((1, 2), completion(5), **others),
+        Turn((8,), completion(6), parents=(0,)),
+        Turn((9,), completion(7), parents=(0,)),
+    )
+    assert [row.mask for row in rows(PROMPT, [fork], [1.0])] == [(False, False, True)] * 2
+
+
 def test_an_empty_completion_gives_an_empty_row():
     (row,) = rows(PROMPT, [scored(Turn((1, 2), completion()))], [1.0])
     assert row.tokens == () and row.mask == ()

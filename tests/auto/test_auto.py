@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.auto import measurer, share
 from headrace.auto.allowance import MARGIN, Allowance
 from headrace.auto.candidates import CANDIDATES, Candidate, Figures, candidates, choose, choose_threads
 from headrace.auto.fit import (
@@ -20,7 +25,7 @@ from headrace.auto.fit import (
     fit,
     step_seconds,
 )
-from headrace.auto.measurer import fingerprint
+from headrace.auto.measurer import ProbeMeasurer, fingerprint
 from headrace.auto.share import share_of
 from headrace.auto.slices import LEAST_VOCABULARY, slice_of
 from headrace.engine.config import EngineConfig
@@ -137,11 +142,51 @@ def test_lists_by_layer_are_cut_and_small_models_are_whole():
 
 
 def test_figures_are_kept_by_what_they_depend_on(monkeypatch):
-    one = fingerprint(SMOLLM, (2,))
-    assert one == fingerprint(dict(SMOLLM), (2,)) != fingerprint({**SMOLLM, "hidden_size": 640}, (2,))
-    assert one != fingerprint(SMOLLM, (1, 2))
+    one = fingerprint(SMOLLM)
+    assert one == fingerprint(dict(SMOLLM)) != fingerprint({**SMOLLM, "hidden_size": 640})
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    assert one != fingerprint(SMOLLM, (2,))
+    assert one != fingerprint(SMOLLM)
+
+
+def test_other_cores_measure_only_the_threads_and_each_set_once(tmp_path, monkeypatch):
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def ask(config, candidates, threads):
+        asked.append((len(candidates), tuple(threads)))
+        tokens = {one.name: 100.0 - number for number, one in enumerate(candidates)}
+        return Figures(tokens, threads={count: 1 / count for count in threads})
+
+    monkeypatch.setattr(measurer, "_ask", ask)
+    monkeypatch.setattr(measurer, "cache_dir", lambda: tmp_path)
+    one, everything = ProbeMeasurer(), len(CANDIDATES)
+    first = one.measure(SMOLLM, (1,))
+    assert asked == [(everything, ())] and not first.threads
+    both = one.measure(SMOLLM, (1, 2))
+    assert asked[1:] == [(1, (1, 2))] and both.threads == {1: 1.0, 2: 0.5} and both.tokens == first.tokens
+    assert one.measure(SMOLLM, (2, 4)).threads == {2: 0.5, 4: 0.25} and asked[2:] == [(1, (2, 4))]
+    for counts in ((1,), (1, 2), (2, 4)):
+        one.measure(SMOLLM, counts)
+    assert len(asked) == 3
+
+
+def test_our_own_children_are_no_others(monkeypatch):
+    """The libraries of the workers are loaded while the share is measured."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        pids = [one.pid for one in busy]
+        assert set(pids) <= set(share._descendants(os.getpid()))
+        until = time.monotonic() + 60
+        while sum(map(share._running_threads, pids)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        before = sum(map(share._running_threads, pids))
+        monkeypatch.setattr(share, "_descendants", lambda pid: pids)
+        monkeypatch.setattr(share, "_running_threads", lambda pid: 1)
+        monkeypatch.setattr(share.Path, "read_text", lambda self: "procs_running 6\n")
+        assert before == 3 and share._runnable() == 2
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
 
 
 # --- what others leave ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.chat.formats import FORMATS, FUNCTION_GEMMA, GEMMA, HERMES, LLAMA, MISTRAL, CallFormat, ToolCall
+from headrace.chat.formats import (
+    FORMATS,
+    FUNCTION_GEMMA,
+    GEMMA,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    QWEN_CODER,
+    CallFormat,
+    ToolCall,
+)
 from headrace.chat.messages import Message, Tool, described, for_template, uses_tools
 from headrace.chat.reading import CallReader, Malformed, read_calls
 from headrace.errors import ConfigError
@@ -26,6 +36,8 @@ QUOTE = ToolCall("say", r'{"text": "\""}')
 SAY = ToolCall("say", r'{"text": "a \"half, {b}: [\\\" <tool_call|>", "on": true}')
 HARD = ToolCall("run", r'{"code": "print(\"</tool_call> } ] [TOOL_CALLS] <|python_tag|>\\\")"}')
 
+PLACE = "<parameter=place>\nParis\n</parameter>"
+
 CASES: list[tuple[CallFormat, str, str, list[ToolCall]]] = [
     (HERMES, 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"place": "Paris"}}\n</tool_call>', "Let me see.", [RAIN]),
     (HERMES, '<tool_call>{"arguments": {"place": "Paris"}, "name": "weather"}</tool_call>\n', "", [RAIN]),
@@ -36,7 +48,15 @@ CASES: list[tuple[CallFormat, str, str, list[ToolCall]]] = [
         "done",
         [RAIN, SUM],
     ),
-    (HERMES, f'a <tool_call>{{"name": "run", "arguments": {HARD.arguments}}}</tool_call> b', "ab", [HARD]),
+    (HERMES, f'a <tool_call>{{"name": "run", "arguments": {HARD.arguments}}}</tool_call> b', "a b", [HARD]),
+    (
+        HERMES,
+        'a\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "now", "arguments": {}}</tool_call> b',
+        "a\n\nb",
+        [NOW, NOW],
+    ),
+    (HERMES, 'a<tool_call>{"name": "now", "arguments": {}}</tool_call>b', "a\nb", [NOW]),
+    (HERMES, 'a<tool_call>{"name": "now", "arguments": {}}</tool_call> b', "a b", [NOW]),
     (HERMES, '<tool_call>{"name": "weather", "arguments": {"place": "Paris"}}', "", [RAIN]),
     (HERMES, "  nothing is called \n", "  nothing is called \n", []),
     (MISTRAL, '[TOOL_CALLS] [{"name": "weather", "arguments": {"place": "Paris"}}]', "", [RAIN]),
@@ -75,6 +95,22 @@ CASES: list[tuple[CallFormat, str, str, list[ToolCall]]] = [
         [RAIN, ToolCall("move", '{"by": -15.0, "a b": []}')],
     ),
     (FUNCTION_GEMMA, "<start_function_call>call:weather{place:<escape>Paris<escape>}", "", [RAIN]),
+    (QWEN_CODER, f"Hm.\n<tool_call>\n<function=weather>\n{PLACE}\n</function>\n</tool_call>", "Hm.", [RAIN]),
+    (QWEN_CODER, f"<tool_call><function=weather>{PLACE}</function><function=now></function></tool_call>", "", [RAIN, NOW]),
+    (
+        QWEN_CODER,
+        "<tool_call>\n<function=write>\n<parameter=text>\n\n  if a < b: \"</tool_call>\n<tool_call>\n\n</parameter>\n"
+        "<parameter=to>é</parameter>\n</function>\n</tool_call>\nDone.",
+        "Done.",
+        [ToolCall("write", json.dumps({"text": '\n  if a < b: "</tool_call>\n<tool_call>\n', "to": "é"}, ensure_ascii=False))],
+    ),
+    (
+        QWEN_CODER,
+        "<tool_call><function=write><parameter=text>a</parameter> b</parameter></function></tool_call>",
+        "",
+        [ToolCall("write", '{"text": "a</parameter> b"}')],
+    ),
+    (QWEN_CODER, f"<tool_call><function=weather>{PLACE}</function>", "", [RAIN]),
 ]  # fmt: skip
 
 MALFORMED: list[tuple[CallFormat, str, int]] = [
@@ -103,6 +139,14 @@ MALFORMED: list[tuple[CallFormat, str, int]] = [
     (GEMMA, "<|tool_call>call:weather{}}<tool_call|>", 1),
     (GEMMA, "<|tool_call>call:f{a:" + "[" * 100_000 + "}<tool_call|>", 1),
     (FUNCTION_GEMMA, "<start_function_call>call:{}<end_function_call> x", 1),
+    (QWEN_CODER, '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', 1),
+    (QWEN_CODER, "<tool_call><function=weather><parameter=place>Par</tool_call> x", 1),
+    (QWEN_CODER, f"<tool_call><function=weather>{PLACE}{PLACE}</function></tool_call>", 1),
+    (QWEN_CODER, "<tool_call><function=weather>Paris</function></tool_call>", 1),
+    (QWEN_CODER, "<tool_call><function=></function></tool_call>", 1),
+    (QWEN_CODER, f"<tool_call><function=weather>{PLACE}</tool_call>", 1),
+    (QWEN_CODER, "<tool_call></tool_call>", 1),
+    (QWEN_CODER, "<tool_call><function=f></function> so</tool_call>", 1),
 ]  # fmt: skip
 
 
@@ -142,7 +186,7 @@ PARTS = [
     "f",
 ]
 PARTS += ["<|tool_call>", "<tool_call|>", '<|"|>', "call:f{", "a:", "1", "}", "<escape>", "<start_function_call>"]
-PARTS += ["<end_function_call>"]
+PARTS += ["<end_function_call>", "<function=f>", "<parameter=x>", "</parameter>", "</function>"]
 PARTS += ['{"name": "f", "parameters": {}}', "[", "]", '{"', '"', "\\", " ", "\n", "; ", "é", "<", "words", '{"x": 1}']
 
 
@@ -181,12 +225,60 @@ def test_calls_of_real_forms_are_read_character_by_character(
         )
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "x": {"type": "number"},
+        "on": {"type": "boolean"},
+        "text": {"type": "string"},
+        "many": {"type": "array", "items": {}},
+        "map": {"type": "object"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"type": ["string", "null"]},
+        "level": {"enum": [1, 2]},
+        "word": {"enum": ["1", "2"]},
+        "mode": {"$ref": "#/$defs/Mode"},
+        "round": {"$ref": "#/$defs/Round"},
+        "free": {},
+    },
+    "$defs": {"Mode": {"enum": ["1"], "type": "string"}, "Round": {"$ref": "#/$defs/Round"}},
+}
+TYPED = [
+    ("n", "12", 12), ("n", " -3 ", -3), ("n", "4.0", 4), ("n", "4.5", "4.5"), ("n", "many", "many"), ("n", "true", "true"),
+    ("x", "12", 12), ("x", "1e3", 1000.0), ("x", "NaN", "NaN"), ("x", "", ""),
+    ("on", "True", True), ("on", "false", False), ("on", "1", "1"),
+    ("text", "12", "12"), ("text", "null", "null"), ("text", " a\n", " a\n"), ("text", '{"a": 1}', '{"a": 1}'),
+    ("many", "[1, {}]", [1, {}]), ("many", "1, 2", "1, 2"), ("map", '{"a": null}', {"a": None}), ("map", "[]", "[]"),
+    ("maybe", "None", None), ("maybe", "7", 7), ("either", "null", None), ("either", "7", "7"),
+    ("level", "2", 2), ("word", "2", "2"), ("mode", "1", "1"), ("round", "1", "1"), ("free", "1", "1"), ("unknown", "1", "1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "written", "value"), TYPED)
+def test_the_schema_says_what_a_plain_value_is(name: str, written: str, value: object) -> None:
+    tools = [
+        {"type": "function", "function": {"name": "other"}},
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    ]
+    text = f"<tool_call>\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = read_calls(text, QWEN_CODER, tools).calls
+    read = json.loads(call.arguments)[name]
+    assert (type(read), read) == (type(value), value)
+    (untyped,) = read_calls(text, QWEN_CODER).calls
+    assert json.loads(untyped.arguments) == {name: written}
+
+
 # --- the template chooses the format -----------------------------------------------------------------------------------
 
 
 EXPECTED = {"hermes": HERMES, "mistral-list": MISTRAL, "mistral-named": MISTRAL, "llama3": LLAMA}
-EXPECTED |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA}
-SHOWN = {"gemma": '{place:<|"|>Paris<|"|>}', "function-gemma": "{place:<escape>Paris<escape>}"}
+EXPECTED |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA, "qwen3-coder": QWEN_CODER}
+SHOWN = {
+    "qwen3-coder": "<parameter=place>\nParis\n</parameter>",
+    "gemma": '{place:<|"|>Paris<|"|>}',
+    "function-gemma": "{place:<escape>Paris<escape>}",
+}
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -222,9 +314,13 @@ def test_a_template_without_tools_is_refused_with_the_reason(template: str, word
 def test_special_tokens_that_mark_a_call_stay_in_the_text_and_others_go(tmp_path: Path) -> None:
     shows = ChatEncoder(save_tokenizer(tmp_path, TEMPLATES["mistral-named"]))
     tokens, hides = tokens_of("[TOOL_CALLS]weather[ARGS]{}</s><|python_tag|>"), shows.with_special_tokens("hide")
-    assert hides.decode_with_calls(tokens) == "[TOOL_CALLS]weather[ARGS]{}"
+    assert hides.decode_showing(MISTRAL.markers)(tokens) == "[TOOL_CALLS]weather[ARGS]{}"
     assert hides.decode(tokens) == "weather{}"
-    assert shows.decode_with_calls(tokens) == shows.decode(tokens) == "[TOOL_CALLS]weather[ARGS]{}<|python_tag|>"
+    assert (
+        shows.decode_showing(MISTRAL.markers)(tokens)
+        == shows.decode(tokens)
+        == "[TOOL_CALLS]weather[ARGS]{}<|python_tag|>"
+    )
 
 
 # --- messages ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from tiny_run import tiny_config
 from headrace.config import RunConfig, check, read_config
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
+from headrace.native.free_memory import GIB
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, settings_of_lent
-from headrace.rehearsal.machine import GIB, Machine
+from headrace.rehearsal.machine import Machine
 from headrace.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
 from headrace.rehearsal.shape import ModelShape, read_shape
 from headrace.settings.process_config import OrchestrationConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import zipfile
@@ -14,6 +15,7 @@ from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
+from headrace.commands.again import bundle_export
 from headrace.commands.again.bundle import FACTS
 
 Tree = dict[str, Any]
@@ -225,6 +227,49 @@ def test_other_weights_than_the_step_began_with_are_refused(
     file = planted(whole, tmp_path, lambda facts: facts.update(before="0" * 32))
     code, out = said(file, "--model", tiny_llama, "--trust")
     assert code == 1 and "holds other weights" in out, out
+
+
+def test_a_step_is_packed_under_other_cores_than_the_run_had(
+    run: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[..., tuple[int, str]],
+) -> None:
+    monkeypatch.setattr("headrace.observe.machine_mark.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.orchestration.workers.launch.child.usable_cores", lambda: 7)
+    file = tmp_path / "other_cores.zip"
+    code, out = said(run, "--step", 3, "--export", file, "--include", "weights", "--include", "code")
+    assert code == 0 and "only near" not in out, out
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+    assert "code/reward.py" in names and any(name.startswith("state/") for name in names), "each --include counts"
+    code, out = said(file, "--model", tiny_llama, "--trust")
+    assert code == 0 and set(stages(out).values()) == {"same"} and len(stages(out)) == 5, out
+
+
+def test_a_state_that_another_machine_made_anew_can_be_done_again(
+    run: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: Callable[..., tuple[int, str]],
+) -> None:
+    """There its weights have other bits than the run's."""
+    monkeypatch.setattr("headrace.observe.machine_mark.cpu_model", lambda: "Another 3000")
+    expected = bundle_export.read_expected(run)
+    others = dict.fromkeys(expected.fingerprints, "0" * 32)
+    monkeypatch.setattr(
+        bundle_export, "read_expected", lambda run_dir: dataclasses.replace(expected, fingerprints=others)
+    )
+    file = tmp_path / "anew.zip"
+    code, out = said(run, "--step", 3, "--export", file, "--include", "weights")
+    assert code == 0 and "not the run's, only near it: the run had another machine (cpu was " in out, out
+    code, out = said(file, "--model", tiny_llama)
+    assert code == 0 and stages(out)["optimizer"] == "same" and "only near it" in out, out
+    monkeypatch.undo()
+    code, out = said(file, "--model", tiny_llama)  # on the run's own machine too, which is not compared bit for bit
+    assert code == 0 and stages(out)["optimizer"] == "same", out
 
 
 @pytest.mark.parametrize(

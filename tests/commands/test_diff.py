@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from fact_stream import FactStream, records_of, write_journal
+from journal_frames import spoil
 
 from headrace import cli
 from headrace.batches import Group
 from headrace.commands.looking.diff import RunComparison, compare_runs
 from headrace.commands.looking.diff_view import report
-from headrace.durable.journal import JOURNAL, AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
+from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.errors import ConfigError
 from headrace.observe.screen.console import Console
 from headrace.types import Prompt
@@ -170,7 +171,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:
     a, b = make(tmp_path / "a", RECORDS), make(tmp_path / "b", RECORDS)
-    (b / JOURNAL).write_bytes((b / JOURNAL).read_bytes().replace(b"chain_sum", b"chain_som", 1))
+    spoil(b, next(number for number, record in enumerate(RECORDS) if isinstance(record, ReadyRecord)))
     found = compare_runs(a, b)
     assert not found.damage[a] and "does not match its checksum" in str(found.damage[b])
     assert "(step 1) trains ticket" in str(found.damage[b])

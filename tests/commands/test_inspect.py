@@ -12,6 +12,7 @@ import pytest
 from fact_stream import FactStream, records_of, write_journal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journal_frames import spoil
 
 from headrace import cli
 from headrace.commands.looking.inspect import find_step, inspect
@@ -198,14 +199,12 @@ def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path)
 def test_a_damaged_journal_shows_what_can_be_read_and_names_the_rest(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b"tokens", b"tokons", 1)
-    (run / "journal.jsonl").write_bytes(b"".join(lines))
+    spoil(run, 2)
     said = " ".join(printed(run, step=3).split())
-    assert said.startswith("Step 3") and "of journal.jsonl cannot be read: line 3 does not match its checksum" in said
+    assert said.startswith("Step 3") and "of the journal cannot be read: record 2 does not match its checksum" in said
     assert cli.main(["inspect", str(run), "--step", "3", "--json"]) == 0
-    assert "line 3 does not match its checksum" in json.loads(capsys.readouterr().out)["unreadable"]
-    with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read \(.*line 3 does not match its checksum"):
+    assert "record 2 does not match its checksum" in json.loads(capsys.readouterr().out)["unreadable"]
+    with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read \(.*record 2 does not match its checksum"):
         find_step(run, 1, None)
 
 

@@ -18,12 +18,12 @@ from tiny_run import tiny_config, when_step
 import headrace
 from headrace import cli
 from headrace.commands.again import replay
+from headrace.commands.again import rerun as rerun_module
 from headrace.commands.again.replay import beyond, differing, outcome_of
 from headrace.commands.again.rerun import Stage, plan_rerun, rerun
 from headrace.commands.looking import diff_view
-from headrace.config import dump_config, load_config
+from headrace.config import RunConfig, dump_config, load_config
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Journal,
     LiveRecord,
@@ -32,7 +32,9 @@ from headrace.durable.journal import (
     count_steps,
     read_journal,
 )
+from headrace.durable.segments import JOURNAL
 from headrace.errors import CheckpointError, ConfigError
+from headrace.native.cores import available_cores
 from headrace.observe.health.family import Family, family
 from headrace.observe.machine_mark import machine_mark
 from headrace.observe.screen.console import Console
@@ -84,7 +86,7 @@ def replayed(run: Path, first: int, last: int | None = None) -> tuple[int, str]:
 def rewrite(run: Path, change: Any) -> None:
     """The journal with other records, numbered and with the right checksums: no damage, a forgery."""
     records = [change(record) for record in read_journal(run)]
-    (run / JOURNAL).unlink()
+    shutil.rmtree(run / JOURNAL)
     journal = Journal(run)
     for record in records:
         journal.write(record)
@@ -96,6 +98,44 @@ def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
     assert code == 0, said
     assert said.count("bit for bit") == STEPS and f"{STEPS} steps gave the same result" in said
     assert "from the run's beginning" in said
+
+
+def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, here = machine_mark(())["threads"], available_cores()
+    monkeypatch.setattr("headrace.observe.machine_mark.usable_cores", lambda: 7)  # the affinity of this process
+    monkeypatch.setattr("headrace.orchestration.workers.launch.child.usable_cores", lambda: 7)
+    begun: list[int] = []
+    start = rerun_module.trainer_start
+
+    def noted(config: RunConfig, *more: Any) -> Any:
+        begun.append(config.train.threads)
+        return start(config, *more)
+
+    monkeypatch.setattr(rerun_module, "trainer_start", noted)
+    assert machine_mark(())["threads"] == "7" and here
+    code, said = replayed(finished, 5)
+    assert code == 0 and "bit for bit" in said and "tolerance" not in said, said
+    assert begun == [int(threads)]
+
+
+def test_a_replay_says_what_of_the_machine_differs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = machine_mark(())["cpu"]
+    monkeypatch.setattr("headrace.observe.machine_mark.cpu_model", lambda: "Another 3000")
+    code, said = replayed(finished, 5)
+    assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in said, said
+    assert "GPU" not in said and "threads" not in said
+
+
+def test_parts_with_other_cores_are_repeated_each_with_its_own_threads(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was resumed where fewer cores are, with the same settings."""
+    marks = {step: {"threads": "2" if step < 4 else "1"} for step in range(1, STEPS + 1)}
+    monkeypatch.setattr(rerun_module, "machines_of", lambda run_dir: marks)
+    parts = list(rerun_module._by_settings(rerun_module.RerunPlan(finished, None, 1, STEPS)))
+    assert [(config.train.threads, end) for config, end in parts] == [(2, 3), (1, STEPS)]
 
 
 def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(run: Path) -> None:
@@ -241,18 +281,18 @@ def test_elsewhere_means_are_compared_within_a_tolerance_and_counts_exactly() ->
     before = TrainReport(4, 5, loss=0.5, grad_norm=1.0, loss_tokens=100)
     nearly = msgspec.structs.replace(before, grad_norm=1.0001)
     assert (
-        outcome_of(nearly, before, fingerprint="f", recorded="f", exact=True, tolerance=1e-3).problem
+        outcome_of(nearly, before, fingerprint="f", recorded="f", inexact="", tolerance=1e-3).problem
         == "grad_norm 1.0001 instead of 1.0"
     )
-    other = outcome_of(nearly, before, fingerprint="f", recorded="another", exact=False, tolerance=1e-3)
+    other = outcome_of(nearly, before, fingerprint="f", recorded="another", inexact="a GPU", tolerance=1e-3)
     assert other.problem == "" and other.verdict == "within tolerance"
     far = msgspec.structs.replace(before, loss_tokens=99)
     assert (
-        outcome_of(far, before, fingerprint="f", recorded="f", exact=False, tolerance=1e-3).problem
+        outcome_of(far, before, fingerprint="f", recorded="f", inexact="a GPU", tolerance=1e-3).problem
         == "loss_tokens 99 instead of 100"
     )
     assert (
-        outcome_of(before, before, fingerprint="f", recorded="", exact=True, tolerance=1e-3).verdict
+        outcome_of(before, before, fingerprint="f", recorded="", inexact="", tolerance=1e-3).verdict
         == "report bit for bit, no fingerprint"
     )
 

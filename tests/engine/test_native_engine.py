@@ -356,6 +356,22 @@ def test_a_prompt_of_older_weights_is_never_reused(saved):
     assert engine.stats().prompt_tokens == 40
 
 
+def test_a_sibling_does_not_wait_for_a_prompt_of_older_weights(saved):
+    """What it waited for is of no use to it any more: it begins to compute its own in the next pass."""
+    engine, prompt = make_engine(saved()), prompts(80)[0]
+    answers: dict[str, Answer] = {}
+    for name in ("first", "second"):
+        engine.add(greedy(name, prompt, 4))
+        step(engine, answers)
+    assert (engine.stats().running, engine.stats().waiting) == (1, 1)
+    put(engine, saved(seed=1), 1)
+    step(engine, answers)
+    assert (engine.stats().running, engine.stats().waiting) == (2, 0) and not answers
+    run(engine, (), answers)
+    assert answers["first"].kv_versions == [0] * 4 and answers["second"].kv_versions == [1] * 4
+    assert_greedy(reference(saved(seed=1)), greedy("second", prompt, 4), answers["second"])
+
+
 def test_weights_as_they_are_published_serve_as_those_that_are_not(saved):
     """Packed in shared memory, where neighbours touch; and one by one."""
     parameters = parameters_from_dir(saved(), torch.bfloat16)

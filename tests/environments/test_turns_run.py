@@ -18,7 +18,7 @@ from headrace.config import load_config
 from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import GroupEnded
+from headrace.observe.facts import GroupEnded, Warned
 from headrace.types import Scored
 
 ENV = """
@@ -97,6 +97,41 @@ def read_by(encoder: ChatEncoder, model: torch.nn.Module, one: Scored) -> float:
         count += len(done.text.encode()) + ended
         messages.append({"role": "assistant", "content": done.text})
     return total / count
+
+
+SPOOFED = """
+async def play(agent, prompt, answer):
+    await agent.chat(prompt)
+    reply = await agent.chat("It says: <user>. More?")
+    return 1.0 + len(reply.text) / 100
+"""
+
+
+def test_a_message_that_holds_a_control_token_is_counted_and_said(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "env.py").write_text(SPOOFED)
+    config = tiny_config(
+        tmp_path,
+        tiny_llama,
+        reward={"function": ""},
+        environment={"function": f"{tmp_path / 'env.py'}:play", "workers": 1, "max_turns": 2},
+        engine={"context_length": 128},
+        rollout={"group_size": 2},
+        staleness={"groups_per_step": 1, "max_lag": 0},
+        train={"steps": 2},
+        observe={"terminal": "plain"},
+    )
+    run = headrace.train(config).directory
+    ended = of(run, GroupEnded)
+    assert ended and all(one.talk["specials"] == len(one.rewards) for one in ended)
+    assert [
+        one.message
+        for one in of(run, Warned)
+        if "special tokens (<user>)" in one.message and "role user" in one.message
+    ]
+    summary = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"{sum(len(one.rewards) for one in ended)} messages with the text of special tokens" in summary
 
 
 def test_a_teacher_without_a_chat_template_reads_no_conversations(tiny_llama: Path, tmp_path: Path) -> None:

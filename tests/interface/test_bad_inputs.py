@@ -361,7 +361,7 @@ MACHINE = [
     sets("a file for a place", "is a file; set out", "out=rows.jsonl"),
     sets("a place below a file", "is a file; set out", "out=rows.jsonl/runs"),
     sets("a place that cannot be written", "is not writable", "out=/proc/runs"),
-    sets("a run that is there", "already holds a run: resume it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
+    sets("a run that is there", "already holds a run: resume it", files={"runs/mine/journal/0.segment": "0"}),
 ]
 GPU = [
     sets("no vLLM here", ("has no vllm: install it", "name its interpreter in engine.python"), "engine.kind=vllm"),

@@ -213,3 +213,15 @@ def test_doctor_knows_the_extras_of_the_package():
     }  # what is printed can be installed
     elsewhere = {"vllm"}  # for another environment
     assert named == {name: extras[name] for name in extras.keys() - {"demo", "dev", "all"} - elsewhere}
+
+
+def test_an_option_that_takes_several_words_may_be_given_several_times() -> None:
+    """argparse keeps only the last, without a word."""
+    (commands,) = (one for one in cli._parser()._actions if one.choices)
+    several = [
+        (name, option)
+        for name, parser in commands.choices.items()
+        for option in parser._actions
+        if option.option_strings and option.nargs in ("+", "*")
+    ]
+    assert several and not [(name, one.dest) for name, one in several if "Extend" not in type(one).__name__]

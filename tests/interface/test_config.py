@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.config import RunConfig, available_cores, check, dump_config, load_config
+from headrace.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
 from headrace.orchestration.store.resume_rules import ChangedSettings, changes, check_bound, meaning
 from headrace.settings import toml
+from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
 
 STRICT = ConfigDict(extra="forbid")
@@ -50,6 +51,44 @@ def write(path: Path, text: str = MINIMAL_TOML) -> Path:
     return path
 
 
+TWO: dict[str, Any] = {
+    **MINIMAL,
+    "lora": {"rank": 4},
+    "adapters": [{"name": "a", "train": {"steps": 9}, "task": MINIMAL["task"]}, {"name": "b", "lora": {"rank": 2}}],
+}
+
+
+def test_a_set_changes_one_adapter_by_its_name() -> None:
+    sets = ["adapters.a.train.steps=3", "adapters.b.train.learning_rate=1e-4", "adapters.a.task.held_out=70"]
+    a, b = adapter_runs(load_config(TWO, sets))
+    assert (a.train.steps, a.task.held_out, a.task.name) == (3, 70, "chain_sum")
+    assert b.train.learning_rate == 1e-4 and b.lora.rank == 2 and b.train.steps == TrainConfig.steps
+    again = load_config(load_config(TWO, sets), ["adapters.a.train.steps=4"])  # a finished config, as Python passes one
+    assert [run.train.steps for run in adapter_runs(again)] == [4, b.train.steps]
+
+
+def test_the_path_of_one_adapter_is_seen_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two = {**TWO, "adapters": [{"name": "a", "task": {"kind": "jsonl", "path": "/data"}}, {"name": "b"}]}
+    (a, _) = adapter_runs(load_config(two, ["adapters.a.task.path=mine.jsonl"]))
+    assert a.task.path == str(tmp_path / "mine.jsonl")
+
+
+def test_a_set_that_does_not_reach_every_adapter_names_those_and_a_remedy_that_works() -> None:
+    message = refusal(TWO, ("train.steps=2", "lora.rank=8", "task.held_out=70", "seed=3"))
+    assert message.splitlines() == [
+        "--set train.steps=2 does not reach a: what [[adapters]] sets for one adapter is its own; use --set adapters.a.train.steps=2",
+        "--set lora.rank=8 does not reach b: what [[adapters]] sets for one adapter is its own; use --set adapters.b.lora.rank=8",
+        "--set task.held_out=70 does not reach a: what [[adapters]] sets for one adapter is its own; use --set adapters.a.task.held_out=70",
+    ]
+    remedies = [line.split("use --set ")[1] for line in message.splitlines()]
+    a, b = adapter_runs(load_config(TWO, ["train.steps=2", "lora.rank=8", "task.held_out=70", *remedies]))
+    assert [(one.train.steps, one.lora.rank, one.task.held_out) for one in (a, b)] == [(2, 8, 70), (2, 8, 70)]
+    assert "adapters.c: none of adapters is called c; there are a, b" in refusal(TWO, ("adapters.c.train.steps=2",))
+
+
 # --- settings: any tree of dataclasses ---------------------------------------------------------------------------------
 
 
@@ -78,6 +117,11 @@ class Tree:
         ({"leaf": {"path": "x"}, "rate": 2.0}, "rate is not a setting; did you mean leaf.rate?"),
         ({"leaf": {"path": "x"}, "coutn": 1}, "coutn is not a setting; did you mean count?"),
         ({"leaf": {"path": "x"}, "zzz": 1}, "zzz is not a setting"),
+        ({"leaf": {"path": "x", "by": 1}}, "leaf.by is not a setting; leaf has path, "),
+        (
+            {"leaf": {"path": "x"}, "leaves": [{"path": "y", "by": 1}]},
+            "leaves[0].by is not a setting; leaves has path, ",
+        ),
         (
             {"leaf": {"path": "x"}, "leaves": [{"path": "y", "rat": 1}]},
             "leaves[0].rat is not a setting; did you mean leaves.rate?",

@@ -16,6 +16,9 @@ from zipfile import ZipFile
 import pytest
 
 from headrace.cli import main
+from headrace.commands.serving import board_command, serve
+from headrace.settings import extras
+from headrace.settings.extras import install
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,9 +107,33 @@ def test_the_citation_the_changelog_and_the_package_state_one_version():
 
 
 def test_extras_are_installed_by_all_or_named_as_their_own():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    in_all = set(extras["all"][0].partition("[")[2].rstrip("]").split(","))
-    assert set(extras) - in_all == {"all", "dev", "demo", "vllm"}  # vllm: for the environment of a server of its own
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    in_all = set(named["all"][0].partition("[")[2].rstrip("]").split(","))
+    assert set(named) - in_all == {"all", "dev", "demo", "vllm"}  # vllm: for the environment of a server of its own
+
+
+def test_the_environment_of_the_demo_serves_what_it_has_trained_and_shows_the_board():
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert named["demo"] == ["headrace[tasks,serve]"] and ".[demo]" in (ROOT / "Makefile").read_text()
+    brought = {re.split(r"[><=]", one)[0] for one in named["serve"]}
+    assert {*serve.NEEDED, *board_command.NEEDED} <= brought
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_the_printed_command_installs_for_this_interpreter(active: bool, tmp_path: Path, monkeypatch):
+    """It is followed, whether the environment is active or not. Everything is there already, so that no index is asked."""
+    own = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", f"{own}:/usr/bin:/bin" if active else "/usr/bin:/bin")
+    command = install("serve")
+    assert command.startswith("pip install " if active else f"{sys.executable} -m pip install ")
+    done = subprocess.run(["sh", "-c", f"{command} --no-index"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "already satisfied: uvicorn" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir()), "no redirection has made a file"
+
+
+def test_an_environment_without_pip_is_told_of_uv(monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "pip")
+    assert install("serve").startswith(f"uv pip install --python {sys.executable} 'uvicorn>=")
 
 
 @pytest.mark.slow

@@ -139,7 +139,8 @@ def test_an_evaluation_of_a_run_uses_its_settings_and_tells_its_step(trained, ca
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    kept = [directory / name for name in ("config.toml", "journal.jsonl", "metrics.jsonl")]
+    kept = [directory / name for name in ("config.toml", "metrics.jsonl")]
+    kept += (directory / "journal").iterdir()
     return {path.name: path.read_bytes() for path in kept}
 
 

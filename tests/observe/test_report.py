@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fact_stream import FactStream, records_of, standing, write_journal
+from journal_frames import spoil
 
 from headrace.batches import Group
 from headrace.errors import ConfigError, HeadraceError
@@ -137,13 +138,15 @@ def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: P
 
 def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     report(tmp_path, list(FactStream(steps=6, troubles=False).facts()))
-    for name, place in (("metrics.jsonl", 30), ("journal.jsonl", 1)):
-        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
-        lines[place] = b"\xff\n"
-        (tmp_path / name).write_bytes(b"".join(lines))
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[30] = b"\xff\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    spoil(tmp_path, 1)
     said = write_report(tmp_path).read_text()
     assert "1 line of metrics.jsonl cannot be read and is left out (line 31)" in said
-    assert "of journal.jsonl cannot be read: line 2 is no record; line 6 (step 1) trains ticket 0" in said
+    assert (
+        "of the journal cannot be read: record 1 does not match its checksum; record 5 (step 1) trains ticket 0" in said
+    )
 
 
 def test_a_run_that_failed_shows_its_sentence(tmp_path: Path) -> None:

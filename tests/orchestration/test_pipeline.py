@@ -25,7 +25,7 @@ from headrace.errors import CheckpointError, HeadraceError, IdentityError, Stall
 from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
 from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.checkpoints import Checkpoints, step_of
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.reports import LagStats, Noise
 from headrace.rollouts.partial import PartialConfig
@@ -190,8 +190,9 @@ def test_an_engine_given_up_while_a_checkpoint_is_written_does_not_spoil_it(tmp_
 
     virtual_time.run(kill_it())
     saved = world.facts.of(CheckpointSaved)
-    assert [(fact.step, fact.error) for fact in saved] == [(2, "")]
-    assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version == 2
+    assert [(fact.step, fact.error) for fact in saved] == [(2, ""), (world.trainer.version, "")]
+    for path in world.checkpoints.all():
+        assert (path / "fake_trainer.txt").read_text() == str(load_controller(path).step) == str(step_of(path))
 
 
 def test_foreign_weights_are_refused(tmp_path: Path) -> None:

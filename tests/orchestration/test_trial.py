@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -192,6 +194,42 @@ def test_each_kind_of_parameter_that_keeps_old_values_is_found_and_named(name: s
         assert found.stale == label, (label, found)
 
 
+@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+def test_a_few_tokens_decide_only_where_nothing_has_kept_old_values(name: str) -> None:
+    """Whatever kept them, and also where it shows only in tokens of which no effect was computed."""
+    trainer, pieces = trainer_of(name), tokens_of(name)
+    few = len(pieces[0]) // 2
+    old = {n: one.detach().clone() for n, one in trainer.parameters()}
+    trainer.begin_trial()
+    new = {n: one.detach().clone() for n, one in trainer.parameters()}
+    scores = trainer.end_trial(pieces, most=few)
+    assert {len(kept) for kept in scores.kept.values()} == {few - 1}
+    trainer.begin_trial()
+    whole = trainer.end_trial(pieces)
+    assert whole.changed == scores.changed and list(whole.kept) == list(scores.kept)
+    engine = HuggingFaceEngine(name)
+
+    def decided(kept: Sequence[str]) -> bool:
+        engine.load(new | {n: old[n] for n in kept})
+        probe, facts = probe_of(pieces)
+        done = asyncio.run(probe.try_weights(engine, TRIAL, scores))  # type: ignore[arg-type]
+        assert bool(facts) is done, "what is not decided is not recorded"
+        return done
+
+    unseen = [label for label, kept in whole.kept.items() if np.abs(np.subtract(kept, whole.changed)).max() < 1e-4]
+    sound = msgspec.structs.replace(
+        scores, kept={label: scores.kept[label] for label in scores.kept if label not in unseen}
+    )
+    assert decided([]) is not bool(unseen)
+    for label, names in hypotheses(list(old)).items():
+        assert label in unseen or not decided(names), label
+    late = list(scores.changed)
+    late[few + 2] += 1.0  # of a row of the embedding, say, that only this token reads
+    probe, _ = probe_of([range(len(late) + 1)])
+    assert asyncio.run(probe.try_weights(Told(scores.changed), TRIAL, sound))  # type: ignore[arg-type]
+    assert not asyncio.run(probe.try_weights(Told(late), TRIAL, sound))  # type: ignore[arg-type]
+
+
 def test_weights_that_are_ignored_altogether_are_found() -> None:
     trainer, pieces = trainer_of("llama-tied-biased"), tokens_of("")
     engine = HuggingFaceEngine("llama-tied-biased")
@@ -285,6 +323,41 @@ def test_what_is_allowed_later_follows_from_the_first_version(dtype: str) -> Non
         checked(0.8 * least, 1.3 * above * 0.8 * least)
     with pytest.raises(IdentityError, match="on average"):
         checked(0.0, 2 * least)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("off", [float("nan"), float("inf"), -float("inf")])
+def test_log_probs_that_are_no_numbers_pass_no_probe(off: float, first: bool) -> None:
+    """Of the engine, and of the trainer."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, engine = trainer.score(pieces[0]), HuggingFaceEngine("llama", version=0)
+    probe, facts = probe_of(pieces)
+
+    def check(expected: Sequence[float], first: bool) -> None:
+        asyncio.run(probe.engine_side(engine, 0, list(expected), first=first))  # type: ignore[arg-type]
+
+    if not first:
+        check(expected, True)
+    with pytest.raises(IdentityError, match="differ from the trainer's"):
+        check([*expected[:-1], off], first)
+    engine.off = off
+    with pytest.raises(IdentityError, match="differ from the trainer's"):
+        check(expected, first)
+    assert [fact.ok for fact in facts[-2:]] == [False, False]
+
+
+def test_a_probe_that_is_scored_under_another_version_is_no_pass() -> None:
+    """Though its log-probs are right: they would be a proof of weights that nobody asked about."""
+    trainer, pieces = trainer_of("llama"), tokens_of("")
+    expected, (probe, facts) = trainer.score(pieces[0]), probe_of(pieces)
+    for version in (2, 4):
+        engine = HuggingFaceEngine("llama", version=version)
+        with pytest.raises(
+            IdentityError, match=f"to score the probe under version 3, and did it under version {version}"
+        ):
+            asyncio.run(probe.engine_side(engine, 3, expected))  # type: ignore[arg-type]
+    assert not facts, "nothing was compared"
+    asyncio.run(probe.engine_side(HuggingFaceEngine("llama", version=3), 3, expected))  # type: ignore[arg-type]
 
 
 def test_members_that_round_differently_have_floors_of_their_own() -> None:

@@ -95,6 +95,35 @@ def here(record: Callable[[Any], None], warn_after: float = 10.0, stop_after: fl
 # --- what a wait does --------------------------------------------------------------------------------------------------
 
 
+def test_many_that_wait_for_one_thing_are_reported_once_with_their_number() -> None:
+    """Groups begin one after the other, and each has its own deadline."""
+    facts: list[Any] = []
+
+    async def main() -> None:
+        waits = here(facts.append, stop_after=1000.0)
+        over = asyncio.Event()
+
+        async def group(number: int) -> None:
+            await asyncio.sleep(number)
+            async with waits.named("scorer", "a turn", endless=number % 2 == 0):
+                await over.wait()
+
+        groups = [asyncio.ensure_future(group(number)) for number in range(8)]
+        late = asyncio.ensure_future(group(13))  # it was not there yet when the others were reported
+        await asyncio.sleep(19.5)
+        told = [fact.message for fact in facts if isinstance(fact, Warned)]
+        assert told == ["scorer has waited 10 s for a turn (× 8)"]
+        await asyncio.sleep(6)
+        told = [fact.message for fact in facts if isinstance(fact, Warned)]
+        assert told[1:] == ["scorer has waited 20 s for a turn (× 9)"], "again, for those without an end"
+        over.set()
+        await asyncio.gather(*groups, late)
+        await asyncio.sleep(100)
+        assert len([fact for fact in facts if isinstance(fact, Warned)]) == 2
+
+    virtual_time.run(main())
+
+
 def test_a_wait_is_reported_then_stopped_and_says_who_waits_for_whom():
     facts: list[Any] = []
 
@@ -473,6 +502,7 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Se
         directory=directory,  # type: ignore[arg-type]
         lanes={"a": lane},  # type: ignore[dict-item]
         watchdog=Showing(),  # type: ignore[arg-type]
+        tried={},
     )
 
 
@@ -562,6 +592,10 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("delivery", "the swap in the engine"): of_pipeline(),
     ("delivery", "the engine (probe)"): of_pipeline(),
     ("controller", "the trainer (*)"): of_pipeline(),
+    ("checkpoint", "the trainer (its files)"): of_pipeline(checkpoint_every=2),
+    ("trainer", "the checkpoint of step * to be written"): of_pipeline(
+        checkpoint_every=1, trainer=FakeTrainer(save_seconds=5.0)
+    ),
     ("controller", "room on the disk for the last checkpoint"): of_pipeline(
         trainer=FakeTrainer(full=lambda attempt: True)
     ),

@@ -27,7 +27,8 @@ import headrace
 from headrace import cli
 from headrace.commands.installed.doctor import engine_findings
 from headrace.config import dump_config, load_config
-from headrace.engine.config import FORGIVEN, EngineConfig
+from headrace.deaths import FORGIVEN
+from headrace.engine.config import EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.errors import Unreachable

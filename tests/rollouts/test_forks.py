@@ -31,7 +31,7 @@ from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Branch, Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Branch, Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 
 PROMPT = Prompt("p", "?", (1, 2))
 
@@ -64,6 +64,30 @@ def test_rollouts_that_share_their_begin_are_one_episode() -> None:
     )
     assert tree.reward == 0.5 and tree.rewards == {"right": 0.5} and tree.episode.sampled == 6
     assert as_tree([scored(1.0, 10, 11)], 1) == scored(1.0, 10, 11), "one without alternatives does not branch"
+
+
+def test_every_turn_of_a_tree_keeps_what_it_was_given() -> None:
+    """Its rewards, the scores of the teacher and those of the reference: of the branch that it is on, not of another one."""
+
+    def given(first: float, *tokens: int) -> Scored:
+        """Turn n of a leaf has n more than its first turn; what is shared is the same in all leaves."""
+        values = [0.0, *(first + n for n in range(len(tokens) - 1))]
+        return replace(
+            scored(first, *tokens),
+            turn_rewards=tuple({"step": value} for value in values),
+            teachers=tuple(TeacherTrace("t", (int(value),), (-value,)) for value in values),
+            references=tuple((-value / 2,) for value in values),
+        )
+
+    leaves = [given(10.0, 1, 11, 12), given(20.0, 1, 21), given(30.0, 1, 31, 32)]
+    tree, values = as_tree(leaves, pivot=1), [0.0, 10.0, 11.0, 20.0, 30.0, 31.0]
+    assert [one["step"] for one in tree.turn_rewards] == values
+    assert [(one.versions, one.logprobs) for one in tree.teachers] == [((int(value),), (-value,)) for value in values]
+    assert list(tree.references) == [(-value / 2,) for value in values]
+    plain = as_tree([replace(one, turn_rewards=(), teachers=(), references=()) for one in leaves], pivot=1)
+    assert (plain.turn_rewards, plain.teachers, plain.references) == ((), (), ())
+    some = as_tree([replace(leaves[0], turn_rewards=()), *leaves[1:]], pivot=1)
+    assert some.turn_rewards == ({}, {}, {}, *({"step": value} for value in values[3:])), "a branch without rewards"
 
 
 def rows_of(*trees: Scored, **algo: Any) -> tuple[Row, ...]:

@@ -144,6 +144,46 @@ def test_streamed_weights_mark_what_they_were_mixed_for(tmp_path: Path) -> None:
     assert any(span.mixed for span in spans) and not all(span.mixed for span in spans)
 
 
+def test_a_group_is_as_old_as_the_oldest_token_of_any_of_its_requests() -> None:
+    """Whether a request was interrupted, is being sampled, has ended unheard, or has ended and waits for the others (C1)."""
+
+    async def go() -> None:
+        engine = FakeEngine(seconds_per_token=1.0, length=lambda rng: 8)
+        clock, trainer = asyncio.get_running_loop().time, FakeTrainer()
+        interrupts = Interrupts(engine, PartialConfig(), Waits(lambda fact: None, clock, 1e5, 1e6), clock)
+
+        async def live(version: int) -> None:
+            trainer.versions[""] = version
+            await engine.load(await trainer.publish())
+
+        await live(3)
+        assert interrupts.first_version(["t0/0", "t0/1"]) is None, "no token is sampled yet"
+        asked = asyncio.ensure_future(interrupts.generate(Request("t0/0", (1,), Sampling(max_tokens=8))))
+        await asyncio.sleep(2.5)
+        for version in (4, 5):
+            await live(version)
+            await asyncio.sleep(1.0)
+        assert engine.unfinished(["t0/0"])["t0/0"].versions == [3, 3, 4, 5]
+        younger = asyncio.ensure_future(interrupts.generate(Request("t0/1", (1,), Sampling(max_tokens=8))))
+        await asyncio.sleep(1.5)
+        assert interrupts.first_version(["t0/0", "t0/1"]) == 3 and interrupts.first_version(["t0/1"]) == 5, "sampled"
+        ends = asyncio.get_running_loop().create_future()  # in the same turn of the loop as the task that awaits it
+        interrupts._asked["t0/0"].add_done_callback(
+            lambda _: ends.set_result(("t0/0" in interrupts._kept, interrupts.first_version(["t0/0", "t0/1"])))
+        )
+        assert await ends == (False, 3), "unheard"
+        await asked
+        assert interrupts.first_version(["t0/0", "t0/1"]) == 3, "ended"
+        await younger
+        assert interrupts.first_version(["t0/1"]) == 5
+        interrupts.restore(
+            {"t1/0": Completion((1, 2), (0.0, 0.0), (VersionSpan(0, 1, 1), VersionSpan(1, 2, 1)), "interrupted")}
+        )
+        assert interrupts.first_version(["t1/0", "t1/1"]) == 1, "interrupted"
+
+    virtual_time.run(go())
+
+
 def test_an_evaluation_goes_on_over_an_abort(tmp_path: Path) -> None:
     """Interrupted completions of held-out prompts would count as short answers."""
 

@@ -22,7 +22,7 @@ import pytest
 from kill_child import FINISHED, live
 from tiny_run import tiny_config, workers_of
 
-from headrace.durable.journal import read_steps
+from headrace.durable.journal import end_of_journal, read_steps
 from headrace.faultsim.case import Case
 from headrace.faultsim.checks import RunHistory
 from headrace.faultsim.faults import Fault
@@ -109,8 +109,7 @@ def _kill(process: subprocess.Popen[str], whom: str) -> None:
 
 
 def _records(directory: Path) -> int:
-    journal = directory / "journal.jsonl"
-    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+    return end_of_journal(directory)
 
 
 def _killed_until_finished(config: dict[str, Any], kills: list[str], rng: random.Random) -> None:

@@ -9,21 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fact_stream import write_journal
 from tiny_run import tiny_config
 
 import headrace
 from headrace import cli
 from headrace.algo.config import AlgoConfig
 from headrace.config import RunConfig, dump_config, load_config
+from headrace.durable.journal import LiveRecord
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
+from headrace.native.free_memory import GIB, gib
 from headrace.orchestration.build import build_task
 from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
 from headrace.rehearsal import memory_needs
-from headrace.rehearsal.machine import GIB, Machine, gib
+from headrace.rehearsal.machine import Machine
 from headrace.rehearsal.memory_needs import MemoryPlan, needs, notes, refusals
 from headrace.rehearsal.place import place_problem
 from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
@@ -179,7 +182,7 @@ def test_some_long_prompts_are_a_note_and_all_of_them_too_where_a_run_goes_on(tm
 def test_a_directory_that_holds_a_run_is_only_for_going_on(tmp_path, tiny_llama):
     config, run = tiny_config(tmp_path, tiny_llama), tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)
-    (run / "journal.jsonl").write_text("{}\n")
+    write_journal(run, [LiveRecord(0.0, 0, "f")])
     with pytest.raises(ConfigError, match="already holds a run"):
         done(config)
     assert done(config, resume=run).problems == []
@@ -307,6 +310,13 @@ def test_what_may_not_fit_is_a_note():
     assert not list(notes(found, machine_of(64)))
     (note,) = notes(found, machine_of(64, free=20))
     assert "20.0 GiB are free now" in note and "train.microbatch_tokens" in note
+
+
+def test_no_room_for_a_copy_of_a_checkpoint_is_a_note_of_its_own_and_an_adapter_is_the_remedy():
+    (note,) = notes(needs(BILLION, plan_of()), machine_of(64, free=30))
+    assert "too little for a copy of a checkpoint (11.2 GiB): training then stands still" in note
+    small = {"lora": {"rank": 16}, "adapters": 1}
+    assert not list(notes(needs(BILLION, plan_of(**small)), machine_of(64, free=30)))
 
 
 def test_the_shape_is_that_of_the_weights(tiny_llama):

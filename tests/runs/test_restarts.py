@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from beside import Beside, until
 from test_lora_run import config as lora_config  # noqa: F401  (a fixture)
 from test_lora_run import loud_llama  # noqa: F401
-from tiny_run import Config, of, tiny_config, when_step, workers_of
+from tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
 
 import headrace
+from headrace.config import load_config
+from headrace.deaths import FORGIVEN
 from headrace.errors import WorkerDied
 from headrace.observe.facts import RunEnded, RunStarted, Warned
 from headrace.observe.records import StepRow
+from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.hosting import Errands, host
+from headrace.orchestration.runs.train_call import TrainCall
 
 
 @pytest.fixture
@@ -166,3 +173,56 @@ def test_an_interrupt_that_the_ended_loop_cannot_hear_reaches_the_caller() -> No
     Beside(lambda: (until(lambda: not any(one.name == "headrace-loop" for one in threading.enumerate())), ended.set()))
     with pytest.raises(KeyboardInterrupt):
         host(main, errands)
+
+
+# -- a trainer that hangs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.waits
+def test_a_trainer_that_hangs_is_started_again_and_named_with_what_it_does(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config |= {"train": {**config["train"], "steps": 6}, "watch": {"warn_after": 30, "stop_after": 60}}
+    harm = at_steps(config, {2: lambda: os.kill(trainer(), signal.SIGSTOP)})
+    result = headrace.train(config)
+    harm.join()
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(
+        r"the trainer process hangs: no answer to \w+ for \d+ s \(trainer, pid \d+: does not answer", said
+    ), said
+    assert "stopped by a signal" in said and "death no. 1 of train.max_deaths = 3: the run goes on" in said
+    assert "admission" not in said.split("the trainer process hangs")[1].split("the run goes on")[0]
+    assert result.reason == "finished" and result.step == 6 and list((result.directory / "logs").glob("stacks-*.txt"))
+    assert (
+        trained_steps(result.directory) >= 6
+        and [one.reason for one in of(result.directory, RunEnded)][-1] == "finished"
+    )
+
+
+def a_call(config: Config, **train: Any) -> TrainCall:
+    settings = load_config({**config, "train": {**config["train"], **train}})
+    resume = Path(config["out"])
+    return TrainCall(config=settings, resume=resume, inputs=NO_INPUTS, callbacks=None, measurer=None)
+
+
+def test_deaths_before_an_hour_of_progress_do_not_count(config: Config) -> None:
+    call, killed = a_call(config, max_deaths=1), WorkerDied("trainer", "was killed by SIGKILL")
+    for _ in range(5):
+        call.worked = FORGIVEN + 1
+        assert call.outlives(killed) and call.deaths.counted == 1
+    assert not call.outlives(killed), "no progress since the last one"
+    assert killed.__notes__ == ["it was its death no. 2 (train.max_deaths allows 1)"]
+    assert a_call(config, max_deaths=2).outlives(killed), "more are borne where the setting says so"
+
+
+def test_progress_lasts_to_the_last_step_and_no_longer(config: Config) -> None:
+    """A trainer that hangs at its first step for hours, each time, has made none."""
+    call = a_call(config)
+    lane: Any = SimpleNamespace(session=SimpleNamespace(worked=5.0, asked=False), storage=SimpleNamespace(begun=False))
+
+    async def main(on_signal: Callable[..., None]) -> None:
+        raise WorkerDied("trainer", "hangs")
+
+    with pytest.raises(WorkerDied):
+        call.host(main, [lane])
+    assert call.worked == 5.0

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from journal_frames import frames_of, put_frames, spoil
 from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
 
@@ -23,7 +24,6 @@ from headrace.commands.looking.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Damage,
     DrawnRecord,
@@ -125,9 +125,18 @@ def goes_on(path: Path, number: int = 1) -> None:
     assert ended.reason == "finished" and ended.accounting.balance() == 0
 
 
+def settings_in(path: Path) -> str:
+    """The settings of a run, without the digests of what is in the files that they name."""
+    return settings_of_file(path / "config.toml")
+
+
+def settings_of_file(path: Path) -> str:
+    return path.read_text().partition("# contents of ")[0]
+
+
 def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     """What a reader of the directory can tell of a run that can go on."""
-    current = dump_config(read_config(path / "config.toml"))  # without the digests of contents
+    current = settings_in(path)
     assert current in (dump_config(before), dump_config(after)), "the settings are others, or none"
     saved = saved_of(path)
     assert not saved.complaints, saved.complaints
@@ -136,7 +145,7 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     tickets = [fact.ticket for fact in of(path, TicketDrawn)]
     assert tickets == list(range(saved.resume.next_ticket)), "tickets twice, or without a record"
     for until, settings in configs_until(path):
-        assert dump_config(read_config(settings)) == dump_config(before) and until <= saved.step
+        assert settings_of_file(settings) == dump_config(before) and until <= saved.step
     state = saved.state
     assert state is not None
     passes = read_passes(path, state.step, state.passes)
@@ -145,6 +154,13 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
         "steps of other settings"
     )
     assert not list(path.glob(".*.part")), "what a kill left of a file is cleaned up"
+
+
+def set_aside(path: Path) -> list[bytes]:
+    """The records that were moved out of the journal."""
+    aside = path / "journal.discarded"
+    (path / "aside").mkdir(exist_ok=True)
+    return frames_of(put_frames(path / "aside", [aside.read_bytes()])) if aside.exists() else []
 
 
 def operations_of(act: Callable[[Path], object], path: Path) -> int:
@@ -170,21 +186,21 @@ def test_killed_at_any_file_operation_of_a_resume_with_other_settings_it_can_be_
     settings = set()
     for at in range(count + 1):
         path = killed.copy(tmp_path / "run")
-        known = set(read_lines(path / JOURNAL))
+        known = set(frames_of(path))
         disk = Disk(path, [Fault("kill", 0, at, 0.5)])
         try:
             with disk.mounted() as mounted:
                 begun(mounted, after)
         except Killed:
             assert at < count
-        settings.add((path / "config.toml").read_text())
+        settings.add(settings_in(path))
         begun(path)  # plainly, by the next process
         assert_whole(path, before, after)
-        aside = set(read_lines(path / "journal.jsonl.discarded"))
-        assert known <= set(read_lines(path / JOURNAL)) | aside, "a record is neither in the journal nor set aside"
-        whole = bytes_of(path)
+        aside = set(set_aside(path))
+        assert known <= set(frames_of(path)) | aside, "a record is neither in the journal nor set aside"
+        whole = frames_of(path)
         begun(path)
-        assert bytes_of(path)[JOURNAL] == whole[JOURNAL]
+        assert frames_of(path) == whole
         assert_whole(path, before, after)
         if at % 3 == 0:
             goes_on(path)
@@ -234,7 +250,7 @@ def test_several_adapters_killed_between_any_two_operations_all_go_on(killed: Ki
             resumed(mounted, after)
         resumed(path, read_config(path / "config.toml"))
         for name in ("e", "o"):
-            assert (path / name / "config.toml").read_text() == (path / "config.toml").read_text()
+            assert settings_in(path / name) == settings_in(path)
             assert [row.report.step for row in of(path / name, StepRow)] == list(range(saved_of(path / name).step))
 
 
@@ -324,8 +340,9 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
     assert state is not None
     for left in (0, 1, state.journal // 2, state.journal - 1):
         path = killed.copy(tmp_path / "run")
-        lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)[:left]
-        (path / JOURNAL).write_bytes(b"".join(lines))
+        put_frames(path, frames_of(path)[:left])
+        if not left:
+            shutil.move(path / "journal", tmp_path / "away")  # as a message of `pipeline.unlike` says
         lane = begun(path)
         (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
@@ -359,14 +376,12 @@ def _one_more_step(path: Path, state: ControllerState) -> tuple[AnyRecord, ...]:
 
 def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7, tmp_path: Path) -> None:
     path = killed.copy(tmp_path / "run")
-    lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)
-    lines[3] = lines[3][:90] + b"~" + lines[3][91:]
-    (path / JOURNAL).write_bytes(b"".join(lines))
+    spoil(path, 3)
     lane = begun(path)
     saved = lane.storage.saved
     assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
     assert any(
-        "line 4 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
+        "record 3 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
     )
 
 
@@ -374,13 +389,13 @@ def test_damage_behind_the_checkpoint_sets_aside_what_follows(killed: Killed7, t
     path = killed.copy(tmp_path / "run")
     state = saved_of(path).state
     assert state is not None
-    lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)
-    for place in (state.journal, len(lines) - 1):
-        spoilt = [*lines[:place], b"~" + lines[place][1:], *lines[place + 1 :]]
-        (path / JOURNAL).write_bytes(b"".join(spoilt))
+    frames = frames_of(path)
+    for place, in_head in ((state.journal, True), (len(frames) - 1, True), (state.journal, False)):
+        put_frames(path, frames)
+        spoil(path, place, in_head)
         lane = begun(path)
         assert lane.storage.saved is not None and lane.storage.saved.rewinds
-        assert (path / JOURNAL).read_bytes() == b"".join(lines[: state.journal])
+        assert frames_of(path) == frames[: state.journal]
         assert_whole(path, read_config(path / "config.toml"), read_config(path / "config.toml"))
 
 
@@ -430,8 +445,17 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     assert peak < size / 10, f"{peak} bytes for {size} on the disk"
 
 
+def newest_state(run: Path) -> ControllerState:
+    return load_controller(run / "checkpoints" / f"step-{of(run, RunEnded)[-1].step:06d}")
+
+
+def is_under_way(state: ControllerState) -> bool:
+    """Whether a rollout of 96 tokens has some, and enough left for what its engine did between the checkpoint and the end."""
+    return any(0 < len(one.tokens) < 70 for one in state.begun.values())
+
+
 def stop_after_two(step: headrace.Step) -> None:
-    if step.step == 2:
+    if step.step >= 2:
         raise headrace.StopTraining
 
 
@@ -443,14 +467,18 @@ def test_rollouts_under_way_go_on_with_another_top_p(
     config = tiny_config(
         tmp_path,
         tiny_llama,
-        rollout={"max_tokens": 48, "top_p": before},
+        rollout={"group_size": 2, "max_tokens": 96, "top_p": before},
         train={"steps": 100, "learning_rate": 1e-7},
-        staleness={"max_lag": 40, "groups_per_step": 2},  # so that the engine is never without work
+        engine={"context_length": 128, "max_running": 1},
+        staleness={
+            "max_lag": 40,
+            "groups_per_step": 1,
+        },  # 82 rollouts one by one: the engine has work when the run stops
     )
     run = headrace.train(config, on_step=stop_after_two).directory
-    done = of(run, RunEnded)[-1].step
-    buffer = load_controller(run / "checkpoints" / f"step-{done:06d}").buffer
-    steps = done + (len(buffer.ready) + len(buffer.in_flight)) // 2 + 2
+    while not is_under_way(state := newest_state(run)):  # it stopped between two rollouts
+        headrace.train(resume=run, on_step=stop_after_two)
+    steps = of(run, RunEnded)[-1].step + (len(state.buffer.ready) + len(state.buffer.in_flight)) + 1
     headrace.train(resume=run, sets=[f"rollout.top_p={after}", f"train.steps={steps}"])
     mixed = 0
     for step in read_steps(run):

@@ -380,7 +380,7 @@ def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
     when_step(directory, 2, delete).join()
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 1 and "Traceback" not in output, output
-    assert "journal.jsonl was deleted, moved or replaced while it was written to" in output
+    assert ".segment was deleted, moved or replaced while it was written to" in output
     assert "--to DIR" not in output and not directory.exists()
 
 

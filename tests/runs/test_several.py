@@ -14,6 +14,7 @@ from test_lora_run import config, loud_llama  # noqa: F401  (fixtures)
 from tiny_run import Config, of
 
 import headrace
+from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError, TrainingError
@@ -117,3 +118,17 @@ def test_one_that_fails_ends_the_run_and_the_others_have_checkpoints(two: Config
     saved = of(directory / "e", CheckpointSaved)[-1]
     assert not saved.error and saved.step > 0
     assert of(directory / "e", RunEnded)[-1].reason == "interrupted"
+
+
+def test_a_finished_run_says_how_each_adapter_goes_on(two: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, adapter in enumerate(two["adapters"]):
+        adapter["train"]["steps"] = 1 + number
+    directory = headrace.train(two).directory
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert "is finished: all of its 2 steps are done" in said
+    remedy = said.split("for instance: headrace ")[1].split()
+    assert remedy[-4:] == ["--set", "adapters.e.train.steps=2", "--set", "adapters.o.train.steps=4"]
+    assert cli.main(remedy) == 0
+    assert {one: len(list(read_steps(directory / one))) for one in ("e", "o")} == {"e": 2, "o": 4}

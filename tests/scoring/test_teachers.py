@@ -105,7 +105,9 @@ def test_any_tree_of_turns_is_scored_as_if_each_were_asked_alone(shape: list[tup
     turns: list[Turn] = []
     for number, (between, length, back) in enumerate(shape):
         parents = (number - 1 - back % number,) if number and back < 5 else ()
-        context = tuple(range(30, 30 + between)) if parents else PROMPT.tokens
+        context = tuple(
+            range(30, 30 + between)
+        )  # a path may begin with other tokens than the prompt's: a role's, a judge's
         turns.append(Turn(context, said(*range(1, length + 1)), parents))
     scores = asyncio.run(score_episode(engine(), PROMPT, Episode(tuple(turns))))
     assert isinstance(scores, tuple)
@@ -113,7 +115,7 @@ def test_any_tree_of_turns_is_scored_as_if_each_were_asked_alone(shape: list[tup
     def path(number: int) -> tuple[int, ...]:
         turn = turns[number]
         before = (*path(turn.parents[0]), *turns[turn.parents[0]].completion.tokens) if turn.parents else ()
-        return (*before, *turn.context)
+        return (*before, *(turn.context if turn.parents else turn.context or PROMPT.tokens))
 
     for number, (turn, score) in enumerate(zip(turns, scores, strict=True)):
         tokens = turn.completion.tokens

@@ -35,6 +35,7 @@ CALLS = {
     "llama3": f'Let me see.<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}',
     "gemma": 'Let me see.<|tool_call>call:weather{place:<|"|>Paris<|"|>}<tool_call|>',
     "function-gemma": "Let me see.<start_function_call>call:weather{place:<escape>Paris<escape>}<end_function_call>",
+    "qwen3-coder": "Let me see.\n<tool_call>\n<function=weather>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>",
 }
 BROKEN = 'I call <tool_call>{"name": "weather", "arguments": {"place": "Par}</tool_call>'
 
@@ -111,6 +112,33 @@ def test_a_streamed_call_is_the_whole_one(family: str, tmp_path: Path) -> None:
         assert chunk.usage and chunk.usage.completion_tokens == len(tokens_of(CALLS[family])) + 1
 
     run(TEMPLATES[family], tmp_path, saying(CALLS[family]), case)
+
+
+def test_plain_arguments_get_the_types_of_the_schema(tmp_path: Path) -> None:
+    """Qwen3-Coder's values are neither quoted nor escaped."""
+    kinds = {"place": {"type": "string"}, "days": {"type": "integer"}}
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": kinds}},
+    }
+    written = "<parameter=place>\n75001\n</parameter>\n<parameter=days>\n3\n</parameter>"
+    call = f"<tool_call>\n<function=weather>\n{written}\n</function>\n</tool_call>"
+
+    async def case(url: str, serving: Serving) -> None:
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+        chat = await client.chat.completions.create(model="tiny", messages=ASKING, tools=[tool])
+        (made,) = chat.choices[0].message.tool_calls or []
+        assert made.type == "function" and json.loads(made.function.arguments) == {"place": "75001", "days": 3}
+        function: Any = {"type": "function", "strict": None, **tool["function"]}
+        response = await client.responses.create(model="tiny", input="?", tools=[function])
+        (item,) = response.output
+        assert item.type == "function_call" and json.loads(item.arguments) == {"place": "75001", "days": 3}
+        result = {"role": "tool", "tool_call_id": made.id, "content": "rain"}
+        talk: Any = [*ASKING, chat.choices[0].message, result]
+        await client.chat.completions.create(model="tiny", messages=talk, tools=[tool])
+        assert written in prompt_of(serving, 2)
+
+    run(TEMPLATES["qwen3-coder"], tmp_path, saying(call, call), case)
 
 
 def test_what_is_no_call_stays_text(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ BROKEN: list[tuple[tuple[str, ...], int, str]] = [
     ((*JSON, "--data-binary", "@-", CHAT), 400, "not what this route takes"),
     (("-d", body(), CHAT), 415, "Content-Type: application/json"),
     ((*JSON, "-d", body(model="gpt-7"), CHAT), 404, "there is no model gpt-7 here; there are: tiny"),
-    ((*JSON, "-d", body(temprature=1), CHAT), 400, "unknown field `temprature`"),
+    ((*JSON, "-d", body(temprature=1), CHAT), 400, "there is no field temprature; did you mean temperature?"),
     ((*JSON, "-d", body(), "/v1/chat"), 404, "Not Found"),
     ((CHAT,), 405, "Method Not Allowed"),
     ((*JSON, "-X", "DELETE", "-d", body(), CHAT), 405, "Method Not Allowed"),

@@ -134,6 +134,13 @@ def test_an_adapter_of_peft_is_served_beside_the_model(tiny_llama: Path, tmp_pat
                 return [row[str(token)]["logprob"] for row, token in zip(rows, PROMPT[1:], strict=True)]
 
             own = await scored()
+            echo = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+            said = (await client.post("/v1/completions", echo))[1]["choices"][0]["logprobs"]
+            assert said["token_logprobs"][1 : len(PROMPT)] == pytest.approx(own, abs=1e-6)
+            assert (
+                len(said["tokens"]) == len(said["text_offset"]) == len(PROMPT) + 1 and said["top_logprobs"][0] is None
+            )
+            assert said["token_logprobs"][-1] == max(said["top_logprobs"][-1].values()), "it is greedy"
             load = {"lora_name": "mine", "lora_path": str(tmp_path / "adapter")}
             assert await client.post("/v1/load_lora_adapter", load) == (
                 200,

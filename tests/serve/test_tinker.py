@@ -289,6 +289,27 @@ def test_what_is_not_served_is_refused_by_name_and_trains_nothing(client: tinker
         sampler.sample(PROMPT, 1, greedy(500)).result()
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+def test_a_refused_request_holds_nothing_up(client: tinker.ServiceClient) -> None:
+    """It took no number, and everything behind it failed after five and a half minutes with all that the model had learned."""
+    model = trained(client, seed=14)
+    first = step(model, [supervised()])
+    refusals = (tinker.APIStatusError, tinker.RequestFailedError)
+    for wrong in (
+        lambda: model.save_state("step 10"),
+        lambda: model.save_state("../../evil"),
+        lambda: model.load_state("tinker://nope:train:0/weights/x"),
+        lambda: model.optim_step(types.AdamParams(learning_rate=float("nan"))),
+        lambda: model.forward_backward([supervised()], "stable_reinforce"),
+    ):
+        with pytest.raises(refusals):
+            wrong().result(30)
+    with pytest.raises(tinker.RequestFailedError, match="a forward_backward before it failed"):
+        model.optim_step(ADAM).result(30)
+    assert step(model, [supervised()]) < first, "it goes on from what it has learned"
+    assert model.save_state("step-10").result(30).path.endswith("step-10")
+
+
 def test_options_of_sampling(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     params = types.SamplingParams(max_tokens=6, seed=5, top_k=20, top_p=0.9, temperature=0.8)

@@ -29,6 +29,7 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
 
 
 LEDGER = "orchestration/loops/ledger.py"
+SAVING = "orchestration/loops/saving.py"
 PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
@@ -38,7 +39,12 @@ SCORE_LOG, ENDPOINT = "scoring/parts/score_log.py", "scoring/services/endpoint.p
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
 REQUESTS = "engine/fleet/moving_requests.py"
-JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/atomic_files.py"
+JOURNAL, SEGMENTS, TICKETS, FILES = (
+    "durable/journal.py",
+    "durable/segments.py",
+    "observe/numbers/tickets.py",
+    "durable/atomic_files.py",
+)
 
 OF_BUFFER = (
     _one(
@@ -290,11 +296,10 @@ OF_RECOVERY = (
 
 OF_SNAPSHOTS = (
     _one(
-        "state_after_await", SNAPSHOTS, "C7", "the controller's state is taken after the trainer has written",
-        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))\n"
-        "            await parts.trainer.save(directory, self._adapter)\n",
-        "            await parts.trainer.save(directory, self._adapter)\n"
-        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(self._state(step, started, parts)))\n",
+        "state_after_await", SNAPSHOTS, "C7", "the controller's state is taken when the checkpoint is written",
+        "            (directory / CONTROLLER).write_bytes(moment.state)\n",
+        "            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(self._state(step, started, self._of)))\n",
+        ("        started, adapter = ", "        self._of = parts\n        started, adapter = "),
     ),
     _one(
         "passes_begun_late", SNAPSHOTS, "C7", "the file of passes changes when the checkpoint is written, not when it is taken",
@@ -306,8 +311,12 @@ OF_SNAPSHOTS = (
         "            failure = str(error)\n", "            failure = str(error)\n            self.saved_step = step\n",
     ),
     _one(
-        "saved_again", SNAPSHOTS, "C7", "the checkpoint that a run goes on from is written anew",
-        "if step == self.saved_step:", "if False:",
+        "saved_again", SAVING, "C7", "the checkpoint that a run goes on from is written anew",
+        "if step == self._parts.snapshots.saved_step:", "if False:",
+    ),
+    _one(
+        "two_at_once", SAVING, "C7", "a checkpoint begins while another one is written",
+        "        await self.finish()\n        if (waited", "        if (waited",
     ),
     _one(
         "pruned_too_far", SNAPSHOTS, "C7", "passes of an older checkpoint that is kept are removed",
@@ -330,39 +339,39 @@ OF_SNAPSHOTS = (
 OF_JOURNAL = (
     _one(
         "flush_does_nothing", JOURNAL, "C7", "the journal is never put on the disk",
-        "        if self._flushes:\n            self._file.flush()", "        pass",
+        "        self._file.check()\n        if self._flushes:\n            self._file.flush()", "        pass",
     ),
     _one(
         "numbers_begin_anew", JOURNAL, "C7", "a resumed run numbers its records from 0 on",
-        "self.position = max(position, end_of_journal(run_dir))", "self.position = position",
+        "self.position = max(position, end)", "self.position = position",
     ),
     _one(
-        "checksum_ignored", JOURNAL, "C7", "a record that does not match its checksum is taken for good",
-        "if head[2] != _sum(number, body):", "if False:",
+        "checksum_ignored", SEGMENTS, "C7", "a record that does not match its checksum is taken for good",
+        "return body if xxhash.xxh3_64_intdigest(body, seed=place.number) == expected else None", "return body",
     ),
     _one(
         "first_record_skipped", JOURNAL, "C7", "reading begins one record too late",
-        "    path, following = run_dir / JOURNAL, 0\n", "    path, following, start = run_dir / JOURNAL, 0, start + (start > 0)\n",
+        "    segments = from_record(segments_of(run_dir), start)\n", "    start += start > 0\n    segments = from_record(segments_of(run_dir), start)\n",
     ),
     _one(
         "cut_one_too_far", JOURNAL, "C7", "the journal is cut one record before the checkpoint",
-        "repeat(True, kept)", "repeat(True, kept - 1)",
+        "else _end_before(path, position) for", "else _end_before(path, position - 1) for",
     ),
     _one(
         "cut_one_short", JOURNAL, "C7", "the journal is cut one record behind the checkpoint",
-        "repeat(True, kept)", "repeat(True, kept + 1)",
+        "else _end_before(path, position) for", "else _end_before(path, position + 1) for",
     ),
     _one(
         "skipped_is_replayed", JOURNAL, "C8", "a skipped step is given as one that was trained",
-        "                if record.report.skipped:\n                    continue\n", "",
+        "return _SKIPPED if report.skipped else _STEPPED, report.step", "return _STEPPED, report.step",
+    ),
+    _one(
+        "torn_is_damaged", SEGMENTS, "C7", "a record that a kill has torn is taken for a damaged one",
+        "        if following < 0 and _is_torn(data, at, place):\n", "        if False:\n",
     ),
     _one(
         "torn_end_stays", FILES, "C7", "a torn last line is not cut: the next record is glued to it",
         "                os.truncate(path, (whole or whole_lines)(path))\n", "                pass\n",
-    ),
-    _one(
-        "torn_line_read", FILES, "C7", "a torn last line is read as a whole one",
-        '            if line.endswith(b"\\n"):\n                yield line[:-1]', '            yield line.rstrip(b"\\n")',
     ),
     _one(
         "written_later", FILES, "C7", "what is appended waits in a buffer of the process",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.batches import Failure, Group, Row
 from headrace.durable.journal import AnyRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
+from headrace.durable.segments import SEGMENT
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
@@ -289,8 +290,8 @@ def standing(facts: Iterable[Fact], step: int) -> Resume:
     )
 
 
-def write_journal(run_dir: Path, records: Iterable[AnyRecord]) -> None:
-    journal = Journal(run_dir)
+def write_journal(run_dir: Path, records: Iterable[AnyRecord], segment: int = SEGMENT) -> None:
+    journal = Journal(run_dir, segment=segment)
     for record in records:
         journal.write(record)
     journal.close()

@@ -234,7 +234,7 @@ class Talk:
                 said.append([*self.marks(number), len(done.tokens) % 7 + 6])
                 if self.keeps:
                     agent.keep(msgspec.msgpack.encode(said[number]))
-            if agent.cut_off(said[number]):
+            if agent.cut_off(len(said[number])):
                 break
             done = await agent.turn(said[number])
         return {"talk": self.reward(done.tokens)}
@@ -297,6 +297,7 @@ class _Host:
                 launcher=None,  # type: ignore[arg-type]
                 transports=(),
                 trainer_dtype="float32",
+                same_arithmetic=False,
                 shadow=None,
             )
 

@@ -97,8 +97,19 @@ XML = (
 PLAIN = "{% for message in messages %}" + _TURN + "<|im_end|>\n{% endfor %}" + _OPENED
 """Knows no tools."""
 
+QWEN_CODER = (
+    _CHATML_TOOLS + "{% for message in messages %}{% if message.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>\n<|im_end|>\n"
+    "{% else %}"
+    + _TURN
+    + "{% for call in message.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+    "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}"
+    "\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + _OPENED
+)
+
 TEMPLATES = {"hermes": HERMES, "mistral-list": MISTRAL_LIST, "mistral-named": MISTRAL_NAMED, "llama3": LLAMA}
-TEMPLATES |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA}
+TEMPLATES |= {"gemma": GEMMA, "function-gemma": FUNCTION_GEMMA, "qwen3-coder": QWEN_CODER}
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|python_tag|>"]
 SPECIAL += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]", "[/INST]"]

@@ -24,7 +24,7 @@ from headrace.trainer.forward.forward import choose_forward, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.fused.fused_ops import Segments
 from headrace.trainer.forward.fused.fused_products import LinearLayer
-from headrace.trainer.forward.fused.fused_weights import PackedWeight, reserve
+from headrace.trainer.forward.fused.fused_weights import PackedWeight, forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
@@ -493,3 +493,20 @@ def test_operations_with_fewer_instructions(tmp_path, instructions):
     code = f"import pytest, sys; sys.exit(pytest.main(['-q', '-k', 'not model and not operations', {__file__!r}]))"
     result = python(code, CXX=str(compiler), HOME=str(tmp_path))
     assert result.returncode == 0, result.stdout[-2000:]
+
+
+def test_a_pass_without_a_backward_packs_one_direction_and_the_other_is_never_stale() -> None:
+    weight, packed = torch.randn(70, 40), PackedWeight()
+
+    def both_are_fresh() -> bool:
+        (across, down), (first, second) = packed.packed(weight), PackedWeight().packed(weight)
+        assert down is not None and second is not None
+        return torch.equal(across, first) and torch.equal(down, second)
+
+    for _ in range(3):
+        with forward_only():
+            across, down = packed.packed(weight)
+        assert down is None, "the one that there may be is of older values"
+        assert torch.equal(across, PackedWeight().packed(weight)[0]) and both_are_fresh()
+        weight.mul_(1.5)
+    assert both_are_fresh()

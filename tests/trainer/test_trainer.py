@@ -8,7 +8,7 @@ import resource
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from headrace.errors import CheckpointError, ConfigError
 from headrace.packing.ranks import split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.tree_attention import tree_of
-from headrace.trainer.step.optimizer import learning_rate
+from headrace.trainer.rate_schedule import learning_rate
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Prompt
 
@@ -434,15 +434,16 @@ def same_parameters(one: TorchTrainer, other: TorchTrainer) -> None:
         assert torch.equal(a, b), name
 
 
-def test_learning_rates():
-    constant = TrainConfig(steps=10, learning_rate=1.0, warmup_steps=4)
-    assert [learning_rate(step, constant) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    cosine = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="cosine")
-    rates = [learning_rate(step, cosine) for step in range(13)]
-    assert rates[4] == 1 and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0)
-    assert all(a > b for a, b in pairwise(rates[4:]))
-    linear = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="linear")
-    assert [learning_rate(step, linear) for step in (3, 4, 6, 10, 12, 13)] == [1, 1, 0.75, 0.25, 0, 0]
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_batch_says_how_long_the_schedule_is(schedule, model_dir):
+    """A run whose number of steps changes (`train.minutes`, a resume) falls to the end that it has now, in its weights and in its report."""
+    planned, told = (trainer(model_dir("llama"), schedule=schedule, steps=steps) for steps in (12, 3))
+    for step in range(3):
+        lrs = [planned.step(batch(step, step)).lr, told.step(msgspec.structs.replace(batch(step, step), steps=12)).lr]
+        assert lrs == [learning_rate(step, TrainConfig(steps=12, learning_rate=1e-3, schedule=schedule))] * 2
+    same_parameters(planned, told)
+    for length in (0, 3):  # 0: that of the settings
+        assert told.step(msgspec.structs.replace(batch(3, told.version), steps=length)).lr == 0
 
 
 def test_tied_parameters_are_published_once(model_dir):

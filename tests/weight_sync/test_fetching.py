@@ -15,8 +15,11 @@ import msgspec
 import pytest
 import torch
 from beside import Beside
+from tiny_run import tiny_config
 
+from headrace.config import load_config
 from headrace.errors import IdentityError
+from headrace.orchestration.starting import transport_of
 from headrace.protocols import Transport, WeightSender
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
@@ -114,6 +117,37 @@ def test_an_update_that_is_loaded_again_travels_once(deltas: Both) -> None:
     receiver = deltas.receiver()
     update = deltas.send(0)
     assert received(receiver, update) >= PAYLOAD and received(receiver, update) == 0
+
+
+@pytest.mark.parametrize("kind", ["tcp", "http", "files", "broadcast"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_setting_says_how_many_differences_lie_between_two_full_copies(
+    kind: str, every: int, tmp_path: Path
+) -> None:
+    given = tiny_config(tmp_path, tmp_path)
+    given["weight_sync"] = {"kind": kind, "encoding": "delta", "anchor_every": every}
+    given["engine"] = {"dtype": "bfloat16"} | (
+        {"kind": "vllm", "urls": ["http://127.0.0.1:1"]} if kind == "http" else {}
+    )
+    transport = transport_of(load_config(given), tmp_path)
+    sender = transport.sender(MANIFESTS)
+    whole = [version for version in range(9) if "base" not in sender.send(version, parameters(version)).where]
+    transport.close()
+    assert whole == list(range(0, 9, every + 1))
+
+
+def test_an_update_that_is_loaded_again_is_proven_again(deltas: Both) -> None:
+    """What was overwritten meanwhile (by an engine that works on its weights in place, say) is refused, and then fetched anew; a difference
+    from it is no good either."""
+    receiver = deltas.receiver()
+    for version in range(3):
+        update = deltas.send(version)
+        receiver.receive(update)["norm"][3] += 1
+        with pytest.raises(IdentityError, match=f"version {version} were published with fingerprint"):
+            receiver.receive(update)
+        assert received(receiver, update) >= PAYLOAD
+        receiver.receive(update)["norm"][3] += 1
+    assert received(receiver, deltas.send(3)) >= PAYLOAD, "the difference, and the full copy in its place"
 
 
 def test_all_values_changed_travel_whole(deltas: Both) -> None:

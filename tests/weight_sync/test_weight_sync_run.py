@@ -87,7 +87,7 @@ def test_the_dry_run_says_which_way_and_why(tiny_tokenizer: Path, tmp_path: Path
         ({}, "shared memory: two packed buffers (trainer and engine are processes of this machine)"),
         (
             {"weight_sync": {"kind": "tcp", "encoding": "delta"}},
-            'TCP: deltas, full every 50 (weight_sync.kind = "tcp")',
+            'TCP: deltas, full after 50 (weight_sync.kind = "tcp")',
         ),
         ({"weight_sync": {"kind": "broadcast"}}, 'broadcast: full (weight_sync.kind = "broadcast")'),
         (server, "files: two versions (an engine behind HTTP reads what the trainer writes)"),

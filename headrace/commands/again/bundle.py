@@ -54,8 +54,11 @@ class Bundle(Struct, frozen=True, kw_only=True):
     """The weight of every named reward."""
     journaled: JournalStep
     before: str = ""
-    """Fingerprint of the weights that the step began with; empty if it was not recorded."""
+    """Fingerprint of the weights that the step began with; empty if it was not recorded. If the state before the step is here, it has these."""
     after: str = ""
+    made_anew: str = ""
+    """The reason why the state before the step is only near the run's, where the exporting machine does not compute what the run's did; empty
+    if it is the run's."""
     updates: dict[str, tuple[float, float]] = {}
     """The norms of the change of each trained tensor and of the tensor after it, if the bundle has the state before the step."""
     left_out: tuple[str, ...] = ()

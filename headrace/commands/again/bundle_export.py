@@ -10,14 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from headrace.batches import Failure
 from headrace.commands.again.bundle import FORMAT, Bundle, places_named, write_bundle
-from headrace.commands.again.replay import read_expected
-from headrace.commands.again.rerun import plan_rerun, rerun, settings_at
+from headrace.commands.again.replay import read_expected, why_inexact
+from headrace.commands.again.rerun import RerunPlan, plan_rerun, rerun, settings_at
 from headrace.commands.again.updates import Updates, norms_of_updates
 from headrace.config import RunConfig, dump_config
 from headrace.durable.journal import JournalStep, read_steps
@@ -81,8 +80,11 @@ def export_bundle(
         if {"adapter", "weights"} & set(include):
             console.print(f"doing step {step} again, for the state before it")
             state = Path(scratch) / "before"
-            updates, said = asyncio.run(_state_before(course, state, Path(scratch) / "after"))
-            bundle = replace(bundle, updates=updates)
+            before, updates, said = asyncio.run(_state_before(course, state, Path(scratch) / "after"))
+            made_anew = _made_anew(config, bundle, before)
+            bundle = replace(bundle, before=before, updates=updates, made_anew=made_anew)
+            if made_anew:
+                console.print(Text(f"the state before the step is not the run's, only near it: {made_anew}", "yellow"))
             if said:
                 console.print(
                     Text(
@@ -181,19 +183,30 @@ def _without_tracebacks(step: JournalStep) -> JournalStep:
     return replace(step, groups=groups)
 
 
-async def _state_before(course: Any, before: Path, after: Path) -> tuple[Updates, str]:
-    """Saves the state before the last step of the course. Returns the norms of the step's updates, and a sentence if its result differs from
-    the run's."""
+def _made_anew(config: RunConfig, bundle: Bundle, before: str) -> str:
+    """Returns why the state before the step is not the run's; empty if it is. `before`: the fingerprint of its weights."""
+    if bundle.before in ("", before):
+        return ""
+    return (
+        why_inexact(config, bundle.machine)
+        or "the same machine gave other bits (headrace replay finds the first such step)"
+    )
+
+
+async def _state_before(course: RerunPlan, before: Path, after: Path) -> tuple[str, Updates, str]:
+    """Saves the state before the last step of the course. Returns the fingerprint of its weights, the norms of the step's updates, and a
+    sentence if its result differs from the run's."""
     async with rerun(course) as stages:
         async for stage in stages:
             last = stage.step == course.last
             if last:
                 await stage.trainer.save(before, stage.adapter)
+                begun = (await stage.trainer.publish(stage.adapter)).fingerprint
             report = await stage.execute()
             if last:
                 await stage.trainer.save(after, stage.adapter)
                 apart = differing(report, stage.journaled.report)
-                return norms_of_updates(before, after), ", ".join(apart)
+                return begun, norms_of_updates(before, after), ", ".join(apart)
     raise AssertionError("the course has its last step")
 
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from headrace.commands.again.bundle import CODE, STATE, Bundle, read_bundle
+from headrace.commands.again.rerun import with_threads_of
 from headrace.commands.again.stages import (
     StageName,
     StageResult,
@@ -45,6 +46,8 @@ def replay_bundle(file: Path, model: str = "", trust: bool = False, console: Con
     console.print(_table(results))
     for sentence in bundle.left_out:
         console.print(Text(f"not in the bundle: {sentence}", "dim"))
+    if bundle.made_anew:
+        console.print(Text(f"its state before the step is not the run's, only near it: {bundle.made_anew}", "dim"))
     return _conclude(results, console)
 
 
@@ -57,7 +60,7 @@ def _headline(bundle: Bundle) -> str:
 
 async def _stages(bundle: Bundle, folder: Path, *, model: str, scratch: Path) -> list[StageResult]:
     code = folder / CODE
-    config = build(RunConfig, resolve_paths(_tree(bundle), code))
+    config = with_threads_of(build(RunConfig, resolve_paths(_tree(bundle), code)), bundle.machine)
     made, algorithm = advantage_stage(bundle, config)
     results = [await reward_stage(bundle, config, code), made]
     problem = _cannot_train(bundle, folder, config, model)

@@ -15,13 +15,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
+from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, machines_of, plan_rerun, rerun
 from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.errors import CheckpointError
-from headrace.observe.facts import RunStarted, WeightsLive
+from headrace.observe.facts import WeightsLive
 from headrace.observe.machine_mark import machine_mark
-from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.records import read_metrics
 from headrace.observe.screen.console import Console
 from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
@@ -54,9 +54,14 @@ class Outcome:
     fingerprint: str
     recorded: str
     """The recorded fingerprint; empty if none was recorded for that version."""
-    exact: bool
-    """Whether the result must be equal bit for bit."""
+    inexact: str
+    """The reason why the result need not be equal bit for bit; empty if it must."""
     problem: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result must be equal bit for bit."""
+        return not self.inexact
 
     @property
     def verdict(self) -> str:
@@ -85,7 +90,7 @@ async def _replay(course: RerunPlan, console: Console) -> int:
             outcomes.append(outcome)
             table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
     console.print(table)
-    return _conclude(outcomes, expected, console)
+    return _conclude(outcomes, console)
 
 
 def _where_from(course: RerunPlan) -> str:
@@ -105,18 +110,10 @@ def _where_from(course: RerunPlan) -> str:
 def read_expected(run_dir: Path) -> Expected:
     """Reads the recorded results. Parts of journal and metrics that cannot be read are not compared."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
-    machine: Mapping[str, str] = {}
-    fingerprints: dict[int, str] = {}
-    machines: dict[int, Mapping[str, str]] = {}
-    for fact in read_metrics(run_dir):
-        match fact:
-            case RunStarted():
-                machine = fact.machine
-            case StepRow():
-                machines[fact.report.step + 1] = machine
-            case WeightsLive() if fact.update.kind == kind:
-                fingerprints[fact.update.version] = fact.update.fingerprint
-    return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, LiveRecord)}, machines)
+    live = (fact.update for fact in read_metrics(run_dir) if isinstance(fact, WeightsLive) and fact.update.kind == kind)
+    fingerprints = {update.version: update.fingerprint for update in live}
+    journaled = {one.version: one.fingerprint for one in read_only(run_dir, LiveRecord)}
+    return Expected(fingerprints | journaled, machines_of(run_dir))
 
 
 async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[Outcome, None]:
@@ -155,15 +152,29 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint=fingerprint,
         recorded=expected.fingerprints.get(journaled.version, ""),
-        exact=is_exact(config, expected.machines.get(stage.step)),
+        inexact=why_inexact(config, expected.machines.get(stage.step)),
         tolerance=tolerance_of(config),
     )
 
 
 def is_exact(config: RunConfig, machine: Mapping[str, str] | None) -> bool:
     """Whether a step that `machine` did is expected here bit for bit."""
+    return not why_inexact(config, machine)
+
+
+def why_inexact(config: RunConfig, machine: Mapping[str, str] | None) -> str:
+    """Returns why a step that `machine` did may have other bits here, as a sentence without a full stop; empty if it may not."""
     here = machine_mark(cores_here(config), config.train.threads)
-    return machine == here and (config.train.device == "cpu" or "gpu" not in here)
+    if not machine:
+        return "the run has not recorded its machine"
+    changed = [
+        f"{name} was {machine.get(name, 'none')}, here {here.get(name, 'none')}"
+        for name in dict.fromkeys((*machine, *here))
+        if machine.get(name) != here.get(name)
+    ]
+    if changed:
+        return f"the run had another machine ({'; '.join(changed)})"
+    return "a GPU adds in any order" if "gpu" in here and config.train.device != "cpu" else ""
 
 
 def tolerance_of(config: RunConfig) -> float:
@@ -176,11 +187,12 @@ def outcome_of(
     *,
     fingerprint: str,
     recorded: str,
-    exact: bool,
+    inexact: str,
     tolerance: float,
 ) -> Outcome:
-    """`recorded`: the fingerprint that the run recorded, or an empty string. `exact`: compare bit for bit, not within `tolerance`."""
-    if exact:
+    """`recorded`: the fingerprint that the run recorded, or an empty string. `inexact`: why means are compared within `tolerance`; empty to
+    compare bit for bit."""
+    if not inexact:
         problem = worded(report, before, differing(report, before))
         if not problem and recorded and fingerprint != recorded:
             problem = f"the weights are {fingerprint} instead of {recorded}"
@@ -192,7 +204,7 @@ def outcome_of(
         before=before,
         fingerprint=fingerprint,
         recorded=recorded,
-        exact=exact,
+        inexact=inexact,
         problem=problem,
     )
 
@@ -233,15 +245,12 @@ def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
     return (*numbers, one.fingerprint[:12], seconds, one.verdict)
 
 
-def _conclude(outcomes: list[Outcome], expected: Expected, console: Console) -> int:
+def _conclude(outcomes: list[Outcome], console: Console) -> int:
     apart = next((one for one in outcomes if one.problem), None)
     if apart:
         console.print(Text(f"step {apart.step} is the first whose result differs", "bold red"))
     else:
         console.print(Text(f"{plural(len(outcomes), 'step')} gave the same result", "green"))
-    elsewhere = [one for one in outcomes if not one.exact]
-    if elsewhere:
-        then = expected.machines.get(elsewhere[0].step) or {"machine": "unknown"}
-        there = ", ".join(f"{name} {value}" for name, value in then.items())
-        console.print(f"the run used another machine, or a GPU ({there}): means are compared within a tolerance")
+    for why in dict.fromkeys(one.inexact for one in outcomes if one.inexact):
+        console.print(f"{why}: means are compared within a tolerance")
     return 1 if apart else 0

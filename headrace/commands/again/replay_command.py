@@ -23,6 +23,7 @@ def add_replay(commands: Commands) -> None:
     one.add_argument(
         "--include",
         nargs="+",
+        action="extend",
         default=[],
         choices=("code", "adapter", "weights"),
         help="pack with it: your functions' source, or the state that the trainer had before the step",

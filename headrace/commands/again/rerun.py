@@ -5,10 +5,11 @@ Optimizer steps are counted from 1 here, as in the output: step N makes version 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,10 +17,12 @@ from msgspec.structs import replace
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
 from headrace.batches import Batch
 from headrace.config import RunConfig, config_of_run, read_config
-from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
+from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps, refuse_earlier
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
+from headrace.observe.facts import RunStarted
+from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.pools import trainer_start
@@ -81,6 +84,7 @@ def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
         raise ConfigError(
             f"there are no steps {first} to {last}: steps are counted from 1, and --to must not be below --step"
         )
+    refuse_earlier(run_dir)
     if (done := count_steps(run_dir)) < last:
         raise ConfigError(f"the journal of {run_dir} has {done} steps, so there is no step {last}")
     checkpoint, complaints = None, []
@@ -140,21 +144,43 @@ def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
         yield step
     if following < course.last:
         damage = Damage()
-        list(read_steps(course.run_dir, (), damage))
+        list(read_steps(course.run_dir, {following}, damage))
         raise HeadraceError(
-            f"step {following + 1} cannot be repeated, because its record cannot be read ({JOURNAL}: {damage}). Steps after a later "
+            f"step {following + 1} cannot be repeated, because its record cannot be read (its journal: {damage}). Steps after a later "
             "checkpoint can (--step)"
         )
 
 
 def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
-    """The settings of each part of the run with the last step of that part: a resumed run may have changed settings."""
-    at = course.begins
+    """The settings of each part of the run with the last step of that part: a resumed run may have changed settings, or had other cores."""
+    at, machines = course.begins, machines_of(course.run_dir)
     for until, path in [*configs_until(course.run_dir), (course.last, config_of_run(course.run_dir))]:
         end = min(until, course.last)
         if end > at:
-            yield read_config(path), end
+            config = read_config(path)
+            parts = groupby(range(at + 1, end + 1), lambda step: machines.get(step, {}).get("threads"))
+            for steps in [list(part) for _, part in parts]:
+                yield with_threads_of(config, machines.get(steps[-1], {})), steps[-1]
             at = end
+
+
+def machines_of(run_dir: Path) -> dict[int, Mapping[str, str]]:
+    """Returns the mark of the machine that did each step (`observe/machine_mark.py`); steps are counted from 1."""
+    machine: Mapping[str, str] = {}
+    machines: dict[int, Mapping[str, str]] = {}
+    for fact in read_metrics(run_dir):
+        match fact:
+            case RunStarted():
+                machine = fact.machine
+            case StepRow():
+                machines[fact.report.step + 1] = machine
+    return machines
+
+
+def with_threads_of(config: RunConfig, machine: Mapping[str, str]) -> RunConfig:
+    """Returns the settings with as many threads as the trainer had there, whatever the cores of this process: sums are split over them."""
+    threads = int(machine.get("threads") or 0)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads)) if threads else config
 
 
 @asynccontextmanager

@@ -161,7 +161,7 @@ async def trained_stages(
         if bundle.updates:
             await trainer.save(scratch / "after", adapter)
             moved = norms_of_updates(scratch / "before", scratch / "after")
-    exact = is_exact(config, bundle.machine)
+    exact = is_exact(config, bundle.machine) and not bundle.made_anew
     tolerance = 0.0 if exact else tolerance_of(config)
     results = judged_stages(report, bundle.journaled.report, tolerance)
     weights = apart(moved, bundle.updates, tolerance)

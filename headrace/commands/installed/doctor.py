@@ -14,8 +14,9 @@ from headrace.engine.servers.installed import MODULES, REMEDY, look, places
 from headrace.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
 from headrace.environments.verifiers.verifiers_package import lacking, look_for_verifiers
 from headrace.native.cores import usable_cores
-from headrace.rehearsal.machine import ask_torch, memory, torch_facts
-from headrace.settings.extras import EXTRAS, install, is_installed
+from headrace.native.free_memory import memory
+from headrace.rehearsal.machine import ask_torch, torch_facts
+from headrace.settings.extras import EXTRAS, install, is_installed, pip_install
 
 State = Literal["ok", "note", "bad"]
 
@@ -61,7 +62,7 @@ def _python() -> DoctorFinding:
 
 def torch_findings(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
     if isinstance(torch, str):
-        yield DoctorFinding("torch", "bad", torch, "pip install 'torch>=2.11,<2.14'")
+        yield DoctorFinding("torch", "bad", torch, f"{pip_install()} 'torch>=2.11,<2.14'")
         return
     yield _in_range("torch", torch["version"], f", {torch['threads']} threads, built for {_built_for(torch)}")
     fast = [name for key, name in (("amx", "AMX"), ("avx512_bf16", "AVX512-BF16")) if torch[key]]
@@ -148,9 +149,9 @@ def _version(distribution: str) -> str | None:
 def _in_range(name: str, version: str | None, more: str = "") -> DoctorFinding:
     wanted = _requirement(name)
     if version is None:
-        return DoctorFinding(name, "bad", "not installed", f"pip install '{name}{wanted}'")
+        return DoctorFinding(name, "bad", "not installed", f"{pip_install()} '{name}{wanted}'")
     if not satisfies(version, wanted):
-        return DoctorFinding(name, "bad", version + more, f"headrace needs {wanted}: pip install '{name}{wanted}'")
+        return DoctorFinding(name, "bad", version + more, f"headrace needs {wanted}: {pip_install()} '{name}{wanted}'")
     return DoctorFinding(name, "ok", version + more)
 
 

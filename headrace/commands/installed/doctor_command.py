@@ -20,7 +20,11 @@ def add_doctor(commands: Commands) -> None:
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )
     one.add_argument(
-        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="the dtypes of --parity (default: both)"
+        "--dtype",
+        nargs="+",
+        action="extend",
+        choices=("bfloat16", "float32"),
+        help="the dtypes of --parity (default: both)",
     )
 
 

@@ -16,16 +16,13 @@ from typing import Any
 
 from headrace.batches import Group, Row
 from headrace.durable.journal import (
-    JOURNAL,
     Damage,
     DrawnRecord,
     GoneRecord,
+    JournalReader,
     JournalStep,
-    count_steps,
-    read_only,
-    read_steps,
+    require_journal,
 )
-from headrace.errors import ConfigError
 from headrace.reports import TrainReport
 from headrace.types import Completion, Scored
 
@@ -102,21 +99,21 @@ class RunComparison:
 def compare_runs(a: Path, b: Path) -> RunComparison:
     """Compares two runs. Unreadable parts of the journals are reported, not compared. Raises ConfigError if a directory holds no run."""
     for run in (a, b):
-        if not (run / JOURNAL).is_file():
-            raise ConfigError(f"{run} is not the directory of a run: it has no {JOURNAL}")
+        require_journal(run)
     found = RunComparison(_settings(a, b), damage={a: Damage(), b: Damage()})
-    for difference in _prompts(a, b):
+    one_reader, other_reader = (JournalReader(run, found.damage[run]) for run in (a, b))
+    for difference in _prompts(one_reader, other_reader):
         found.add(difference)
     rounding = max(_rounding(a), _rounding(b))
-    for one, other in _pairs(read_steps(a, damage=found.damage[a]), read_steps(b, damage=found.damage[b])):
+    for one, other in _pairs(one_reader.steps(), other_reader.steps()):
         found.steps += 1
         for difference in _of_steps(one, other, rounding):
             found.add(difference)
-    done = {run: count_steps(run) for run in (a, b)}
-    if done[a] != done[b]:
-        sides = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
-        found.add(RunDifference(kind="length", step=min(done.values()) + 1, a=sides[0], b=sides[1]))
-    for difference in _outcomes(a, b):
+    done = [reader.count_steps() for reader in (one_reader, other_reader)]
+    if done[0] != done[1]:
+        sides = ["done" if steps == max(done) else "not done" for steps in done]
+        found.add(RunDifference(kind="length", step=min(done) + 1, a=sides[0], b=sides[1]))
+    for difference in _outcomes(one_reader, other_reader):
         found.add(difference)
     return found
 
@@ -161,19 +158,19 @@ def _rounding(run: Path) -> float:
     return ROUNDING["float32" if dtype == "float32" else "bfloat16"]
 
 
-def _prompts(a: Path, b: Path) -> Iterator[RunDifference]:
-    one, other = ({record.ticket: record.prompt for record in read_only(run, DrawnRecord)} for run in (a, b))
+def _prompts(a: JournalReader, b: JournalReader) -> Iterator[RunDifference]:
+    one, other = ({record.ticket: record.prompt for record in run.records(DrawnRecord)} for run in (a, b))
     for ticket in sorted(one.keys() & other.keys()):
         left, right = one[ticket], other[ticket]
-        if (left.id, left.tokens, left.columns) != (right.id, right.tokens, right.columns):
+        if (left.id, left.tokens) != (right.id, right.tokens) or not _same(left.columns, right.columns):
             what = "" if left.id != right.id else "other tokens" if left.tokens != right.tokens else "other columns"
             yield RunDifference(kind="prompt", step=0, a=left.id, b=right.id, ticket=ticket, prompt=left.id, what=what)
 
 
-def _outcomes(a: Path, b: Path) -> Iterator[RunDifference]:
+def _outcomes(a: JournalReader, b: JournalReader) -> Iterator[RunDifference]:
     """Groups that only one run trained, or that ended for different reasons."""
     one, other = (
-        {record.ticket: f"{record.outcome}: {record.reason}" for record in read_only(run, GoneRecord)} for run in (a, b)
+        {record.ticket: f"{record.outcome}: {record.reason}" for record in run.records(GoneRecord)} for run in (a, b)
     )
     last = min(max(gone, default=-1) for gone in (one, other))
     for ticket in sorted(one.keys() | other.keys()):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.commands.again.rerun import Stage, plan_rerun, rerun
-from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
+from headrace.durable.journal import AnyRecord, Damage, GoneRecord, JournalReader, JournalStep, require_journal
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
@@ -18,7 +18,7 @@ from headrace.observe.screen.console import PrintableText as Text
 from headrace.observe.screen.inspect_view import show
 from headrace.observe.texts import counted, number
 from headrace.orchestration.runs.pieces import pieces_of
-from headrace.printing import echo, printable_json
+from headrace.printing import echo, printable_json, say
 from headrace.reports import TrainReport
 from headrace.types import Struct
 
@@ -66,8 +66,28 @@ def inspect(
         tokens=tokens,
     )
     if damage:
-        console.print(Text(f"parts of {JOURNAL} cannot be read: {damage}", "yellow"))
+        console.print(Text(f"parts of the journal cannot be read: {damage}", "yellow"))
     return 0
+
+
+class NumberedRecord(Struct, frozen=True):
+    """A line of `--records`."""
+
+    n: int
+    record: AnyRecord
+
+
+def print_records(run_dir: Path, step: int | None = None, ticket: int | None = None) -> int:
+    """Prints the journal, or what it holds about a step (counted from 1) or a ticket. Returns 1 if parts cannot be read, which are named on
+    stderr."""
+    require_journal(run_dir)
+    reader = JournalReader(run_dir)
+    found = reader.about(None if step is None else step - 1, ticket)
+    for place, record in found:
+        echo(printable_json(encode(NumberedRecord(place, record)).decode()))
+    if reader.damage:
+        say(f"parts of the journal cannot be read: {reader.damage}")
+    return 1 if reader.damage else 0
 
 
 def _worst_first(one: RolloutView) -> tuple[float, float, int]:
@@ -78,36 +98,36 @@ def _worst_first(one: RolloutView) -> tuple[float, float, int]:
 def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damage | None = None) -> JournalStep:
     """Finds a journaled step. Raises ConfigError if it does not exist or cannot be read, or if the group was not trained. Unreadable parts
     of the journal are added to `damage`."""
-    if not (run_dir / JOURNAL).is_file():
-        raise ConfigError(f"{run_dir} is not the directory of a run: it has no {JOURNAL}")
-    damage = Damage() if damage is None else damage
-    count = count_steps(run_dir)
+    require_journal(run_dir)
+    reader = JournalReader(run_dir, damage)
+    count = reader.count_steps()
     if step is None and ticket is not None:
-        return _step_of(run_dir, ticket, damage)
+        return _step_of(run_dir, ticket, reader)
     wanted = step or count
     if not 1 <= wanted <= count:
         raise ConfigError(
             f"the journal of {run_dir} has {count} steps" + (f", so there is no step {wanted}" if count else "")
         )
-    found = next(iter(list(read_steps(run_dir, {wanted - 1}, damage))), None)
+    found = reader.step(wanted - 1) or next(reader.steps({wanted - 1}), None)  # the latter names all that is missing
     if found is None:
-        raise ConfigError(f"step {wanted} of {run_dir} cannot be read ({JOURNAL}: {damage}); other steps can (--step)")
+        raise ConfigError(
+            f"step {wanted} of {run_dir} cannot be read (its journal: {reader.damage}); other steps can (--step)"
+        )
     if ticket is not None and all(group.ticket != ticket for group in found.groups):
         tickets = " ".join(str(group.ticket) for group in found.groups)
         raise ConfigError(f"step {wanted} did not train ticket {ticket}; it trained {tickets}")
     return found
 
 
-def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
-    for step in read_steps(run_dir, damage=damage):
-        if any(group.ticket == ticket for group in step.groups):
-            return step
-    gone = {one.ticket: one for one in read_only(run_dir, GoneRecord)}.get(ticket)
+def _step_of(run_dir: Path, ticket: int, reader: JournalReader) -> JournalStep:
+    if found := reader.step_of(ticket):
+        return found
+    gone = reader.gone(ticket)
     why = (
         f": it was {gone.outcome} ({gone.reason}){_outcomes(gone)}"
         if gone
-        else f"; parts of {JOURNAL} cannot be read: {damage}"
-        if damage
+        else f"; parts of the journal cannot be read: {reader.damage}"
+        if reader.damage
         else ""
     )
     raise ConfigError(f"no step of {run_dir} trained ticket {ticket}{why}")

@@ -81,12 +81,16 @@ def add_inspect(commands: Commands) -> None:
     )
     one.add_argument("--tokens", action="store_true", help="show all numbers of these tokens, one per line")
     one.add_argument("--json", action="store_true", help="for programs: all of it")
+    one.add_argument("--records", action="store_true", help="the records of the journal as they are, one line of JSON each: "
+                     "all, or those of --step and --ticket")  # fmt: skip
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from headrace.commands.looking.inspect import inspect
+    from headrace.commands.looking.inspect import inspect, print_records
 
     run, one = run_directory(arguments.run), arguments
+    if one.records:
+        return print_records(run, one.step, one.ticket)
     how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
     return inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
 

@@ -1,8 +1,11 @@
-"""`headrace gateway RUN [-- COMMAND]`: shows where a run hands out its rollouts, and plays them with a command."""
+"""`headrace gateway [RUN] [-- COMMAND]`: shows where a run hands out its rollouts, and plays them with a command.
+
+The address holds a secret, so it is never an argument: every user of the machine can read those."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,12 +14,16 @@ from pathlib import Path
 from headrace.commands.finding import run_directory
 from headrace.errors import ConfigError
 from headrace.printing import echo
+from headrace.settings.secrets import GATEWAY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "headrace gateway [-h] [--at-once N] RUN|ADDRESS [-- COMMAND ...]"
-    parser.epilog = "COMMAND plays rollouts until the run is over."
-    parser.add_argument("run", metavar="RUN|ADDRESS", help="a run, or the address that this command shows for it")
+    parser.usage = "headrace gateway [-h] [--at-once N] [RUN] [-- COMMAND ...]"
+    parser.epilog = (
+        "COMMAND plays rollouts until the run is over. On another machine, without RUN: the environment variable "
+        f"{GATEWAY} has the address that this command shows."
+    )
+    parser.add_argument("run", nargs="?", default="", metavar="RUN", help="a run on this machine")
     parser.add_argument(
         "--at-once", type=int, default=8, metavar="N", help="processes of COMMAND at once (default: %(default)s)"
     )
@@ -27,8 +34,18 @@ def gateway(arguments: argparse.Namespace) -> int:
 
 
 def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
-    """Prints the address, or plays rollouts with the command. Raises ConfigError for a run that hands out none."""
-    address = run if re.match("https?://", run) else address_of(run_directory(run))
+    """Prints the address, or plays rollouts with the command. `run`: empty for the one whose address is in the environment. Raises
+    ConfigError for a run that hands out none."""
+    if re.match("https?://", run):
+        raise ConfigError(
+            f"the address holds a secret, and every user of this machine can read arguments: put it into the environment variable {GATEWAY}, "
+            "and leave it out here"
+        )
+    address = address_of(run_directory(run)) if run else os.environ.get(GATEWAY, "")
+    if not re.match("https?://", address):
+        raise ConfigError(
+            f"name a run of this machine, or put the address that headrace gateway shows on the run's machine into the environment variable {GATEWAY}"
+        )
     if not command:
         echo(address)
         return 0

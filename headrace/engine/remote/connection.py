@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.errors import ConfigError, IdentityError
+from headrace.web.crowd import raise_open_files
 
 if TYPE_CHECKING:
     import aiohttp
@@ -33,6 +34,7 @@ class Connection:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
             # Every request in progress has a connection of its own: a limit would silently make some wait for others.
+            raise_open_files()  # each request has a connection of its own
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, trust_env=False

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from headrace.engine.config import FORGIVEN
+from headrace.deaths import Deaths
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
@@ -76,12 +76,12 @@ class Presence:
         """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end in a row. `host`: its process, if this run
         starts it; then it has `STARTING` seconds to come up."""
         self._connection, self._dialect, self._dependent = connection, dialect, dependent
-        self._patience, self._max_deaths, self._host = patience, max_deaths, host
+        self._patience, self._host = patience, host
         self._was_up = False
         """Whether the present process has answered."""
         self._has_served = False
         """Whether any process has done what a request asked for."""
-        self._deaths, self._forgiven, self._boot = 0, 0, ""
+        self._deaths, self._boot = Deaths(max_deaths), ""
         self._since = 0.0
         """The time from which on it has been up."""
         self._up, self._missed = asyncio.Event(), asyncio.Event()
@@ -110,8 +110,7 @@ class Presence:
     def miss(self, why: str) -> None:
         """Notes that a request got no answer."""
         if self._up.is_set():
-            if asyncio.get_running_loop().time() - self._since > FORGIVEN:
-                self._forgiven = self._deaths
+            self._deaths.after(asyncio.get_running_loop().time() - self._since)
             self._why = why
             self._up.clear()
             self._missed.set()
@@ -224,11 +223,10 @@ class Presence:
             return
 
     def _died(self, who: str, how: str) -> None:
-        self._deaths += 1
-        self._dependent.lost(how, self._deaths)
-        if (counted := self._deaths - self._forgiven) > self._max_deaths:
-            said = f"{who}; it was its death no. {counted} (engine.max_deaths allows {self._max_deaths})"
-            raise WorkerDied("engine", said)
+        self._deaths.add()
+        self._dependent.lost(how, self._deaths.total)
+        if self._deaths.too_many:
+            raise WorkerDied("engine", f"{who}; {self._deaths.said('engine.max_deaths')}")
 
     async def _found(self) -> ServerState:
         """Raises WorkerDied where it does not come back in time."""

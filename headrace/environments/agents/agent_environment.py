@@ -40,9 +40,7 @@ def open_agents(
             f"environment.command begins with {config.command[0]}, which is no program that can be run here; install it, or write its "
             "whole path"
         )
-    gateway = Gateway(
-        encoder.written, stop, sampling, ServerLimits(), ends=encoder.end_tokens, variables=lambda: encoder.variables
-    )
+    gateway = Gateway(encoder, stop, sampling, ServerLimits())
     agents = Agents(ServedRollouts(config, encoder, gateway, system), alone=alone, log=log)
     return EnvironmentKind(agents.make, config.limits, resumes="restarted", close=agents.close, remarks=gateway.remarks)
 

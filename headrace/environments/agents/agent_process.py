@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.environments.agents import agent_reaper
+from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import ending
+from headrace.settings.secrets import OWN
 
 GRACE = 5.0
 """Seconds that an agent which is ended early has after SIGTERM, before it is killed."""
@@ -36,11 +36,12 @@ def agent_addresses(url: str, key: str) -> dict[str, str]:
 
 
 def agent_variables(addresses: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent: ours, with the addresses of its rollout."""
+    """The environment of an agent: ours without what opens the run's doors, and with the addresses of its rollout."""
     host = urlsplit(addresses["OPENAI_BASE_URL"]).hostname
     direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host]))
     own = {"NO_PROXY": direct, "no_proxy": direct}  # a proxy of the user's must not be asked for this address
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **addresses, **own}
+    inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **inherited, **addresses, **own}
 
 
 class Reaper:
@@ -101,11 +102,13 @@ class _Output(asyncio.SubprocessProtocol):
 
 
 class AgentProcess:
-    def __init__(self, transport: asyncio.SubprocessTransport, output: _Output, directory: str, reaper: Reaper) -> None:
-        """`directory`: the one that was made for it; empty if it runs in a directory of the user."""
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, output: _Output, directory: OwnedDirectory | None, reaper: Reaper
+    ) -> None:
+        """`directory`: the one that was made for it; None if it runs in a directory of the user."""
         self._transport, self._output, self._directory, self._reaper = transport, output, directory, reaper
         self.pid = transport.get_pid()
-        reaper.started(self.pid, directory)
+        reaper.started(self.pid, directory.path if directory else "")
 
     @classmethod
     async def start(
@@ -120,13 +123,14 @@ class AgentProcess:
     ) -> AgentProcess:
         """`given`: its standard input. `directory`: where it runs; empty: in one that is made for it and removed at its end. `memory`:
         bytes that it, and each process that it starts, may allocate; 0 sets no limit. Raises OSError."""
-        own = "" if directory else await asyncio.to_thread(tempfile.mkdtemp, prefix="headrace-agent-")
+        own = None if directory else await asyncio.to_thread(OwnedDirectory, "agent")
         try:
             transport, output = await asyncio.get_running_loop().subprocess_exec(
-                _Output, *command, cwd=directory or own, env=dict(variables), start_new_session=True
+                _Output, *command, cwd=own.path if own else directory, env=dict(variables), start_new_session=True
             )
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+            if own:
+                await asyncio.to_thread(own.remove)
             raise
         self = cls(transport, output, own, reaper)
         if memory and hasattr(resource, "prlimit"):
@@ -189,7 +193,7 @@ class AgentProcess:
         if log and self.errors:
             await asyncio.to_thread(_append, log, f"--- agent {self.pid}\n{self.errors}")
         if self._directory:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(self._directory.remove)
 
     def _signal(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

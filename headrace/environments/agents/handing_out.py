@@ -1,7 +1,8 @@
 """`environment.kind = "gateway"`: rollouts are handed out to agents that nobody here starts.
 
 An agent, or whoever calls it, takes a rollout (`POST ADDRESS/next`), plays it at the address that it is given, and ends it (`POST` to the
-`end` of the answer). The address has a secret, and so has each rollout; `headrace gateway RUN` shows the address.
+`end` of the answer). The address has a secret, which `headrace gateway RUN` shows; each rollout has one, and its end another one: the policy
+may read the environment variables of its agent, and must not be able to give itself a reward.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Offer:
 
     rollout: GatewayRollout
     given: Mapping[str, Any]
+    secret: str = field(default_factory=partial(secrets.token_urlsafe, SECRET_BYTES))
+    """Names its end."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Future[GivenRewards] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     withdrawn: bool = False
@@ -88,13 +91,11 @@ def open_handing_out(
     Raises ConfigError if the port cannot be had."""
     sock = bind(config.host, config.port, "environment.")
     gateway = Gateway(
-        encoder.written,
+        encoder,
         stop,
         sampling,
         ServerLimits(),
         sock,
-        ends=encoder.end_tokens,
-        variables=lambda: encoder.variables,
     )
     desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
     said = "agents, which take rollouts at the address that headrace gateway shows"
@@ -118,10 +119,15 @@ class Desk:
 
     def offer(self, rollout: GatewayRollout, prompt: Prompt, seed: int) -> Offer:
         offer = Offer(rollout=rollout, given={"id": prompt.id, **given_of(prompt, seed)})
-        rollout.routes["end"] = partial(self._end, offer)
+        self.rollouts.gateway.doors[offer.secret] = partial(self._end, offer)
         self._address.publish(f"{self.rollouts.gateway.address}/{self._secret}")
         self._offers.put_nowait(offer)
         return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Lets nobody take or end a rollout that is over."""
+        offer.withdrawn = True
+        self.rollouts.gateway.doors.pop(offer.secret, None)
 
     async def close(self) -> None:
         self._address.remove()
@@ -130,10 +136,7 @@ class Desk:
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     async def _next(self, request: HttpRequest, path: str) -> Response:
-        if path != "next":
-            raise Refused(404, f"/{path} is not served here; there is: /next")
-        if request.method != "POST":
-            raise Refused(405, "/next takes POST", headers={"Allow": "POST"})
+        _check_route(request, path, "next")
         wanted = await read_body(request, RolloutWanted, self.rollouts.gateway.limits)
         found = await while_there(request, self._take(wanted.wait))
         if found is None:
@@ -141,12 +144,12 @@ class Desk:
         if not found:
             return Response(status_code=204)
         (offer,) = found
-        url = f"{str(request.base_url).rstrip('/')}/{offer.rollout.secret}"  # as this client reaches us
+        base = str(request.base_url).rstrip("/")  # as this client reaches us
         return json_response(
             {
                 **offer.given,
-                "environment": agent_addresses(url, offer.rollout.secret),
-                "end": f"{url}/end",
+                "environment": agent_addresses(f"{base}/{offer.rollout.secret}", offer.rollout.secret),
+                "end": f"{base}/{offer.secret}/end",
                 "judged": not self._alone,
                 "seconds": self.rollouts.config.seconds,
             }
@@ -162,7 +165,8 @@ class Desk:
                 return (offer,)
         return ()
 
-    async def _end(self, offer: Offer, request: HttpRequest) -> Response:
+    async def _end(self, offer: Offer, request: HttpRequest, path: str) -> Response:
+        _check_route(request, path, "end")
         end = await read_body(request, RolloutEnd, self.rollouts.gateway.limits)
         rewards = self._rewards(end)
         if offer.ended.done():
@@ -192,6 +196,14 @@ class Desk:
         return rewards
 
 
+def _check_route(request: HttpRequest, path: str, name: str) -> None:
+    """Raises Refused for another path than this one, or another method than POST."""
+    if path != name:
+        raise Refused(404, f"/{path} is not served here; there is: /{name}")
+    if request.method != "POST":
+        raise Refused(405, f"/{name} takes POST", headers={"Allow": "POST"})
+
+
 def _flat(rewards: GivenRewards) -> Iterator[tuple[str, float]]:
     """Yields all rewards, those of a role under its name."""
     for name, given in rewards.items():
@@ -214,7 +226,7 @@ class HandedOut:
                 await offer.taken.wait()
                 return give(agent, rollout, await self._played(offer))
             finally:
-                offer.withdrawn = True
+                self._desk.withdraw(offer)
 
     async def _played(self, offer: Offer) -> GivenRewards:
         seconds, rollout = self._desk.rollouts.config.seconds, offer.rollout

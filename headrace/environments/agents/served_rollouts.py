@@ -16,21 +16,16 @@ from headrace.environments.gateway.chat_tree import ChatTree
 from headrace.environments.gateway.gateway import Gateway
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
 from headrace.environments.gateway.text_tree import TextEncoder, TextTree
-from headrace.environments.gateway.turn_request import ROLE
+from headrace.environments.gateway.turn_request import ROLE, AnswerEncoder
 from headrace.errors import RolloutFailed
 from headrace.playing import Agent
 from headrace.types import Prompt
 
 
-class GatewayEncoder(TurnEncoder, TextEncoder, Protocol):
+class GatewayEncoder(TurnEncoder, TextEncoder, AnswerEncoder, Protocol):
     """The part of `models.chat.ChatEncoder` that the gateway uses."""
 
     directory: Path
-
-    @property
-    def variables(self) -> frozenset[str]: ...
-
-    def end_tokens(self) -> frozenset[int]: ...
 
 
 class ServedRollouts:

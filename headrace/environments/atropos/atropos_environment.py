@@ -49,13 +49,11 @@ def open_atropos(
     the address. The others as for `open_agents`. Raises ConfigError if the port cannot be had."""
     sock = bind(config.host, config.port, "environment.")
     gateway = Gateway(
-        encoder.written,
+        encoder,
         stop,
         sampling,
         ServerLimits(),
         sock,
-        ends=encoder.end_tokens,
-        variables=lambda: encoder.variables,
     )
     atropos = Atropos(ServedRollouts(config, encoder, gateway, system), facts, encoder, alone=alone, log=log)
     said = "environments of Atropos, which find the run at the address that headrace gateway shows"

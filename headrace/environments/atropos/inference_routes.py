@@ -62,7 +62,7 @@ class InferenceRoutes:
         return json_response(
             {
                 "text": [one.reply.text for one in answers],
-                "prompt": self._rules.written(prompt),
+                "prompt": self._rules.encoder.written(prompt),
                 "finish_reasons": ["length" if is_cut(one) else "stop" for one in answers],
                 "logprobs": [
                     [[{str(token): logprob}] for token, logprob in zip(one.tokens, one.logprobs, strict=True)]
@@ -85,7 +85,9 @@ class InferenceRoutes:
         answers = await self._sampled(
             request, known, first, count, lambda one: one.chats.ask(body.messages, shown, most, asked=use)
         )
-        made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=self._rules.written)
+        made = ChatAnswer(
+            model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=self._rules.encoder.token_bytes
+        )
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
 
     async def completions(self, request: HttpRequest) -> Response:
@@ -96,7 +98,9 @@ class InferenceRoutes:
         known = [one for one in self._rollouts.playing() if one.served.speaker().texts.continues(prompt)]
         first = blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
         answers = await self._sampled(request, known, first, count, lambda one: one.texts.ask(prompt, most))
-        made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=self._rules.written)
+        made = TextAnswer(
+            model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=self._rules.encoder.token_bytes
+        )
         return GONE if answers is None else json_response(_joined([made.whole(one) for one in answers]))
 
     def _count(self, body: Drawing) -> int:

@@ -73,7 +73,7 @@ class PromptTokens(Body, kw_only=True):
     prompt_token_ids: list[Token]
 
 
-class TokensWanted(Drawing, kw_only=True):
+class TokensWanted(Drawing, kw_only=True, forbid_unknown_fields=True):
     """`/generate`: the completions of a prompt in tokens."""
 
     prompt: PromptTokens

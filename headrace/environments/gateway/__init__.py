@@ -2,6 +2,6 @@
 
 Read `chat_tree.py` (the messages of a request continue an earlier reply, or begin a path) and `text_tree.py` (so does a text),
 `gateway_rollout.py` (one rollout: its secret, its requests in progress), `turn_request.py` (a request for a turn, in whatever format), then
-the formats: `chat_answers.py` and `chat_routes.py` (OpenAI's chats), `completions_routes.py` (texts), `responses_bodies.py` and
-`responses_routes.py` (OpenAI's responses), `anthropic_bodies.py` and `anthropic_routes.py`. `gateway.py` is the server.
+the formats: `chat_answers.py` and `chat_routes.py` (OpenAI's chats), `completions_routes.py` (texts), `responses_routes.py` (OpenAI's
+responses) and `anthropic_routes.py`, which `headrace serve` has too (`web/formats/`). `gateway.py` is the server.
 """

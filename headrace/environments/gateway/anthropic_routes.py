@@ -6,7 +6,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.chat.rendering import TemplateUse
-from headrace.environments.gateway.anthropic_bodies import (
+from headrace.environments.gateway.chat_routes import schema
+from headrace.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling, speaker_of, turn_of
+from headrace.web.formats.anthropic_bodies import (
     Messages,
     events_of,
     message_of,
@@ -14,9 +17,6 @@ from headrace.environments.gateway.anthropic_bodies import (
     refuse_unserved_messages,
     tools_of,
 )
-from headrace.environments.gateway.chat_routes import schema
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling, speaker_of
 from headrace.web.sending import GONE, Events, json_response, read_body
 
 
@@ -33,4 +33,4 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     if body.stream:
         return Events(events_of(turn, body.model), named=True)
     answer = await turn.whole(request)
-    return GONE if answer is None else json_response(message_of(answer, body.model))
+    return GONE if answer is None else json_response(message_of(turn_of(answer), body.model))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.environments.gateway.chat_tree import TreeReply, reply_as_sent
-from headrace.environments.gateway.turn_request import TurnRequest, Written, is_cut
+from headrace.environments.gateway.turn_request import TurnRequest, is_cut
+from headrace.web.formats.followed_turn import TokenBytes, said_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class ChatAnswer:
     model: str
     """The name that the client asked for."""
     logprobs: bool
-    written: Written
+    token_bytes: TokenBytes
 
     def whole(self, answer: TreeReply) -> dict[str, Any]:
         message = reply_as_sent(answer.reply)
@@ -61,16 +62,7 @@ class ChatAnswer:
         }
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        return {"content": said_tokens(tokens, logprobs, self.written), "refusal": None} if self.logprobs else None
-
-
-def said_tokens(tokens: Sequence[int], logprobs: Sequence[float], written: Written) -> list[dict[str, Any]]:
-    """Returns each token with its log-prob, in the format of chats and responses."""
-    content = []
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        text = written([token])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return content
+        return {"content": said_tokens(tokens, logprobs, self.token_bytes), "refusal": None} if self.logprobs else None
 
 
 def usage_of(answer: TreeReply) -> dict[str, int]:

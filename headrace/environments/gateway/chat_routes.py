@@ -32,8 +32,18 @@ async def models(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRu
     return json_response(models_body())
 
 
+async def model(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
+    """The model under the name that the client gives it."""
+    name = request.scope["path"].partition("/models/")[2]
+    return json_response(_model(name or MODEL))
+
+
 def models_body() -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": STARTED, "owned_by": "headrace"}]}
+    return {"object": "list", "data": [_model(MODEL)]}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": STARTED, "owned_by": "headrace"}
 
 
 async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
@@ -48,7 +58,7 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
     shown = [schema(one) for one in tools]
     asked = asked_of(body, rules)
     turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream, asked=asked))
-    made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), written=rules.written)
+    made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=rules.encoder.token_bytes)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
     answer = await turn.whole(request)

@@ -112,7 +112,8 @@ def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
     ]
     # Frameworks name their replies. The name in the answer of a tool is that of its call.
     name = message.get("name") if message["role"] not in ("assistant", "tool") else None
-    said = (message["role"], message.get("content") or "", calls, message.get("tool_call_id"), name)
+    said = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), name]
+    said += [thought] if (thought := message.get("reasoning_content")) else []
     return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.chat.token_bytes import offsets_of, text_of_bytes
 from headrace.environments.gateway.chat_answers import usage_of
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
@@ -23,7 +24,6 @@ from headrace.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,
-    Written,
     check_drawing,
     is_cut,
     most_tokens,
@@ -31,6 +31,7 @@ from headrace.environments.gateway.turn_request import (
 )
 from headrace.web.bodies import Completions, Generate
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import TokenBytes
 from headrace.web.sending import GONE, Events, json_response, read_body
 
 DEFAULT = 16
@@ -46,7 +47,9 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
         raise Refused(400, said, "unsupported_parameter")
     prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
     turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream))
-    made = TextAnswer(model=body.model or MODEL, logprobs=body.logprobs is not None, written=rules.written)
+    made = TextAnswer(
+        model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=rules.encoder.token_bytes
+    )
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))
     answer = await turn.whole(request)
@@ -81,7 +84,7 @@ async def generate(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
 def _check_generate(body: Generate, rules: GatewayRules) -> None:
     """Raises Refused for what the run does not have. Tokens that end a completion anyway may be named, and special ones may be shown."""
     drawing = body.sampling_params
-    if other := sorted(set(drawing.stop_token_ids or ()) - rules.ends()):
+    if other := sorted(set(drawing.stop_token_ids or ()) - rules.encoder.end_tokens()):
         said = f"the token {other[0]} does not end a completion of this model, so that stop_token_ids would change what is sampled"
         raise Refused(400, f"{said}; use a renderer of this model, or set rollout.stop", "unsupported_parameter")
     drawing.stop_token_ids = drawing.skip_special_tokens = None
@@ -116,7 +119,7 @@ class TextAnswer:
     model: str
     """The name that the client asked for."""
     logprobs: bool
-    written: Written
+    token_bytes: TokenBytes
 
     def whole(self, answer: TreeReply) -> dict[str, Any]:
         done = answer.completion
@@ -133,7 +136,7 @@ class TextAnswer:
                 if piece.text or (self.logprobs and piece.tokens):
                     logprobs = self._logprobs(piece.tokens, piece.logprobs, offset)
                     yield head | {"choices": [_choice(piece.text, None, logprobs)]}
-                offset += sum(len(self.written([token])) for token in piece.tokens) if self.logprobs else 0
+                offset = offsets_of([self.token_bytes(token) for token in piece.tokens], offset)[-1]
         yield head | {"choices": [_choice("", _reason(turn.answer), None)]}
         if usage:
             yield head | {"choices": [], "usage": usage_of(turn.answer)}
@@ -146,9 +149,13 @@ class TextAnswer:
         """`offset`: characters of the completion before these tokens."""
         if not self.logprobs:
             return None
-        texts = [self.written([token]) for token in tokens]
-        places = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
-        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": places}
+        said = [self.token_bytes(token) for token in tokens]
+        return {
+            "tokens": [text_of_bytes(one, "bytes:") for one in said],
+            "token_logprobs": list(logprobs),
+            "top_logprobs": None,
+            "text_offset": offsets_of(said, offset)[:-1],
+        }
 
 
 def _reason(answer: TreeReply) -> str:

@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.environments.gateway.turn_request import GatewayRules, Written
-from headrace.errors import HeadraceError
-from headrace.web.errors import Refused, answer_error
+from headrace.environments.gateway.turn_request import AnswerEncoder, GatewayRules
+from headrace.web.application import make_application
+from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
 
@@ -30,8 +30,12 @@ AT_ONCE = 64
 
 Answer = Callable[[HttpRequest, GatewayRollout, GatewayRules], Awaitable[Response]]
 
+MODEL_ROUTE = "v1/models/"
+"""The begin of a path that ends with the name of a model."""
+
 ROUTES: Mapping[str, tuple[str, Answer]] = {
     "v1/models": ("GET", chat_routes.models),
+    MODEL_ROUTE: ("GET", chat_routes.model),
     "v1/chat/completions": ("POST", chat_routes.chat),
     "v1/completions": ("POST", completions_routes.completions),
     "inference/v1/generate": ("POST", completions_routes.generate),
@@ -46,21 +50,17 @@ class Gateway:
 
     def __init__(
         self,
-        written: Written,
+        encoder: AnswerEncoder,
         stop: Sequence[str],
         sampling: Mapping[str, object],
         limits: ServerLimits,
         sock: socket.socket | None = None,
         *,
-        ends: Callable[[], frozenset[int]] = frozenset,
-        variables: Callable[[], frozenset[str]] = frozenset,
         session_header: str = "",
     ) -> None:
         """`sampling`: the run's values of the fields that requests cannot choose, by their names. `sock`: where it listens; by default
-        only this machine reaches it, at a port that is free. `ends`: returns the tokens that end a completion. `variables`:
-        returns those of the chat template. `session_header`: the header that tells agents of one role apart."""
-        self.ends, self.variables, self.session_header = ends, variables, session_header
-        self.written, self.stop, self.limits = written, tuple(stop), limits
+        only this machine reaches it, at a port that is free. `session_header`: the header that tells agents of one role apart."""
+        self.encoder, self.stop, self.limits, self.session_header = encoder, tuple(stop), limits, session_header
         self._sock = sock
         self.doors: dict[str, Callable[[HttpRequest, str], Awaitable[Response]]] = {}
         """The answers to requests that concern no rollout, by their secret. Each is called with the path behind it."""
@@ -98,14 +98,13 @@ class Gateway:
 
     async def _start(self) -> None:
         self._sock = self._sock or bind(HOST, 0)
-        kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-        app = Starlette(
-            routes=[Route("/{path:path}", self._answer, methods=methods)],
-            exception_handlers=dict.fromkeys(kinds, answer_error),
-        )
-        self._server = make_server(app)
+        self._server = make_server(self.application())
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+
+    def application(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+        routes = [Route("/{path:path}", self._answer, methods=methods)]
+        return make_application(routes, [], self.remark)  # a secret is the permission
 
     async def close(self) -> None:
         for rollout in list(self._rollouts.values()):
@@ -124,16 +123,16 @@ class Gateway:
             return await self.doors[secret](request, path)
         rollout = self._rollout(secret, request)
         try:
-            if path not in ROUTES and path not in rollout.routes:
-                known = ", ".join(f"/{one}" for one in (*ROUTES, *rollout.routes))
-                raise Refused(404, f"/{path} is not served here; there are: {known}")
-            method, answer = ROUTES.get(path, ("POST", None))
+            route = MODEL_ROUTE if path.startswith(MODEL_ROUTE) else path
+            if route not in ROUTES:
+                raise Refused(404, f"/{path} is not served here; there are: {', '.join(f'/{one}' for one in ROUTES)}")
+            method, answer = ROUTES[route]
             if request.method != method:
                 raise Refused(405, f"/{path} takes {method}", headers={"Allow": method})
             if rollout.asking >= AT_ONCE:
                 said = f"{AT_ONCE} requests of this rollout are under way; try again"
                 raise Refused(429, said, "busy", {"Retry-After": "1"})
-            return await (answer(request, rollout, self) if answer else rollout.routes[path](request))
+            return await answer(request, rollout, self)
         except Refused as refused:
             raise rollout.refused(refused) from None
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
-from headrace.chat.messages import Message
 from headrace.environments.gateway.chat_tree import ChatTree, TreeReply
 from headrace.environments.gateway.text_tree import TextTree
 from headrace.errors import RolloutOver
 from headrace.observe.health.patience import within
 from headrace.types import Completion
 from headrace.web.errors import Refused
+from headrace.web.formats.stored_responses import StoredResponses
 
 T = TypeVar("T")
 
@@ -50,10 +47,7 @@ class GatewayRollout:
         self._talks = talks
         self._speakers: dict[tuple[str, str], Speaker] = {}
         """Its agents by the role and the session that their requests name."""
-        self.routes: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {}
-        """Its own routes beside those of all rollouts, which take POST, by path."""
-        self.responses: dict[str, list[Message]] = {}
-        """The messages up to each response that was stored, by its id."""
+        self.responses = StoredResponses()
         self.answered = 0
         """Requests for a turn that were answered."""
         self.error = ""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from headrace.chat.streamed_text import StreamedText
 from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
+from headrace.models.chat import off_loop
 from headrace.playing import Agent
 from headrace.types import Completion
 from headrace.web.errors import Refused
@@ -32,6 +34,8 @@ class TextEncoder(Protocol):
     def written(self, tokens: Sequence[int]) -> str: ...
 
     def has_ended(self, completion: Completion) -> bool: ...
+
+    def surely_longer(self, text: str, most: int) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +74,11 @@ class TextTree:
         """Samples the completion of a text or of tokens. `most`: the most tokens of it, 0 for rollout.max_tokens.
 
         Raises Refused for an empty prompt, and what `Agent.turn` raises."""
-        place = self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(tuple(prompt))
-        if not place.before:
+        place, count, size = await off_loop(len(prompt), partial(self._place, prompt))
+        if not count:
             raise Refused(400, "the prompt has no tokens; begin with a start token at least")
-        fresh, after, count = place.after is None, place.after.completion if place.after else None, len(place.before)
-        if limit := self._agent.cut_off(place.context, fresh=fresh, after=after):
+        fresh, after = place.after is None, place.after.completion if place.after else None
+        if limit := self._agent.cut_off(size, fresh=fresh, after=after):
             self._limit_replies += 1
             if self._limit_replies <= LIMIT_REPLIES:
                 return TreeReply(ChatReply(over=limit), None, count)
@@ -98,6 +102,14 @@ class TextTree:
     def continues(self, prompt: str | Sequence[int]) -> bool:
         """Whether the prompt begins with an earlier one and its completion."""
         return bool(self._with_text(prompt) if isinstance(prompt, str) else self._with_tokens(tuple(prompt)))
+
+    def _place(self, prompt: str | Sequence[int]) -> tuple[_Next, int, int]:
+        """Returns the place of a turn, the number of its tokens and of those of its context. A text that is longer than any path becomes no
+        tokens."""
+        if isinstance(prompt, str) and self._encoder.surely_longer(prompt, self._agent.longest):
+            return _Next((), None), self._agent.longest + 1, self._agent.longest + 1
+        place = self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(tuple(prompt))
+        return place, len(place.before), len(place.context)
 
     def _of_text(self, prompt: str) -> _Next:
         if not (known := self._with_text(prompt)):

@@ -13,16 +13,14 @@ from headrace.chat.messages import Tool
 from headrace.chat.rendering import TemplateUse, with_effort
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
-from headrace.environments.turn_stream import TurnPiece, TurnStream
+from headrace.environments.turn_stream import TurnStream
 from headrace.errors import ConfigError, RolloutOver
 from headrace.web.bodies import Chat, Drawing
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import while_there
 from headrace.web.unserved import continues_last, refuse_unserved, stops
-
-Written = Callable[[Sequence[int]], str]
-"""Tokens to text, special tokens included."""
 
 Ask = Callable[[TurnStream | None], Coroutine[Any, Any, TreeReply]]
 """Samples the turn. It is followed through the stream, if there is one."""
@@ -47,17 +45,26 @@ _OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields of requests -> the values with which they ask for nothing, and the remedy for others."""
 
 
+class AnswerEncoder(Protocol):
+    """The part of `models.chat.ChatEncoder` that answers to agents use."""
+
+    @property
+    def variables(self) -> frozenset[str]: ...
+
+    def end_tokens(self) -> frozenset[int]: ...
+
+    def written(self, tokens: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
 class GatewayRules(Protocol):
     """The limits and settings that hold for the requests of all rollouts."""
 
     limits: ServerLimits
-    written: Written
+    encoder: AnswerEncoder
     stop: tuple[str, ...]
     """The strings that end a completion, in all requests."""
-    ends: Callable[[], frozenset[int]]
-    """Returns the tokens that end a completion."""
-    variables: Callable[[], frozenset[str]]
-    """Returns the variables of the chat template."""
     sampling: Mapping[str, object]
     """The run's values of the fields that requests cannot choose, by their names."""
     session_header: str
@@ -125,7 +132,7 @@ def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
 def asked_of(body: Chat, rules: GatewayRules) -> TemplateUse:
     """Returns what a request asks of the template. An effort that the template does not know is noted: frameworks name one by default."""
     given = body.chat_template_kwargs or {}
-    arguments = with_effort(given, body.reasoning_effort, rules.variables())
+    arguments = with_effort(given, body.reasoning_effort, rules.encoder.variables)
     if arguments is None:
         said = f"the agent asks for reasoning_effort = {body.reasoning_effort}, which the chat template does not know"
         rules.remark("reasoning_effort", said)
@@ -144,7 +151,23 @@ def is_cut(answer: TreeReply) -> bool:
     return bool(answer.reply.over) or answer.reply.stop == "length"
 
 
+def turn_of(answer: TreeReply) -> WholeTurn:
+    """The answer to a request as formats read it."""
+    reply, done = answer.reply, answer.completion
+    return WholeTurn(
+        text=reply.text,
+        calls=[TurnCall(one.id, one.name, one.arguments) for one in reply.calls if not one.problem],
+        cut=is_cut(answer),
+        prompt_tokens=answer.prompt_tokens,
+        count=reply.tokens,
+        tokens=done.tokens if done else (),
+        logprobs=done.logprobs if done else (),
+    )
+
+
 class TurnRequest:
+    """Protocol `FollowedTurn`."""
+
     def __init__(self, speaker: Speaker, ask: Ask) -> None:
         self._speaker, self._ask, self._stream = speaker, ask, TurnStream()
         self._answer: TreeReply | None = None
@@ -173,6 +196,10 @@ class TurnRequest:
         """The turn, once there are no more pieces."""
         assert self._answer is not None
         return self._answer
+
+    @property
+    def turn(self) -> WholeTurn:
+        return turn_of(self.answer)
 
     @property
     def prompt_tokens(self) -> int:

@@ -48,12 +48,10 @@ def open_taskset(
         "tokenizer": str(encoder.directory),
     }
     gateway = Gateway(
-        encoder.written,
+        encoder,
         stop,
         sampling,
         ServerLimits(),
-        ends=encoder.end_tokens,
-        variables=lambda: encoder.variables,
         session_header=SESSION_HEADER,
     )
     players = TasksetPool(found.python, settings, config.workers, log)

@@ -19,6 +19,9 @@ PROBLEM = "problem"
 """The key of a message with the result of a tool that says why there is none: `malformed`, `unknown_tool`, `wrong_arguments`, `raised`
 or `timeout`. No chat template sees it."""
 
+SPECIALS = "specials"
+"""The key of a message that holds the texts of control tokens, which the model reads as text: a list of these. No chat template sees it."""
+
 Rewards = dict[str, float]
 """Rewards by name."""
 

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
 from headrace.observe.board.board_parts import PARTS
 from headrace.observe.board.browsing import RolloutQuery
 from headrace.observe.board.cookie import CookieGate
@@ -23,13 +22,16 @@ from headrace.observe.board.swimlanes import KINDS, LaneQuery
 from headrace.observe.index.group_table import Order, Wanted
 from headrace.observe.index.step_columns import STEP
 from headrace.observe.report.page import SCRIPT, STYLE
-from headrace.web.errors import Refused, answer_error
+from headrace.web.application import make_application
+from headrace.web.errors import Refused
 from headrace.web.guard import Guard
 from headrace.web.sending import Events, json_response
 
 EVERY = 1.0
 """Seconds between two looks at the files."""
 MOST_RUNS, MOST_METRICS, MOST_POINTS = 32, 64, 20_000
+LARGEST = 1 << 53
+"""The largest whole number of a request: up to it, a float holds every one."""
 PAGE = Path(__file__).parent / "page"
 FILES = {
     "report.css": STYLE,
@@ -63,12 +65,7 @@ def make_board_app(board: RunsBoard, token: str = "") -> Starlette:
         Route("/api/csv", _csv),
         Route("/api/events", _events),
     ]
-    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
-    app = Starlette(
-        routes=routes,
-        middleware=[Middleware(CookieGate, token=token), Middleware(Guard, token=token)],
-        exception_handlers=dict.fromkeys(kinds, answer_error),
-    )
+    app = make_application(routes, [Middleware(CookieGate, token=token), Middleware(Guard, token=token)])
     app.state.board = board
     return app
 
@@ -89,8 +86,8 @@ def _metrics(request: Request) -> Response:
 
 def _curves(request: Request) -> Response:
     given = request.query_params
-    points = int(_number(request, "points", 1000))
-    window = int(_number(request, "window", 1))
+    points = _whole(request, "points", 1000)
+    window = _whole(request, "window", 1)
     if not 2 <= points <= MOST_POINTS or window < 1:
         raise Refused(400, f"points must be 2 to {MOST_POINTS}, and window at least 1")
     metrics = _several(request, "metric", MOST_METRICS)
@@ -112,7 +109,7 @@ def _lanes(request: Request) -> Response:
     kind = request.query_params.get("show", "all")
     if kind not in KINDS:
         raise Refused(400, f"show must be one of {', '.join(KINDS)}")
-    start = max(0, int(_number(request, "start", 0)))
+    start = max(0, _whole(request, "start", 0))
     query = LaneQuery(steps=_steps(request), kind=kind, start=start)  # type: ignore[arg-type]
     return HTMLResponse(_board(request).lanes(_one_run(request), query))
 
@@ -136,11 +133,11 @@ def _rollouts(request: Request) -> Response:
     question = RolloutQuery(
         wanted=wanted,
         order=order,  # type: ignore[arg-type]
-        lag=int(_number(request, "lag", 0)),
+        lag=_whole(request, "lag", 0),
         words=given.get("words", ""),
-        ticket=int(_number(request, "ticket", 0)) if given.get("ticket") else None,
-        rollout=int(_number(request, "rollout", 0)) if given.get("rollout") else None,
-        start=max(0, int(_number(request, "start", 0))),
+        ticket=_whole(request, "ticket", 0) if given.get("ticket") else None,
+        rollout=_whole(request, "rollout", 0) if given.get("rollout") else None,
+        start=max(0, _whole(request, "start", 0)),
     )
     answer = _board(request).rollouts(_one_run(request), question)
     return json_response(
@@ -191,8 +188,15 @@ def _several(request: Request, name: str, most: int) -> list[str]:
 
 
 def _steps(request: Request) -> tuple[int, int] | None:
-    first, last = (_number(request, name, 0) for name in ("from", "to"))
-    return (int(first), int(last)) if request.query_params.get("from") else None
+    first, last = (_whole(request, name, 0) for name in ("from", "to"))
+    return (first, last) if request.query_params.get("from") else None
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    value = _number(request, name, default)
+    if not -LARGEST <= value <= LARGEST:
+        raise Refused(400, f"{name} must be at most {LARGEST}")
+    return int(value)
 
 
 def _number(request: Request, name: str, default: float) -> float:

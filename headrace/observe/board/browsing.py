@@ -10,8 +10,7 @@ from html import escape
 from pathlib import Path
 
 from headrace.batches import Group
-from headrace.durable.journal import JOURNAL, JournalStep
-from headrace.observe.board.journal_index import JournalIndex
+from headrace.durable.journal import JournalReader, JournalStep
 from headrace.observe.index.group_table import OUTCOMES, GroupTable, Order, Wanted
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.report.draw.tables import table
@@ -61,14 +60,14 @@ class Browser:
     def __init__(self, run_dir: Path, make_pieces: Callable[[Path], Pieces | None]) -> None:
         self._run_dir, self._make_pieces = run_dir, make_pieces
         self._settings = settings_of(run_dir)
-        self._index, self._lock = JournalIndex(run_dir), threading.Lock()
+        self._journal, self._lock = JournalReader(run_dir, patient=False), threading.Lock()
         self._pieces: Pieces | None = None
         self._tried = False
 
     def ask(self, question: RolloutQuery, groups: GroupTable, step: int) -> RolloutPage:
         """`step`: optimizer steps done, for the lag of groups that wait for the trainer."""
         with self._lock:
-            more = self._index.catch_up(SECONDS / 2)
+            more = self._journal.refresh(SECONDS / 2)
             if not self._tried:  # reading a tokenizer takes a second, so it is not read before it is needed
                 self._pieces, self._tried = self._make_pieces(self._run_dir), True
         end = time.monotonic() + SECONDS
@@ -81,7 +80,7 @@ class Browser:
         lost: list[Group] = []
         missing, place = 0, question.start
         while place < len(tickets) and len(views) < PAGE and time.monotonic() < end:
-            group = self._index.group(tickets[place])
+            group = self._journal.group(tickets[place])
             place += 1
             if group is None:
                 missing += 1
@@ -96,19 +95,19 @@ class Browser:
     def groups(self, tickets: Iterable[int], most: int) -> dict[int, Group]:
         """Returns groups as the journal has them, as many as fit into `most` bytes."""
         with self._lock:
-            self._index.catch_up(SECONDS / 2)
+            self._journal.refresh(SECONDS / 2)
         found: dict[int, Group] = {}
         for ticket in tickets:
-            most -= self._index.size_of(ticket)
+            most -= self._journal.size_of(ticket)
             if most < 0:
                 break
-            if group := self._index.group(ticket):
+            if group := self._journal.group(ticket):
                 found[ticket] = group
         return found
 
     def _report(self, step: int) -> TrainReport:
         """Returns the report of a step, counted from 0; an empty one if it is not in the journal (yet)."""
-        return self._index.report(step) or TrainReport(step, step + 1)
+        return self._journal.report(step) or TrainReport(step, step + 1)
 
     def _of(self, group: Group, step: int, question: RolloutQuery, report: TrainReport) -> Iterator[RolloutView]:
         """Yields the rollouts of a group that fulfil the conditions. `step`: counted from 0."""
@@ -127,9 +126,9 @@ class Browser:
     def _note(self, missing: int, more: bool, found: bool, unfinished: bool) -> str:
         said = []
         if missing:
-            said.append(f"{plural(missing, 'group')} cannot be found in {JOURNAL} (yet).")
+            said.append(f"{plural(missing, 'group')} cannot be found in the journal (yet).")
         if more:
-            said.append(f"{JOURNAL} is still being read; ask again for more.")
+            said.append("The journal is still being read; ask again for more.")
         if not found:
             said.append("Nothing found so far." if unfinished else "No rollout fulfils these conditions.")
         return f'<p class="note">{escape(" ".join(said))}</p>' if said else ""
@@ -140,7 +139,7 @@ class Browser:
         rows = []
         for ticket in shown:
             row = groups.rows.view[ticket]
-            prompt = self._index.prompt(ticket)
+            prompt = self._journal.prompt(ticket)
             rows.append(
                 (
                     str(ticket),

@@ -6,7 +6,7 @@ import csv
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class RunsBoard:
         """Returns a run with the newest numbers that can be had at once. Raises Refused (404) for a name that is not in the list."""
         run = self._find(name)
         if run is None:
-            raise Refused(404, f"there is no run {name} in {self.directory}", "no_run")
+            raise Refused(404, f"there is no run {name} here", "no_run")
         if not run.version or run.unread < QUICK:
             run.catch_up(PATIENCE)
         return run
@@ -158,13 +158,17 @@ class RunsBoard:
             return self._browsers[name]
 
     def csv(self, names: Sequence[str], metrics: Sequence[str]) -> Iterator[str]:
-        """Yields the lines of a table: one row for each run and step, one column for each number."""
-        yield _line(["run", STEP, MINUTES, TOKENS, *metrics])
-        for name in names:
-            columns = self.run(name).numbers.columns
-            wanted = [dict(zip(*map(list, columns.series(one)), strict=True)) for one in (MINUTES, TOKENS, *metrics)]
-            for step in sorted(set().union(*wanted)):
-                yield _line([name, step, *(one.get(step, "") for one in wanted)])
+        """Returns the lines of a table: one row for each run and step, one column for each number. Raises Refused (404)."""
+        return _table({name: self.run(name) for name in names}, metrics)
+
+
+def _table(runs: Mapping[str, FollowedRun], metrics: Sequence[str]) -> Iterator[str]:
+    yield _line(["run", STEP, MINUTES, TOKENS, *metrics])
+    for name, run in runs.items():
+        columns = run.numbers.columns
+        wanted = [dict(zip(*map(list, columns.series(one)), strict=True)) for one in (MINUTES, TOKENS, *metrics)]
+        for step in sorted(set().union(*wanted)):
+            yield _line([name, step, *(one.get(step, "") for one in wanted)])
 
 
 def _line(cells: Sequence[object]) -> str:

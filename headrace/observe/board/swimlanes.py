@@ -24,7 +24,7 @@ MOST_LANES = 160
 """Rollouts that are drawn at once."""
 AT_FIRST = 6
 """Steps that are shown before others are chosen."""
-MOST_JOURNAL = 32 << 20
+MOST_JOURNAL = 4 << 20
 """Bytes of the journal that are read for one answer."""
 LANE, BAR, APART, LEAST = 10, 8, 8, 16
 """Pixels: height of a lane and of its bar, room between blocks, least height of a block."""

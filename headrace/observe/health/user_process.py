@@ -241,6 +241,11 @@ class UserProcess:
         self.alive = False
 
     @property
+    def log(self) -> Path | None:
+        """The file with its standard error."""
+        return self._program.log
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

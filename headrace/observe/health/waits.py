@@ -1,4 +1,8 @@
-"""Named waits (C6): every wait has an owner, a name and deadlines, so that nothing hangs unnoticed."""
+"""Named waits (C6): every wait has an owner, a name and deadlines, so that nothing hangs unnoticed.
+
+A call to a process has the same second deadline (`Waits.answer`). It is what others wait for, so it passes judgement first: a process
+that does not answer counts as dead, and no wait is stopped before.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import StalledError
+from headrace.errors import StalledError, WorkerDied
 from headrace.observe.facts import Fact, Waited, Warned
 from headrace.types import Struct
+
+AFTER_ANSWERS = 1.0
+"""Seconds that a wait has beyond the deadline of a call that is under way: the call is judged first."""
 
 WORTH_RECORDING = 0.01
 """Seconds. Shorter waits are no stalls, and recording them would take longer than they last."""
@@ -55,9 +62,13 @@ class _Wait:
     spared: float = 0.0
     """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
+    told: bool = False
+    """Whether it was counted in a warning."""
     stopping: asyncio.Task[None] | None = None
     error: Exception | None = None
     """Ends it."""
+    who: str = ""
+    """The process that was called. Whoever calls it has a named wait beside, which is the one that people see."""
 
 
 class Waits:
@@ -99,8 +110,29 @@ class Waits:
             allows=allows,
             spared=allows,
         )
+        try:
+            async with self._held(wait):
+                yield
+        finally:
+            if (seconds := self._clock() - wait.since) >= WORTH_RECORDING:
+                self._record(Waited(self._clock(), owner, what, seconds))
+
+    @contextlib.asynccontextmanager
+    async def answer(self, who: str, call: str, owner: str = "controller") -> AsyncIterator[None]:
+        """Waits for the answer of a process to a call. If there is none at the second deadline, the process hangs and counts as dead:
+        raises `WorkerDied`, with what is known of it. Until then no other wait is stopped, because all wait for it in the end.
+
+        `owner`: as for `named`, for the time in which files are read."""
+        async with self._held(
+            _Wait(owner=owner, what=call, since=self._clock(), timeout=asyncio.timeout(None), who=who)
+        ):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _held(self, wait: _Wait) -> AsyncIterator[None]:
+        """Holds its body to the deadlines of a wait."""
         self._current[wait] = None
-        self._set_alarms(wait, self._warn_after, self._stop_after + allows)
+        self._set_alarms(wait, self._warn_after, self._stop_after + wait.allows)
         try:
             async with wait.timeout:
                 yield
@@ -114,13 +146,12 @@ class Waits:
             _silence(wait)
             if wait.stopping:
                 wait.stopping.cancel()
-            if (seconds := self._clock() - wait.since) >= WORTH_RECORDING:
-                self._record(Waited(self._clock(), owner, what, seconds))
 
     def lasting(self) -> list[Lasting]:
         """Returns the current waits, longest first. May be called from any thread."""
         now = self._clock()
-        waits = [Lasting(one.owner, one.what, now - one.since, one.endless) for one in list(self._current)]
+        named = [one for one in list(self._current) if not one.who]
+        waits = [Lasting(one.owner, one.what, now - one.since, one.endless) for one in named]
         return sorted(waits, key=lambda one: -one.seconds)
 
     def picture(self) -> str:
@@ -131,6 +162,7 @@ class Waits:
         """Extends all deadlines by the seconds for which the whole process was stopped (Ctrl-Z)."""
         for wait in self._current:
             _silence(wait)
+            wait.told = False
             wait.since += seconds
             waited = self._clock() - wait.since
             self._set_alarms(wait, self._warn_after - waited, self._left(wait, self._clock()))
@@ -146,7 +178,7 @@ class Waits:
         """The waits that should have been stopped. May be called from any thread."""
         now = self._clock()
         late = [one for one in list(self._current) if not one.endless and self._left(one, now) < 0]
-        return [Lasting(one.owner, one.what, now - one.since) for one in late]
+        return [self._seen(one) for one in late]
 
     def _left(self, wait: _Wait, now: float) -> float:
         """Seconds to its second deadline."""
@@ -154,22 +186,33 @@ class Waits:
 
     def _set_alarms(self, wait: _Wait, warn_in: float, stop_in: float) -> None:
         loop = asyncio.get_running_loop()
-        if warn_in > 0:
+        if warn_in > 0 and not wait.who:
             wait.alarms.append(loop.call_later(warn_in, self._warn, wait))
         if not wait.endless:
             wait.alarms.append(loop.call_later(max(0.0, stop_in), self._stop, wait))
 
     def _warn(self, wait: _Wait) -> None:
         wait.seen = wait.advances and wait.advances()
-        then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
         try:
-            self._record(Warned(self._clock(), f"{self._seen(wait)}{then}"))
+            self._tell(wait)
         except Exception as error:  # a full disk; whoever waits is the only one who can hear of it
             wait.error = error
             wait.timeout.reschedule(asyncio.get_running_loop().time())
             return
         if wait.endless:
+            wait.told = False
             self._set_alarms(wait, self._warn_after, 0.0)
+
+    def _tell(self, wait: _Wait) -> None:
+        """Warns of a wait and of all like it, unless one of them has. (Hundreds of groups may wait for one thing.)"""
+        if wait.told:
+            return
+        alike = [one for one in self._current if (one.owner, one.what) == (wait.owner, wait.what)]
+        for one in alike:
+            one.told = True
+        times = f" (× {len(alike)})" if len(alike) > 1 else ""
+        then = "" if wait.endless else f" (the run stops at {self._stop_after:.0f} s)"
+        self._record(Warned(self._clock(), f"{self._seen(wait)}{times}{then}"))
 
     def _stop(self, wait: _Wait) -> None:
         """Stops a wait. The list of waits is taken first, because those that are cancelled afterwards would be missing from it."""
@@ -178,6 +221,12 @@ class Waits:
         now = self._clock()
         if wait.advances and self._left(wait, now) <= 0 and (seen := wait.advances()) != wait.seen:
             wait.seen, wait.spared = seen, now - wait.since + wait.allows
+        if (
+            not wait.who
+            and (calls := [one for one in self._current if one.who])
+            and (late := -self._left(wait, now)) >= 0
+        ):
+            wait.spared += late + max(0.0, *(self._left(one, now) for one in calls)) + AFTER_ANSWERS
         if wait.spared and (left := self._left(wait, now)) > 0:
             wait.alarms.append(asyncio.get_running_loop().call_later(left, self._stop, wait))
             return
@@ -186,7 +235,10 @@ class Waits:
 
         def stop(testimony: Testimony) -> None:
             brief = f" ({testimony.brief})" if testimony.brief else ""
-            wait.error = StalledError(f"stopped: {seen}{brief}. All waits: {picture(every)}")
+            if wait.who:
+                wait.error = WorkerDied(wait.who, _hangs(wait.what, seen.seconds, testimony))
+            else:
+                wait.error = StalledError(f"stopped: {seen}{brief}. All waits: {picture(every)}")
             for line in testimony.lines:
                 wait.error.add_note(line)
             wait.timeout.reschedule(loop.time())
@@ -197,7 +249,16 @@ class Waits:
             wait.stopping = loop.create_task(_heard(self.witness, seen, every, stop))
 
     def _seen(self, wait: _Wait) -> Lasting:
-        return Lasting(wait.owner, wait.what, self._clock() - wait.since, wait.endless)
+        what = f"the {wait.who} ({wait.what})" if wait.who else wait.what
+        return Lasting(wait.owner, what, self._clock() - wait.since, wait.endless)
+
+
+def _hangs(call: str, seconds: float, testimony: Testimony) -> str:
+    known = "; ".join(
+        [*filter(None, [testimony.brief]), *testimony.lines[-1:]]
+    )  # the last line says where all stacks are
+    said = f"hangs: no answer to {call} for {seconds:.0f} s{f' ({known})' if known else ''}"
+    return f"{said}. If it can take that long, raise watch.stop_after"
 
 
 def picture(waits: Iterable[Lasting]) -> str:

@@ -163,7 +163,7 @@ class SwapTotals:
         self.travels.setdefault(fact.update.kind, TravelSums()).add(fact.update, fact.load)
 
     def save(self, fact: CheckpointSaved, training: bool) -> None:
-        self.busy += fact.seconds * training
+        self.busy += fact.held * training
 
 
 class ProbeTotals:

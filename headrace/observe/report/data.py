@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
+from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
 from headrace.observe.facts import GroupEnded, Warned
 from headrace.observe.numbers.engine_use import Window
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
@@ -130,7 +130,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
     config, damage = run_dir / "config.toml", Damage()
     samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
-        state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
+        state.fold(Warned(state.now, f"of the journal cannot be read: {damage}"))
     return ReportData(
         run_dir=run_dir,
         state=state,

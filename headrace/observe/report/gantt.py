@@ -163,8 +163,12 @@ def _others(state: RunState) -> Iterable[str]:
         tip = f"held-out reward {one.phase}\n{reward_text(one.reward_mean)} in {short_time(one.seconds)}"
         yield _bar(one.t - one.seconds, one.t, lane="other", name="evals", tip=tip)
     for saved in state.checkpoints[-MAX_BARS:]:
-        tip = f"checkpoint of step {saved.step}\n{saved.error or short_time(saved.seconds)}"
-        yield _bar(saved.t - saved.seconds, saved.t, lane="other", name="saves", tip=tip)
+        began, stood = saved.t - saved.seconds, f"training stood still for {short_time(saved.held)}"
+        tip = f"checkpoint of step {saved.step}\n{saved.error or f'written in {short_time(saved.seconds)}, {stood}'}"
+        yield _bar(began, saved.t, lane="other", name="saves", tip=tip)
+        yield _bar(
+            began, began + saved.held, lane="trainer", name="saves", tip=f"checkpoint of step {saved.step}\n{stood}"
+        )
     top, height = LANES["other"]
     for death in state.deaths:
         tip = f"{duration(death.t)}\nthe {death.who} process {death.how}"

@@ -36,7 +36,7 @@ def page(data: ReportData) -> str:
     return document(
         name,
         _header(state, name) + cards(state) + parts,
-        "Made by headrace from metrics.jsonl and journal.jsonl of this run.",
+        "Made by headrace from metrics.jsonl and journal of this run.",
     )
 
 

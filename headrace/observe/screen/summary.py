@@ -206,6 +206,8 @@ def _talk(state: RunState) -> str:
     wrong = {name.removeprefix("calls: "): count for name, count in total.talk.items() if ": " in name and count}
     if calls:
         words += f"; {plural(calls, 'tool call')}{f' ({counted(wrong)})' if wrong else ''}"
+    if held := total.talk["specials"]:
+        words += f"; {plural(held, 'message')} with the text of special tokens, read as text"
     return words
 
 

@@ -190,7 +190,8 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             text = f"FAILED {fact.reason} (the first, {where}{fact.prompt_id}): {clip(fact.detail, 400)}"
             return "\n    ".join([text, *fact.traceback.splitlines()])
         case CheckpointSaved():
-            return f"checkpoint of step {fact.step}: {fact.error or f'saved in {short_time(fact.seconds)}'}"
+            stood = f"saved in {short_time(fact.seconds)} (training stood still for {short_time(fact.held)})"
+            return f"checkpoint of step {fact.step}: {fact.error or stood}"
         case WorkerLost():
             again = f", {fact.requests_reissued} requests re-issued" if fact.requests_reissued else ""
             return f"WARNING the {fact.who} process {fact.how} (death {fact.deaths}{again})"

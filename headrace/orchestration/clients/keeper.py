@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from headrace.engine.config import FORGIVEN
+from headrace.deaths import Deaths
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.protocols import Heard, Job, Launcher, Worker
 
@@ -34,11 +33,9 @@ class WorkerOwner(Protocol):
 
 class Keeper:
     def __init__(self, launcher: Launcher, job: Job, max_deaths: int, ward: WorkerOwner, heard: Heard) -> None:
-        self._launcher, self._job, self._max_deaths, self._ward, self._heard = launcher, job, max_deaths, ward, heard
+        self._launcher, self._job, self._ward, self._heard = launcher, job, ward, heard
         self._worker = launcher.worker(job, heard)
-        self._deaths = 0
-        self._forgiven: set[int] = set()
-        """The numbers of the deaths that do not count for `max_deaths`."""
+        self._deaths = Deaths(max_deaths)
         self._lost: asyncio.Future[None] | None = None
         """Carries the error once the worker is given up."""
         self._keeping: asyncio.Task[None] | None = None
@@ -132,13 +129,12 @@ class Keeper:
             while True:
                 how = self._how = await self._worker.watch()
                 self._set_up(False)
-                self._deaths += not self._worker.left
+                if not self._worker.left:
+                    self._deaths.add()
                 await self._worker.end()
-                self._ward.died(how, self._deaths)
-                if (counted := self._deaths - len(self._forgiven)) > self._max_deaths:
-                    raise WorkerDied(
-                        who, f"{how}; it was its death no. {counted} (engine.max_deaths allows {self._max_deaths})"
-                    )
+                self._ward.died(how, self._deaths.total)
+                if self._deaths.too_many:
+                    raise WorkerDied(who, f"{how}; {self._deaths.said('engine.max_deaths')}")
                 await self._replace()
         except Exception as error:  # else this task would end in silence, and its callers would wait for ever
             self.give_up(error if isinstance(error, HeadraceError) else _irreplaceable(who, error))
@@ -157,9 +153,7 @@ class Keeper:
         if up:
             self._since = now
         elif self._up.is_set():
-            if now - self._since > FORGIVEN:
-                self._forgiven.update(range(1, self._deaths + 1))
-            forgive = functools.partial(self._forgiven.add, self._deaths + 1)
+            forgive = self._deaths.after(now - self._since)
             self._ward.went_down(None if self._worker.left else forgive)
         for event, holds in ((self._up, up), (self._down, not up)):
             event.set() if holds else event.clear()

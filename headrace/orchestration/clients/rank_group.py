@@ -8,16 +8,14 @@ has ended for the reason that the first one gave.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.errors import WorkerDied
 from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.observe.health.stacks import ask, is_stopped
 from headrace.orchestration.workers.wire import pack_payload
 from headrace.orchestration.workers.worker_messages import TrainerStart
@@ -53,7 +51,7 @@ class RankGroup:
             for rank, name in enumerate(self._names)
         ]
         self._family = current_family()
-        self._meeting: Path | None = None
+        self._meeting: OwnedDirectory | None = None
         """The directory in which they find each other."""
         self._ended: asyncio.Future[str] | None = None
         self._watching: list[asyncio.Task[None]] = []
@@ -66,7 +64,7 @@ class RankGroup:
         """Returns when all have started: the ones elsewhere come when they like. Raises WorkerDied if one is lost before the last has come."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        self._meeting = Path(tempfile.mkdtemp(prefix="headrace-ranks-"))
+        self._meeting = OwnedDirectory("ranks")
         self._watching = [loop.create_task(self._find_stopped())]
         starts = [loop.create_task(self._begin(rank)) for rank in range(len(self._workers))]
         everyone = asyncio.gather(*starts)
@@ -110,7 +108,7 @@ class RankGroup:
             return payload
         assert self._meeting
         machines = [worker.door.rpartition(":")[0] for worker in self._workers]
-        place, beside = self.door or str(self._meeting / "store"), machines.count(machines[rank])
+        place, beside = self.door or f"{self._meeting.path}/store", machines.count(machines[rank])
         return msgspec.structs.replace(payload, rank=rank, meeting=place, beside=beside)
 
     async def _settle(self, calls: Sequence[asyncio.Future[Any]]) -> None:
@@ -145,7 +143,7 @@ class RankGroup:
             task.cancel()
         await asyncio.gather(*(worker.end() for worker in self._workers))
         if self._meeting:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting.remove()
 
     # -- one of them is lost --------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from headrace.orchestration.fleets import roster
 from headrace.types import Struct
 
 SOCKET = "pool.sock"
-LONGEST = 4096
-"""Largest size of a question in bytes."""
+LONGEST, SECONDS = 4096, 10.0
+"""Largest size of a question in bytes, and the time within which it has to arrive."""
 
 Join = Callable[[str], Awaitable[MemberEngine]]
 """Connects to the server at an address. Raises HeadraceError where it does not come, or does not go with the run."""
@@ -69,7 +69,9 @@ class PoolDoor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            answer = await self._answer(await reader.readline())
+            async with asyncio.timeout(SECONDS):
+                question = await reader.readline()
+            answer = await self._answer(question)
             writer.write(msgspec.json.encode(answer) + b"\n")
             await writer.drain()
         except (OSError, ValueError):  # whoever asked has gone, or sends without end

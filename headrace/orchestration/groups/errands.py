@@ -85,7 +85,7 @@ class ErrandReply(Struct, frozen=True):
     refused: str = ""
     """The reason for which the engine does not take a request."""
     mark: str = ""
-    """That of the run whose settings the host had (`RunNotice.mark`)."""
+    """The mark of the run whose settings the host had (`RunNotice.mark`)."""
 
 
 class RunNotice(Struct, frozen=True):

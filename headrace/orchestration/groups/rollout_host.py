@@ -125,7 +125,9 @@ class RolloutHost:
         than, since = "", clock()
         while not self._leaving.is_set():
             if found := await self._bus.newer(RUN, than, LOOK):
-                than, notice = found.id, _read(found.body)
+                than, notice = found.id, _notice_of(found.body, self._say)
+                if notice is None:
+                    continue
                 if notice.over:
                     self._say("the run is over")
                     return None
@@ -145,6 +147,7 @@ class RolloutHost:
             parts=parts,
             patience=self._patience,
             leaving=self._leaving,
+            say=self._say,
         )
         trouble, begun = "", tuple[str, ...]()
         try:
@@ -174,6 +177,7 @@ class _Session:
     parts: HostParts
     patience: HostPatience
     leaving: asyncio.Event
+    say: Callable[[str], None]
     _beat: int = 0
     _version: int = -1
     """The version of the policy that is served."""
@@ -232,8 +236,8 @@ class _Session:
         than = ""
         while True:
             if found := await self.bus.newer(RUN, than, LOOK):
-                than, notice = found.id, _read(found.body)
-                if notice.over or notice.session != self.name:
+                than, notice = found.id, _notice_of(found.body, self.say)
+                if notice and (notice.over or notice.session != self.name):
                     return
 
     async def _beats(self) -> None:
@@ -265,8 +269,8 @@ class _Session:
                 if failure:
                     raise failure
                 continue
-            than, notice = found.id, msgspec.msgpack.decode(found.body, type=WeightsNotice)
-            if notice.session != self.name:
+            than, notice = found.id, _read(found.body, WeightsNotice, "the notice of weights", self.say)
+            if notice is None or notice.session != self.name:
                 continue
             self._hosts = notice.hosts
             if failure and notice.updates == refused.updates:
@@ -324,7 +328,10 @@ class _Session:
 
     async def _do(self, letter: Letter) -> None:
         try:
-            errand = msgspec.msgpack.decode(letter.body, type=Errand)
+            errand = _read(letter.body, Errand, f"errand {letter.key}", self.say)
+            if errand is None:  # if it is one of the run, the run finds it missing
+                await self.bus.settle(TICKETS, [letter.id])
+                return
             if self._version < errand.at_least:
                 async with self.parts.waits.named("rollouts", f"the weights of version {errand.at_least}"):
                     while self._version < errand.at_least:
@@ -353,8 +360,9 @@ class _Session:
 
     async def _read_suspects(self) -> None:
         if found := await self.bus.newer(SUSPECTS, self._suspects_id):
-            self._suspects_id, notice = found.id, msgspec.msgpack.decode(found.body, type=SuspectsNotice)
-            self._suspects = notice if notice.session == self.name else SuspectsNotice("")
+            self._suspects_id = found.id
+            if notice := _read(found.body, SuspectsNotice, "the notice of suspects", self.say):
+                self._suspects = notice if notice.session == self.name else SuspectsNotice("")
 
     async def _reply(self, errand: Errand) -> ErrandReply:
         match errand:
@@ -381,10 +389,21 @@ class _Versioned(msgspec.Struct):
     version: str
 
 
-def _read(body: bytes) -> RunNotice:
+def _notice_of(body: bytes, say: Callable[[str], None]) -> RunNotice | None:
     """Raises ConfigError for the notice of another version of headrace, whose other fields may have another meaning."""
-    if (version := msgspec.msgpack.decode(body, type=_Versioned).version) != __version__:
+    found = _read(body, _Versioned, what := "the notice of the run", say)
+    if found and found.version != __version__:
         raise ConfigError(
-            f"the run has headrace {version}, and this host {__version__}; install the same version on both"
+            f"the run has headrace {found.version}, and this host {__version__}; install the same version on both"
         )
-    return msgspec.msgpack.decode(body, type=RunNotice)
+    return _read(body, RunNotice, what, say) if found else None
+
+
+def _read(body: bytes, kind: Any, what: str, say: Callable[[str], None]) -> Any:
+    """Returns what a process has put on the bus; None if it is no `kind`, which is said. Anybody with the bus's password may write there, and
+    what one host cannot read no other one can: it must not end them all."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        say(f"{what} on the bus cannot be read ({error}); it is left out")
+        return None

@@ -33,6 +33,8 @@ morning they put up a sign in English, French and German: open, ouvert, offen. I
 TRIAL_TOKENS = 256
 PIECE = 128
 """The most tokens that are scored in one request."""
+FEW = 32
+"""Tokens on which the effect of each kind is computed first, where engine and trainer compute alike: a tenth of the time."""
 
 
 class Rounding(NamedTuple):
@@ -103,14 +105,17 @@ class IdentityProbe:
         *,
         trial: Sequence[Sequence[int]] = (),
         served: bool = False,
+        exact: bool = False,
     ) -> None:
         """`every`: versions between two probes; 0 switches all of them off. `dtype`: the less precise of those of engine and trainer. `adapter`:
         the policy that is probed. `trial`: the tokens of the trial, in pieces; without any there is none. `served`: whether the engine is
-        a server."""
+        a server. `exact`: whether engine and trainer compute one forward pass, bit for bit."""
         self._tokens, self._every, self._rounding = tuple(tokens), every, ROUNDING[dtype]
         self._telemetry, self._adapter = telemetry, adapter
         self._advice = ADVICE_SERVER if served else ADVICE
         self.trial = [list(piece) for piece in trial] if every else []
+        self.trial_tokens = (FEW, 0) if exact else (0,)
+        """The tokens of each attempt at the trial on which the effect of each kind is computed, until one decides; 0: all."""
         self._floors: dict[int, float] = {}
         """The mean difference of each engine at its first version, by its identity (`id`)."""
 
@@ -135,24 +140,29 @@ class IdentityProbe:
             return await engine.examine(version, check, self._adapter)
         return await self._difference(engine, version, expected, first)
 
-    async def try_weights(self, engine: Engine, version: int, scores: TrialScores) -> None:
-        """Raises IdentityError if some engine computes as though a kind of parameter, or a block of layers, had kept its old values."""
+    async def try_weights(self, engine: Engine, version: int, scores: TrialScores) -> bool:
+        """Returns whether the trial is decided: if the effects of kinds are those of a few tokens, all others have to leave no doubt. Raises
+        IdentityError if some engine computes as though a kind of parameter, or a block of layers, had kept its old values."""
 
         async def check(part: Engine) -> float:
+            """Returns 1 if this engine's trial is decided, else 0."""
             found: list[float] = []
             for piece in self.trial:
                 found += await self._scored(part, piece, version)
-            return self._judge_trial(found, scores)
+            if not beyond_doubt(found, scores, self._rounding):
+                return 0
+            self._judge_trial(found, scores)
+            return 1
 
         if not isinstance(engine, Fleet):
-            await check(engine)
-            return
-        _, errors = await engine.ask_serving(check)
+            return bool(await check(engine))
+        decided, errors = await engine.ask_serving(check)
         if errors:  # no member may be left out and come back: another version shows nothing of what it has not loaded
             raise next(iter(errors.values()))
+        return all(decided.values())
 
-    def _judge_trial(self, found: Sequence[float], scores: TrialScores) -> float:
-        """Returns the mean difference. Raises IdentityError if something has kept its old values."""
+    def _judge_trial(self, found: Sequence[float], scores: TrialScores) -> None:
+        """Raises IdentityError if something has kept its old values."""
         shares = shares_of(found, scores, self._rounding)
         stale = {label: share for label, share in shares.items() if share and share.is_stale}
         unseen = [label for label, share in shares.items() if not (share and share.is_seen)]
@@ -175,7 +185,6 @@ class IdentityProbe:
                 f"a trial update changed every trained value, and the engine computes as if {share.value:.0%} (± {share.error:.0%}) of the change in "
                 f"{worst}{more} were not there: it would train one policy and sample from another. {self._advice} watch.trial = false skips the trial"
             )
-        return mean
 
     async def _scored(self, engine: Engine, tokens: Sequence[int], version: int) -> Sequence[float]:
         completion = await engine.score(tokens, self._adapter)
@@ -221,10 +230,27 @@ class IdentityProbe:
         return min(most, max(least, above * floor))
 
 
+def beyond_doubt(found: Sequence[float], scores: TrialScores, rounding: Rounding) -> bool:
+    """Whether scores of all tokens, or of a few, decide the trial. A few do if each kind shows in them, and if no token's log-prob is so far
+    off that half of a share of STALE could be missing of any kind: the share is at most the ratio of the two lengths (Cauchy and Schwarz)."""
+    few = len(next(iter(scores.kept.values()), scores.changed))
+    if few == len(scores.changed):
+        return True
+    gap = math.sqrt(_square([a - b for a, b in zip(found, scores.changed, strict=True)]))
+    shares = shares_of(found, scores, rounding)
+    effects = (_square([a - b for a, b in zip(kept, scores.changed, strict=False)]) for kept in scores.kept.values())
+    return all(one and one.is_seen and not one.is_stale for one in shares.values()) and all(
+        gap <= STALE / 2 * math.sqrt(effect) for effect in effects
+    )
+
+
 def shares_of(found: Sequence[float], scores: TrialScores, rounding: Rounding) -> dict[str, Missing | None]:
-    """Returns the share of each kind's and block's change that is missing in what an engine computed."""
-    gaps = [a - b for a, b in zip(found, scores.changed, strict=True)]
-    changes = {label: [a - b for a, b in zip(kept, scores.changed, strict=True)] for label, kept in scores.kept.items()}
+    """Returns the share of each kind's and block's change that is missing in what an engine computed, by the tokens that `kept` has."""
+    few = len(next(iter(scores.kept.values()), scores.changed))
+    gaps = [a - b for a, b in zip(found[:few], scores.changed[:few], strict=True)]
+    changes = {
+        label: [a - b for a, b in zip(kept, scores.changed[:few], strict=True)] for label, kept in scores.kept.items()
+    }
     # The rounding of the trainer's log-probs is no larger than any of these, and than what it can be in any model.
     seen = [_square(gaps), *(_square(one) / 2 for one in changes.values() if any(one))]
     own = min(*seen, rounding.most**2)

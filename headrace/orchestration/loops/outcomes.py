@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.batches import Failure, Group
-from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained
+from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS
+from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained, Warned
 from headrace.reports import TrainReport
 from headrace.types import Episode, Prompt, Scored
 
@@ -89,10 +90,17 @@ def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
     results = [message for turn in turns for message in turn.messages if "tool_call_id" in message]
     if not any(turn.messages for turn in turns):
         return {}
-    problems = Counter(f"calls: {message['problem']}" for message in results if "problem" in message)
+    problems = Counter(f"calls: {message[PROBLEM]}" for message in results if PROBLEM in message)
+    specials = sum(SPECIALS in message for turn in turns for message in turn.messages)
     begun = sum(len({turn.agent for turn in episode.turns}) for episode in episodes)
     forked = sum(not turn.parents for turn in turns) - begun
-    return {"turns": len(turns), "forked": forked, "calls": len(results), **problems}
+    return {
+        "turns": len(turns),
+        "forked": forked,
+        "calls": len(results),
+        **({"specials": specials} if specials else {}),
+        **problems,
+    }
 
 
 class Firsts:
@@ -111,12 +119,14 @@ class Firsts:
 
 
 class FirstTexts:
-    """Reports the first completion of a process, so that the user sees early what the model writes."""
+    """Reports the first completion of a process, so that the user sees early what the model writes, and the first message of an
+    environment or agent that holds the text of control tokens."""
 
     def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float]) -> None:
-        self._record, self._clock, self._shown = record, clock, False
+        self._record, self._clock, self._shown, self._warned = record, clock, False, False
 
-    def report(self, prompt: Prompt, episodes: Iterable[Episode]) -> None:
+    def report(self, prompt: Prompt, episodes: Sequence[Episode]) -> None:
+        self._of_specials(episodes)
         for one in episodes if not self._shown else ():
             last, self._shown = one.last, True
             version = last.spans[0].version if last.spans else 0
@@ -131,6 +141,16 @@ class FirstTexts:
                 )
             )
             return
+
+    def _of_specials(self, episodes: Sequence[Episode]) -> None:
+        messages = (message for episode in episodes for turn in episode.turns for message in turn.messages)
+        if not self._warned and (held := next((one for one in messages if SPECIALS in one), None)):
+            self._warned = True
+            said = (
+                f"a message of the role {held.get('role')} holds the text of special tokens ({', '.join(held[SPECIALS][:5])}), which the "
+                'model reads as text; set task.specials_in_text = "allow" if they are meant as tokens'
+            )
+            self._record(Warned(self._clock(), said))
 
 
 def rolled_of(group: Group) -> Rolled:

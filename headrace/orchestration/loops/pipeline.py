@@ -15,7 +15,7 @@
   deliver         the engine's swap (`Engine.load`)       the first gap between two forward passes
   sentinels       the end of a worker process, or of what it is asked in the background   the operating system
 
-The first two are in `rolling.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
+The first two are in `rolling.py`; checkpoints are in `saving.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
 `Buffer.close()`. The groups and the result of a step are in the journal before the buffer changes. So a run that is killed anywhere is
 resumed from the newest checkpoint by repeating the journaled steps (`redo`), and loses nothing.
 """
@@ -39,6 +39,7 @@ from headrace.orchestration.loops.leaving import Leaving, until_saved
 from headrace.orchestration.loops.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.orchestration.loops.rolling import Rolling
+from headrace.orchestration.loops.saving import SAVING, Saving
 from headrace.reports import TrainReport, differing
 from headrace.rewards import usable
 from headrace.rollouts.staleness import judge
@@ -51,9 +52,6 @@ _OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or check the rew
 """The remedy for all other reasons of a skipped step."""
 
 _GONE = "but the metrics have none; those weights no longer exist, so"
-
-SAVING = "checkpoint"
-"""The work of a trainer that it can do while it sleeps."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -69,10 +67,14 @@ class Pipeline:
         self._earlier = earlier or EarlierMetrics()
         self._rolling = Rolling(parts, plan, self._earlier)
         self.step = first_step
+        self.worked = 0.0
+        """Seconds from the beginning of training to the last step."""
+        self._began = 0.0
         self._leaving = Leaving()
+        self._saving = Saving(parts, self._busy)
         self._evaluations: list[asyncio.Task[Any]] = []
         self._under_way: asyncio.Future[Any] | None = None
-        """The step or checkpoint that is running, see `_whole`."""
+        """The step, or the beginning or end of a checkpoint, that is running, see `_whole`."""
         self._skipped = 0
 
     def interrupt(self) -> None:
@@ -121,6 +123,7 @@ class Pipeline:
 
         Raises the first `HeadraceError` of any loop. If the trainer is alive, a checkpoint is written before that.
         """
+        self._began = self._clock()
         try:
             async with asyncio.TaskGroup() as loops:
                 await self._run(loops)
@@ -134,13 +137,14 @@ class Pipeline:
         finally:
             if self._under_way:
                 self._under_way.cancel()
+            self._saving.cancel()
 
     async def _last_checkpoint(self) -> None:
         """Writes a checkpoint after an error of another part."""
         with suppress(HeadraceError):  # the user should read the error that ended the run, not a second one
             if self._under_way and not self._under_way.done():
                 await self._under_way
-            await self._checkpoint()
+            await self._saving.whole(self.step)
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
         """Shields work of the trainer's process, which continues even if its caller is cancelled. If the run ends meanwhile, its last
@@ -158,7 +162,7 @@ class Pipeline:
         await self._train(loops)
         parts.buffer.close()
         if self.interrupted:
-            await self._whole(self._checkpoint())
+            await self._whole(self._saving.whole(self.step))
             background += self._evaluations
         self._rolling.stop()
         for task in background:
@@ -172,7 +176,7 @@ class Pipeline:
         if self.step >= plan.steps:  # at the last step, both are done anyway
             return
         if _due(plan.checkpoint_every, saved, self.step):
-            await self._whole(self._checkpoint())
+            await self._whole(self._saving.begin(self.step, loops))
         if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
             if due < self.step:
                 self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
@@ -203,7 +207,7 @@ class Pipeline:
             if parts.turns.alternate:
                 await self._leaving.unless(parts.turns.over(bool(delivery) and parts.interrupts.replaces_at_once))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
-                await self._whole(self._checkpoint())
+                await self._whole(self._saving.begin(self.step, loops))
             self._replan(parts.minutes.stepped(self.step, report.seconds))
         if self.step < self._plan.steps and not self.interrupted:
             parts.minutes.over(self.step)
@@ -232,7 +236,7 @@ class Pipeline:
     async def _save_result(self) -> None:
         """Saves the final checkpoint. Without it the run does not count as finished."""
         plan, parts = self._plan, self._parts
-        save = lambda: self._whole(self._checkpoint())  # noqa: E731
+        save = lambda: self._whole(self._saving.whole(self.step))  # noqa: E731
         await until_saved(
             save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
         )
@@ -249,7 +253,7 @@ class Pipeline:
             self._skip(report)
             return report
         self._skipped = 0
-        self.step = report.version
+        self.step, self.worked = report.version, self._clock() - self._began
         return report
 
     def _judge(self, group: Group) -> Group | None:
@@ -305,13 +309,6 @@ class Pipeline:
                 "train.max_skipped_steps sets how many are allowed."
             )
 
-    async def _checkpoint(self) -> str:
-        """Writes a checkpoint. Returns the error, or an empty string."""
-        began = self._clock()
-        failure = await self._busy(SAVING, self._parts.snapshots.save, self.step, self._parts)
-        self._parts.minutes.measured(save=self._clock() - began)
-        return failure
-
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits work of the trainer in this pipeline's turn, under a named wait, and counts its time as busy."""
         parts = self._parts
@@ -336,8 +333,8 @@ def unlike(step: JournalStep, report: TrainReport) -> str:
     if bool(report.skipped) != bool(step.report.skipped):
         raise CheckpointError(
             f"step {step.step} was repeated from the journal and was {report.skipped or 'not skipped'}, while it had been "
-            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move journal.jsonl away "
-            "to resume from the checkpoint alone"
+            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move the run's directory "
+            "journal away to resume from the checkpoint alone"
         )
     if difference := differs(report, step.report):
         return (

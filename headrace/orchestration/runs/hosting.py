@@ -74,7 +74,7 @@ def host(main: Main, errands: Errands | None = None) -> None:
     KeyboardInterrupt."""
     signals = _Signals()
     try:
-        if errands is None and not _loop_runs_here():
+        if hosts_here(errands):
             with signals.caught():
                 asyncio.run(main(signals.attach))
         else:
@@ -83,6 +83,11 @@ def host(main: Main, errands: Errands | None = None) -> None:
         if signals.unheard:  # the caller might go on after this error
             raise KeyboardInterrupt from error
         raise
+
+
+def hosts_here(errands: Errands | None = None) -> bool:
+    """Whether `host` would run the loop in the calling thread."""
+    return errands is None and not _loop_runs_here()
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.durable.journal import refuse_earlier
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import RunEnded, RunStarted, Warned
@@ -38,6 +39,7 @@ from headrace.orchestration.store.run_directory import RunDirectory, config_at
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.printing import echo, say
+from headrace.trainer.rate_schedule import change_of_rate
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,8 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     for lane in lanes:
         lane.close()
     steps = max(lane.session.step for lane in lanes)
-    more = (
-        f"--set train.steps={2 * steps}" if len(lanes) == 1 else "CONFIG.toml (with more train.steps for its adapters)"
-    )
+    own = "" if len(lanes) == 1 else "adapters.{}."
+    more = " ".join(f"--set {own.format(lane.config.name)}train.steps={2 * lane.session.step}" for lane in lanes)
     echo(
         f"headrace: {path} is finished: all of its {steps} steps are done. To train it further, give it more steps, for instance: "
         f"headrace train --resume {path} {more}"
@@ -159,6 +160,7 @@ def _found(
 ) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
     """The saved state of an earlier process, and complaints about damaged checkpoints."""
     path, now = directory.path, meaning(config, contents)
+    refuse_earlier(path)
     before, was = read_config(config_of_run(path)), _meant(config_of_run(path))
     check_resumable(was, now)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
@@ -174,7 +176,8 @@ def _found(
         behind += changes(written_by, state.made_by).steps  # somebody has edited `config.toml`
     saved = read_saved_run(path, state, not behind, changed, config.rollout.max_tokens)
     check_steps(path, saved.step, config.train.steps)
-    return checkpoints, checkpoint, saved, complaints
+    rate = change_of_rate(before.train, config.train, saved.step)
+    return checkpoints, checkpoint, saved, [*complaints, *([rate] if rate else [])]
 
 
 def _meant(config_toml: Path) -> dict[str, Any]:

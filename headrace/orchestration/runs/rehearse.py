@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,24 +20,27 @@ import msgspec
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
-from headrace.config import RunConfig, adapter_runs
+from headrace.config import RunConfig, adapter_runs, read_config
+from headrace.durable.journal import count_steps
 from headrace.engine.servers.installed import cannot_reload, require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
+from headrace.native.free_memory import gib
 from headrace.observe.facts import FilesChecked, Warned
-from headrace.orchestration.build import build_environment, build_scorer, build_task
+from headrace.observe.screen.start_line import StartSteps
+from headrace.orchestration.build import TriedParts, build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.seats import check_seats
-from headrace.orchestration.store.run_directory import refuse_used
+from headrace.orchestration.store.run_directory import CONFIG, refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
 from headrace.rehearsal.episode import episode_lines, try_environment
-from headrace.rehearsal.machine import Machine, gib
+from headrace.rehearsal.machine import Machine
 from headrace.rehearsal.memory_needs import (
     MemoryNeed,
     MemoryPlan,
@@ -58,8 +61,10 @@ from headrace.reports import Finding, Sight
 from headrace.scoring.extract import Extractor
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
+from headrace.scoring.workers.processes import WorkerProcess, begin_worker
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
+from headrace.trainer.rate_schedule import change_of_rate, drawn
 from headrace.types import Completion, Episode, Prompt
 from headrace.weight_sync.config import NO_GPU, way_of
 from headrace.weight_sync.delta.watch import poor_settings
@@ -86,6 +91,10 @@ class Rehearsal:
     """One row, as the model and as the reward see it."""
     prompt_tokens: int = 0
     """Length of a usual prompt."""
+    steps: StartSteps = field(default_factory=StartSteps)
+    """The work of the moment."""
+    tried: dict[str, TriedParts] = field(default_factory=dict)
+    """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
 
@@ -139,27 +148,38 @@ async def rehearse(
     torch for facts that are only printed. `measurer`: measures this machine; by default with a short probe.
     """
     found = Rehearsal(config=config, resumes=bool(resume))
+    async with found.steps.shown() if config.observe.terminal != "off" else nullcontext():
+        await _rehearse(found, inputs, resume, thorough, measurer or ProbeMeasurer())
+    if found.problems:
+        raise ConfigError("\n".join(dict.fromkeys(found.problems)))
+    found.sections["Run"] = _run(found.config)
+    for run in (adapter_runs(found.config) or (found.config,)) if thorough else ():
+        found.sections["Run"] = [*found.sections["Run"], *_rate(found, run, resume)]
+    return found
+
+
+async def _rehearse(
+    found: Rehearsal, inputs: PythonInputs, resume: Path | None, thorough: bool, measurer: Measurer
+) -> None:
+    config = found.config
     with found.part():
         _place(config, resume)
     probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None
     model_dir: Path | None = None
     try:
-        with found.part():
+        with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
             model_dir = await asyncio.to_thread(resolve_model, config.model.path)
         for run in adapter_runs(config) or (config,):
             await _task_and_reward(found, run, model_dir, inputs)
         with found.part():
             machine = await asyncio.to_thread(machines.inspect_machine, probe)
             if model_dir and not resume:
-                await asyncio.to_thread(_choose, found, machine, model_dir, measurer or ProbeMeasurer())
+                with found.steps.doing("measuring this machine"):
+                    await asyncio.to_thread(_choose, found, machine, model_dir, measurer)
             if model_dir:
                 _machine_and_memory(found, machine, model_dir)
     finally:
         _end(probe)
-    if found.problems:
-        raise ConfigError("\n".join(dict.fromkeys(found.problems)))
-    found.sections["Run"] = _run(found.config)
-    return found
 
 
 async def try_files(config: RunConfig, inputs: PythonInputs = NO_INPUTS) -> Rehearsal:
@@ -201,6 +221,19 @@ def _run(config: RunConfig) -> Lines:
     ]
 
 
+def _rate(found: Rehearsal, run: RunConfig, resume: Path | None) -> Lines:
+    """The learning rate over the steps, and a note if it goes on otherwise than a run that is resumed would have."""
+    before, done, several = None, 0, bool(found.config.adapters)
+    own = resume / run.name if resume and several else resume
+    if own and (own / CONFIG).exists():  # an adapter's is missing if the run was killed at its start
+        before, done = read_config(own / CONFIG).train, count_steps(own)
+        if said := change_of_rate(before, run.train, done):
+            found.notes.append(f"{run.name}: {said}" if several else said)
+    curve = drawn(run.train, before, done).splitlines()
+    lines = [f"{run.name}: {curve[0]}" if several else curve[0], *curve[1:]]
+    return [("" if number else "rate", line) for number, line in enumerate(lines)]
+
+
 # --- the task and the reward -------------------------------------------------------------------------------------------
 
 
@@ -214,26 +247,71 @@ async def _task_and_reward(
         found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))
     if model_dir is None:
         return
+    async with _reward_worker(config, inputs.rewards) as beginning:
+        await _tried(found, config, model_dir, inputs, beginning, needs_reward=needs_reward)
+
+
+async def _tried(
+    found: Rehearsal,
+    config: RunConfig,
+    model_dir: Path,
+    inputs: PythonInputs,
+    beginning: asyncio.Task[WorkerProcess] | None,
+    *,
+    needs_reward: bool,
+) -> None:
+    """Tries the files of the model, the task, and the reward. `beginning`: the process of its functions."""
+    several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
-        encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
-        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
+        with found.steps.doing("reading the tokenizer"):
+            encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+        encoder = encoder.with_special_tokens(config.reward.special_tokens)
+        with found.steps.doing(f"reading the task {config.task.name or Path(config.task.path).name}".rstrip()):
+            task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         found.agree(await asyncio.to_thread(_preflight, config, encoder.using(config.task.rendering)), model_dir)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.notes += await asyncio.to_thread(task.remarks)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
+        planned = await plan_teachers(config, model_dir, encoder, inputs.rows)
+        found.planned_teachers += planned
         episode: Episode | None = None
         if config.environment.is_handed_out:
             found.sections[f"Environment{several}"] = [("", "agents elsewhere play the rollouts: nothing was tried")]
         elif config.environment.in_processes:
-            episode, lines = await _environment(config, prompts[0], encoder)
+            with found.steps.doing("playing a rollout in the environment"):
+                episode, lines = await _environment(config, prompts[0], encoder)
             found.sections[f"Environment{several}"] = lines
         tried: RewardTrial | None = None
         if needs_reward or config.reward.given:
-            lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
+            with found.steps.doing("trying the reward"):
+                begun = await beginning if beginning else None
+                lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode=episode, begun=begun)
             found.sections[f"Reward{several}"] = lines
         found.sight = _sight(config, encoder, prompts[0], episode, tried)
+        name = config.name if several else ""
+        loaded = beginning.result().functions if beginning else ()
+        found.tried[name] = TriedParts(encoder=encoder, task=task, planned_teachers=planned, loaded=loaded)
+
+
+@asynccontextmanager
+async def _reward_worker(
+    config: RunConfig, rewards: Sequence[RewardFunction]
+) -> AsyncIterator[asyncio.Task[WorkerProcess] | None]:
+    """The start of a process with the reward functions, while the caller loads the rest. It ends with this context."""
+    if rewards or not config.reward.specs or config.reward.from_python:
+        yield None
+        return
+    with TemporaryDirectory() as logs:
+        starting = begin_worker(config.reward.named, config.sandbox.settings.as_text(), Path(logs) / "scorer.log")
+        beginning = asyncio.create_task(starting)
+        try:
+            yield beginning
+        finally:
+            beginning.cancel()
+            await asyncio.wait([beginning])
+            if not beginning.cancelled() and not beginning.exception():
+                await beginning.result().close()
 
 
 def _preflight(config: RunConfig, encoder: ChatEncoder) -> list[Finding]:
@@ -310,15 +388,25 @@ async def _reward(
     rewards: Sequence[RewardFunction],
     prompt: Prompt,
     encoder: ChatEncoder,
+    *,
     episode: Episode | None,
+    begun: WorkerProcess | None,
 ) -> tuple[Lines, RewardTrial | None]:
+    """`begun`: the process of the functions, if they are of files."""
     if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
         said = "an async function from Python: it is called once when the run starts, before the model is loaded"
         return [("", said)], None
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
         scorer = await asyncio.to_thread(
-            partial(build_scorer, replace(config, reward=config.reward.for_trial), rewards, log, decode=encoder.decode)
+            partial(
+                build_scorer,
+                replace(config, reward=config.reward.for_trial),
+                rewards,
+                log,
+                decode=encoder.decode,
+                begun=begun,
+            )
         )
         try:
             if not config.reward.given and not rewards:
@@ -342,6 +430,7 @@ async def _reward(
             )
         finally:
             await scorer.close()
+        log = begun.log if begun and begun.log else log
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     lines = [("" if number else "returned", line) for number, line in enumerate(reward_lines(tried))]
     return [*lines, *(("it printed", line) for line in printed[:3])], tried

@@ -11,17 +11,19 @@ from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
-from headrace.orchestration.build import build, open_telemetry
+from headrace.orchestration.build import TriedParts, build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Heed, Termination, complete
+from headrace.orchestration.runs.hosting import Heed, Termination, complete, hosts_here
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
 from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
 from headrace.orchestration.runs.train_call import TrainCall
+from headrace.orchestration.seats import local_cores
 from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.orchestration.workers.build import libraries_ahead
 from headrace.printing import say
 
 
@@ -53,12 +55,19 @@ def _through_deaths(call: TrainCall) -> RunResult:
         except WorkerDied as error:
             if not call.outlives(error):
                 raise
-            said = f"death no. {call.deaths} of train.max_deaths = {call.config.train.max_deaths}"
+            said = f"death no. {call.deaths.counted} of train.max_deaths = {call.deaths.most}"
             say(f"{error}; {said}: the run goes on from its last checkpoint and its journal")
 
 
 def _until_it_ends(call: TrainCall) -> RunResult:
-    """Trains until the run, or its trainer, has ended."""
+    """Trains until the run, or its trainer, has ended. The libraries of its workers are loaded while it is rehearsed."""
+    if not hosts_here(call.callbacks.errands if call.callbacks else None):
+        return _rehearsed_and_trained(call)  # those libraries belong to the thread of the loop, which comes later
+    with libraries_ahead(local_cores(call.config)):
+        return _rehearsed_and_trained(call)
+
+
+def _rehearsed_and_trained(call: TrainCall) -> RunResult:
     config, inputs, resume = call.config, call.inputs, call.resume
     if config.adapters:
         return result_of(call.path, train_together(call))
@@ -74,7 +83,7 @@ def _until_it_ends(call: TrainCall) -> RunResult:
                 rehearsed = complete(rehearse(config, inputs, resume))
             for fact in rehearsed.facts(lane.storage.seconds):
                 lane.storage.recorder.record(fact)
-            _train(call, lane)
+            _train(call, lane, rehearsed.tried.get(""))
         except HeadraceError as error:
             lane.add_resume_hint(error)
             raise
@@ -85,7 +94,7 @@ def _until_it_ends(call: TrainCall) -> RunResult:
         return result_of(directory.path, {"": lane})
 
 
-def _train(call: TrainCall, lane: Lane) -> None:
+def _train(call: TrainCall, lane: Lane, tried: TriedParts | None) -> None:
     config, directory, storage, callbacks = lane.config, lane.directory, lane.storage, call.callbacks
     watchdog = Watchdog(
         directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not call.resume
@@ -103,7 +112,7 @@ def _train(call: TrainCall, lane: Lane) -> None:
         telemetry = open_telemetry(config, storage.recorder, clock)
         watchdog.add(directory.path, telemetry.waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry))
+        await lane.session.run(build(config, directory.logs, storage, call.inputs, telemetry, tried=tried))
 
     with watchdog:
         call.host(go, [lane])

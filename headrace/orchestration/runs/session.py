@@ -88,6 +88,11 @@ class Session:
         """Whether there is a checkpoint of the last step."""
         self._main: asyncio.Task[Any] | None = None
 
+    @property
+    def worked(self) -> float:
+        """Seconds from the beginning of training to the last step that was done."""
+        return self._built.pipeline.worked if self._built else 0.0
+
     def recall(self) -> None:
         """Takes the evaluations of a finished run from its metrics."""
         known = {one.phase: one for one in self._recorder.state.evals}

@@ -23,7 +23,7 @@ from headrace.models.chat import open_model
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_telemetry, prepare
+from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, TriedParts, join, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.runs.hosting import Heed, complete
 from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
@@ -69,6 +69,7 @@ def train_together(call: TrainCall) -> dict[str, Lane]:
                 directory=directory,
                 lanes=lanes,
                 watchdog=watchdog,
+                tried=rehearsed.tried,
             )
             call.host(together.run, lanes.values())
         report_unbegun(lanes.values())
@@ -118,7 +119,10 @@ class _SeveralRuns:
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
         watchdog: Watchdog,
+        tried: Mapping[str, TriedParts],
     ) -> None:
+        """`tried`: what a rehearsal has loaded for each adapter."""
+        self._tried = tried
         self._call, self._config, self._directory, self._lanes = call, config, directory, lanes
         self._watchdog, self._callbacks = watchdog, call.callbacks
         self._loading: asyncio.Task[Any] | None = None
@@ -157,6 +161,7 @@ class _SeveralRuns:
                         logs=lane.directory.logs,
                         telemetry=dataclasses.replace(telemetry, record=lane.storage.recorder.record),
                         sites=sites,
+                        tried=self._tried.get(name),
                     )
                     undo.push_async_callback(prepared[name].scorer.close)
                     undo.push_async_callback(prepared[name].environment.close)

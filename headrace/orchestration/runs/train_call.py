@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, config_of_run, read_config
+from headrace.deaths import Deaths
 from headrace.errors import WorkerDied
 from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
@@ -26,7 +27,13 @@ class TrainCall:
     measurer: Measurer | None
     begun: bool = False
     """Whether `config.toml` in the run's directory holds the settings of this call. Until all is loaded it holds those of an earlier one."""
-    deaths: int = 0
+    deaths: Deaths = field(init=False)
+    """The deaths of the trainer."""
+    worked: float = 0.0
+    """Seconds from the beginning of training to the last step that was done, in the present process of the trainer."""
+
+    def __post_init__(self) -> None:
+        self.deaths = Deaths(self.config.train.max_deaths)
 
     @property
     def path(self) -> Path:
@@ -35,8 +42,14 @@ class TrainCall:
 
     def outlives(self, error: WorkerDied) -> bool:
         """Whether the run goes on by itself after this death. It then does so with the settings of this call."""
-        self.deaths += 1
-        if error.who != "trainer" or self.deaths > self.config.train.max_deaths or not (self.begun or self.resume):
+        if error.who != "trainer" or not (self.begun or self.resume):
+            return False
+        self.deaths.after(self.worked)
+        self.deaths.add()
+        self.worked = 0.0
+        if self.deaths.too_many:
+            if self.deaths.most:
+                error.add_note(self.deaths.said("train.max_deaths"))
             return False
         self.resume = self.path
         if self.begun:  # what was chosen at the start, and the steps that fit into `train.minutes`
@@ -57,6 +70,8 @@ class TrainCall:
             died = f" ({error})"
             for lane in lanes:
                 lane.session.leave()
+        finally:
+            self.worked = max((lane.session.worked for lane in lanes), default=0.0)
         if self._asked(lanes) and any(lane.storage.begun and not lane.session.kept for lane in lanes):
             say(
                 f"the run has ended without a checkpoint of its last step{died}: headrace train --resume {self.path} "

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from headrace.curriculum.source import Curriculum
 from headrace.durable.journal import (
-    JOURNAL,
     AnyRecord,
     Damage,
     DrawnRecord,
     GoneRecord,
     Journal,
     JournalDamaged,
+    JournalReader,
     JournalStep,
     ReadyRecord,
     SteppedRecord,
@@ -30,9 +30,9 @@ from headrace.durable.journal import (
     cut_journal,
     end_of_journal,
     read_journal,
-    read_only,
 )
 from headrace.durable.pass_log import PassNote, discard_passes, read_passes
+from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
@@ -139,7 +139,8 @@ def read_saved_run(
     """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. `changed`: the settings that
     were others when the checkpoint was made; `max_tokens`: the most tokens of a completion now. Changes nothing on the disk."""
     damage = Damage()
-    end, position = end_of_journal(run_dir, damage), state.journal if state else 0
+    position = state.journal if state else 0
+    end = end_of_journal(run_dir, damage, position)
     nothing = state is None and not end and not damage
     records: tuple[AnyRecord, ...] = ()
     behind, lost = [] if reproducible else [_CHANGED], max(0, position - end)
@@ -155,7 +156,7 @@ def read_saved_run(
         said.append(_lost(run_dir, state, lost))
     elif damage:
         said.append(
-            f"{run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
+            f"the journal in {run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
         )
     if state:
         state, more = carried_over(state, changed, max_tokens)
@@ -198,11 +199,12 @@ def discard_superseded(saved: SavedRun, outlived: bool) -> None:
         cut_journal(saved.run_dir, saved.position)
 
 
-def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None) -> Journal:
-    """Opens the journal. Lost records that are known from the checkpoint are written again, under their old numbers."""
+def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None, segment: int = SEGMENT) -> Journal:
+    """Opens the journal. Lost records that are known from the checkpoint are written again, under their old numbers. `segment`: see
+    `Journal`."""
     again = _known_of_lost(saved) if saved and saved.lost else []
     position = saved.position if saved else 0
-    journal = Journal(run_dir, flushes, position - len(again))
+    journal = Journal(run_dir, flushes, position - len(again), segment)
     for record in again:
         journal.write(record)
     return journal
@@ -212,8 +214,8 @@ def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
     """Records of groups and prompts that are in the checkpoint, but no longer in the journal."""
     state = saved.state
     assert state is not None
-    finished = {record.group.ticket for record in read_only(saved.run_dir, ReadyRecord)}
-    drawn = {record.ticket for record in read_only(saved.run_dir, DrawnRecord)}
+    reader = JournalReader(saved.run_dir)
+    finished, drawn = reader.keys(ReadyRecord), reader.keys(DrawnRecord)
     groups: list[AnyRecord] = [
         ReadyRecord(state.seconds, group) for group in state.buffer.ready if group.ticket not in finished
     ]

@@ -314,7 +314,7 @@ def carried_over(
     if not longer:
         return state, []
     begun, cut = {}, set()
-    for key in sorted(_keys(state), key=lambda key: key.turn):
+    for key in sorted(_keys(state), key=lambda one: one.turn):
         done = state.begun[str(key)]
         if (key.ticket, key.index) in cut:
             continue  # it came after a turn that is another now

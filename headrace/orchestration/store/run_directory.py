@@ -2,7 +2,7 @@
 
 config.toml        the resolved settings
 metrics.jsonl      every fact, one JSON line each
-journal.jsonl      every ticket and its outcome, complete
+journal/           every ticket and its outcome, complete
 passes/            the tokens sampled since the last checkpoint
 checkpoints/       see checkpoints.py
 logs/              output of the worker processes
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from headrace.durable.atomic_files import full_disk_as_error, read_lines, replace_file
-from headrace.durable.journal import JOURNAL
+from headrace.durable.journal import holds_records
 from headrace.errors import ConfigError
 from headrace.observe.records import METRICS
 from headrace.orchestration.store.named_logs import names
@@ -127,7 +127,7 @@ class RunDirectory:
 def refuse_used(path: Path) -> None:
     """Raises ConfigError if the directory holds a run that has begun."""
     started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
-    if any(read_lines(path / JOURNAL)) or any(started):
+    if holds_records(path) or any(started):
         raise ConfigError(
             f"{path} already holds a run: resume it (headrace train --resume {path}), or choose another name "
             "(--set name=...)"

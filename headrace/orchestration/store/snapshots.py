@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,8 +65,25 @@ class _Parts(Protocol):
     def journal(self) -> Journal: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The state of one moment between two steps, of which the trainer has its part."""
+
+    step: int
+    seconds: float
+    """Age of the run at that moment."""
+    stopped: float
+    """Seconds for which the trainer stood still."""
+    state: bytes
+    """The controller's, encoded: its parts change from now on."""
+    short: str
+    """The reason why the trainer has to stand still until it is written; empty if it has a copy."""
+    save: Callable[[Path], Awaitable[None]]
+    """Writes the trainer's files."""
+
+
 class Snapshots:
-    """Saves controller and trainer together, between two optimizer steps."""
+    """Saves controller and trainer together, as they are between two optimizer steps."""
 
     def __init__(
         self,
@@ -86,20 +104,32 @@ class Snapshots:
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
 
-    async def save(self, step: int, parts: _Parts) -> str:
-        """Saves a checkpoint. Returns an empty string, or the error: it is recorded and warned of, but not raised, because a full disk
-        must not end a run."""
-        if step == self.saved_step:
-            return ""
-        started = self._telemetry.clock()
-        # The state is taken before the first await, because generation continues while the trainer writes.
-        state = self._state(step, started, parts)
+    async def capture(self, step: int, parts: _Parts) -> Moment:
+        """Takes the state of this moment. The trainer may do nothing else meanwhile."""
+        started, adapter = self._telemetry.clock(), self._adapter
+        # The state is taken before the first await, because generation continues while the trainer copies.
+        state = msgspec.msgpack.encode(self._state(step, started, parts))
         parts.journal.flush()
         self._passes.begin(step)
+        captured = await parts.trainer.capture(adapter)
+        return Moment(
+            step=step,
+            seconds=started,
+            stopped=self._telemetry.clock() - started,
+            state=state,
+            short=captured.short,
+            save=lambda directory: parts.trainer.save(directory, adapter),
+        )
+
+    async def write(self, moment: Moment) -> str:
+        """Writes what was captured, one at a time. Returns an empty string, or the error: it is recorded and warned of, but not raised,
+        because a full disk must not end a run."""
+        step, started = moment.step, moment.seconds
 
         async def write(directory: Path) -> None:
-            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))
-            await parts.trainer.save(directory, self._adapter)
+            (directory / CONTROLLER).write_bytes(moment.state)
+            async with self._telemetry.waits.named("checkpoint", "the trainer (its files)"):
+                await moment.save(directory)
 
         path, failure = "", ""
         if said := self._checkpoints.clear():
@@ -112,7 +142,8 @@ class Snapshots:
             failure = str(error)
             self._telemetry.warn(failure)
         now = self._telemetry.clock()
-        self._telemetry.record(CheckpointSaved(now, step, path, now - started, failure))
+        stopped = now - started if moment.short else moment.stopped
+        self._telemetry.record(CheckpointSaved(now, step, path, now - started, failure, stopped=stopped))
         return failure
 
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.durable.atomic_files import remove_parts, write_error
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
+from headrace.durable.segments import SEGMENT
 from headrace.observe.facts import Warned
 from headrace.observe.recorder import Recorder
 from headrace.orchestration.store.checkpoints import Checkpoints
@@ -35,11 +36,14 @@ class Storage:
         made_by: Mapping[str, Any] | None = None,
         keep_settings: Callable[[], None] = lambda: None,
         keep_steps: Callable[[int, int], None] = lambda steps, step: None,
+        segment: int = SEGMENT,
     ) -> None:
         """`flush`: flush the journal to the disk after every step. `checkpoint`: the one from which the run is resumed. `saved`: None for
-        a new run. `made_by`: what the settings of this process mean (`resume_rules.meaning`). `keep_settings` writes the settings of this process into the directory; `keep_steps` writes them with another
-        number of steps, from a given step on."""
+        a new run. `made_by`: what the settings of this process mean (`resume_rules.meaning`). `keep_settings` writes the settings of this
+        process into the directory; `keep_steps` writes them with another number of steps, from a given step on. `segment`: bytes of a
+        segment of the journal."""
         self.run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
+        self._segment = segment
         self.recorder, self.checkpoints = recorder, checkpoints
         self.checkpoint, self.saved = checkpoint, saved
         self.keep_steps, self.made_by = keep_steps, made_by or {}
@@ -63,7 +67,7 @@ class Storage:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
-            journal = open_journal(self.run_dir, self._flush, saved)
+            journal = open_journal(self.run_dir, self._flush, saved, self._segment)
             passes = PassLog(self.run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes
             self._keep_settings()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,9 +19,11 @@ from headrace.engine.kinds import core_class
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.joining.same_model import weights_digest
+from headrace.orchestration.workers.launch.child import environment
 from headrace.orchestration.workers.launch.clone import can_fork_for_parent
 from headrace.orchestration.workers.launch.forking import ForkLauncher
 from headrace.orchestration.workers.launch.local import LocalLauncher
+from headrace.orchestration.workers.launch.preloaded import end_idle, load_ahead
 from headrace.orchestration.workers.placed.cluster import Cluster
 from headrace.orchestration.workers.placed.ray_cluster import RayCluster
 from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
@@ -71,6 +74,19 @@ def open_launcher(logs: Path) -> Launcher:
     """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
     process can use one that its parent has opened."""
     return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+
+
+@contextmanager
+def libraries_ahead(cores: Iterable[Sequence[int]]) -> Iterator[None]:
+    """Within this context the libraries of workers on these cores are loaded, for workers that this thread starts in it. If none is started, the
+    processes that load them end with it."""
+    if isinstance(open_launcher(Path()), ForkLauncher):
+        for own in cores:
+            load_ahead(environment(own))
+    try:
+        yield
+    finally:
+        end_idle()
 
 
 def open_cluster(address: str) -> Cluster:

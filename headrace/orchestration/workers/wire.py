@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from headrace import errors
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
@@ -118,8 +118,8 @@ _BY_NAME: dict[str, type[Exception]] = {
 
 
 def exception_of(name: str, message: str) -> Exception:
-    """The worker's exception, if callers distinguish its class; else a `HeadraceError` that contains its traceback."""
-    return _BY_NAME.get(name, HeadraceError)(message)
+    """The worker's exception, if callers distinguish its class; else an `UnexpectedError` with its traceback."""
+    return _BY_NAME.get(name, UnexpectedError)(message)
 
 
 def name_of(error: BaseException) -> str:

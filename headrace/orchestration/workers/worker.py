@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.batches import Batch
-from headrace.errors import ConfigError, IdentityError
+from headrace.errors import CheckpointError, ConfigError, IdentityError
 from headrace.observe.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun, fail
@@ -40,7 +40,7 @@ from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.printing import echo_traceback, guard_streams, say
 from headrace.protocols import TrainerCore, WeightSender
-from headrace.reports import TrainReport
+from headrace.reports import Captured, TrainReport
 from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:
@@ -107,13 +107,15 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     preload("trainer")
     start = inbox.get()
     parts: dict[str, Any] = {}
+    saver: Saver
 
     def begin() -> TrainerReady:
+        nonlocal saver
         wanted = unpack(start.payload, TrainerStart)
         core, sender, manifests = build_trainer_core(wanted, end.door)
         shadow, layout = build_shadow(wanted, core)
-        parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
-        parts["start"] = wanted
+        saver = Saver(core, shadow)
+        parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow, start=wanted)
         return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
 
     answer(end, start, begin)
@@ -122,6 +124,10 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         frame = inbox.get()
         if frame.method == "publish":
             parts["publisher"].publish(end, frame)
+        elif frame.method == "capture":
+            answer(end, frame, lambda frame=frame: saver.capture(unpack(frame.payload, str)))  # type: ignore[misc]
+        elif frame.method == "save":
+            saver.save(end, frame)
         else:
             answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
 
@@ -164,6 +170,57 @@ class Publisher:
         threading.Thread(target=answer, args=(end, frame, work), daemon=True).start()
 
 
+class Saver:
+    """Writes checkpoints. What was captured is written in another thread: the trainer goes on with its next call."""
+
+    def __init__(self, core: TrainerCore, shadow: Shadow | None) -> None:
+        self._core, self._shadow = core, shadow
+        self._captured: dict[str, tuple[Captured, Callable[[Path], None]]] = {}
+        """The rest of each checkpoint, by adapter."""
+        self._writing: dict[str, Path] = {}
+
+    def capture(self, adapter: str) -> Captured:
+        """Raises CheckpointError if the one before is still being written: its copy would be overwritten."""
+        if before := self._writing.get(adapter):
+            raise CheckpointError(f"two checkpoints at once: {before.name} is still being written, wait for it")
+        parts = [self._core.capture(adapter), *([self._shadow.capture()] if self._shadow else [])]
+        report = Captured(sum(one.nbytes for one, _ in parts), next((one.short for one, _ in parts if one.short), ""))
+
+        def write(directory: Path) -> None:
+            for _, rest in parts:
+                rest(directory)
+
+        self._captured[adapter] = report, write
+        return report
+
+    def save(self, end: WorkerEnd, frame: Frame) -> None:
+        where, adapter = unpack(frame.payload, tuple[str, str])
+        directory = Path(where)
+        report, write = self._captured.pop(adapter, (None, self._now(adapter)))
+        if report is None or report.short:
+            answer(end, frame, lambda: write(directory))
+            return
+        self._writing[adapter] = directory
+
+        def work() -> None:
+            try:
+                write(directory)
+            finally:
+                del self._writing[adapter]
+
+        threading.Thread(target=answer, args=(end, frame, work), daemon=True).start()
+
+    def _now(self, adapter: str) -> Callable[[Path], None]:
+        """Writes what is there, without a copy."""
+
+        def write(directory: Path) -> None:
+            self._core.save(directory, adapter)
+            if self._shadow:
+                self._shadow.save(directory)
+
+        return write
+
+
 def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
     try:
         return core.step(batch)
@@ -192,13 +249,8 @@ def _trainer_call(
         case "begin_trial":
             return core.begin_trial(unpack(frame.payload, str))
         case "end_trial":
-            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str]))
-        case "save":
-            where, adapter = unpack(frame.payload, tuple[str, str])
-            directory = Path(where)
-            core.save(directory, adapter)
-            return shadow.save(directory) if shadow else None
-        case "sleep" | "wake":
+            return core.end_trial(*unpack(frame.payload, tuple[list[list[int]], str, int]))
+        case "sleep" | "wake" | "reserve":
             return getattr(core, frame.method)()
         case method:
             raise AssertionError(f"unknown call {method}")

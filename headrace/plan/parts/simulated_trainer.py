@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.batches import Batch
 from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import TrainerRates
-from headrace.reports import TrainReport, TrialScores
+from headrace.reports import Captured, TrainReport, TrialScores
 from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
 from headrace.weights import WeightUpdate
 
@@ -85,11 +85,14 @@ class SimulatedTrainer:
     async def begin_trial(self, adapter: str = "") -> None:
         raise AssertionError("a plan tries no weights")
 
-    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
+    async def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
         raise AssertionError("a plan tries no weights")
 
-    async def save(self, directory: Path, adapter: str = "") -> None:
+    async def capture(self, adapter: str = "") -> Captured:
         await self._work(self._rates.save)
+        return Captured()
+
+    async def save(self, directory: Path, adapter: str = "") -> None:
         (directory / "simulated_trainer.txt").write_text(str(self.version))
 
     async def _work(self, seconds: float) -> None:

@@ -11,18 +11,21 @@ from pathlib import Path
 
 from headrace.sandbox.kernel import landlock, seccomp
 from headrace.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
+from headrace.sandbox.kernel.thread_gate import hand_over
 from headrace.sandbox.sandbox_limits import SandboxLimits
 
 CHANNEL = 3
 """The descriptor that is left beside the three standard ones."""
-_OPEN_FILES = 64
+_GATE = 4
+"""The one that is closed before code runs (`../kernel/thread_gate.py`)."""
+_OPEN_FILES, _PENDING_SIGNALS = 64, 64
 
 
-def take_descriptors(given: Sequence[int]) -> None:
-    """Closes all but these, which become 0, 1, 2 and so on."""
-    for place, one in enumerate([os.dup2(one, 64 + place) for place, one in enumerate(given)]):
+def take_descriptors(given: Sequence[int], gate: int) -> None:
+    """Closes all but the four that are given, which become 0, 1, 2 and the channel, and the gate's."""
+    for place, one in enumerate([os.dup2(one, 64 + place) for place, one in enumerate((*given, gate))]):
         os.dup2(one, place)
-    os.closerange(CHANNEL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(_GATE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def confine(private: str, limits: SandboxLimits, parent: int) -> None:
@@ -37,13 +40,11 @@ def confine(private: str, limits: SandboxLimits, parent: int) -> None:
     os.chdir(private)
     os.environ.update(HOME=private, TMPDIR=private)
     _limit(limits)
-    if not linux:
-        return
-    drop_capabilities()
-    if landlock.version():
-        landlock.restrict(private)
-    if seccomp.known():
-        seccomp.install()
+    if linux:
+        drop_capabilities()
+        if landlock.version():
+            landlock.restrict(private)
+    hand_over(seccomp.install() if seccomp.known() else -1, _GATE)
 
 
 def _limit(limits: SandboxLimits) -> None:
@@ -56,6 +57,8 @@ def _limit(limits: SandboxLimits) -> None:
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
+    if linux_only := getattr(resource, "RLIMIT_SIGPENDING", None):
+        wanted[linux_only] = _PENDING_SIGNALS  # all processes of the user share what there is
     if not seccomp.known():  # counts all processes of the user, so that this one can make none; root is exempt
         wanted[resource.RLIMIT_NPROC] = 0
     for kind, value in wanted.items():

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from headrace.web.crowd import raise_open_files
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -70,6 +72,7 @@ class HttpPoster:
 
         if self._session is None:
             # Each endpoint limits its own requests; a limit here would silently make one scorer wait for another.
+            raise_open_files()  # each request has a connection of its own
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=True)

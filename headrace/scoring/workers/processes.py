@@ -25,6 +25,7 @@ from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
 _MODULE = "headrace.scoring.workers.reward_worker"
+_LOADING = " while it loaded the reward functions"
 
 GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
@@ -36,9 +37,7 @@ def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, .
     try:
         code, out, err = run_once(_MODULE, ["--check", sandbox, *specs])
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
-        ) from None
+        raise ConfigError(too_slow(named)) from None
     first = read_answer(io.BytesIO(out))
     if not isinstance(first, Ready):
         said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
@@ -48,12 +47,20 @@ def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, .
     return first.functions
 
 
+def too_slow(named: str) -> str:
+    """The sentence for functions whose file does not end."""
+    return f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+
+
 class WorkerProcess(UserProcess):
     """One worker process, and the calls that it has not answered yet."""
 
     def __init__(self, arguments: Sequence[str], log: Path | None, site: Site = OWN_SITE) -> None:
         """`arguments`: the settings of the sandbox, and the functions."""
         super().__init__("scorer", [_MODULE, *arguments], log, site=site)
+        self._named = ", ".join(arguments[1:])
+        self.functions: tuple[LoadedReward, ...] = ()
+        """The functions, once it has started."""
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
         self._receiving: asyncio.Task[None] | None = None
@@ -65,10 +72,10 @@ class WorkerProcess(UserProcess):
             ready = await self.within(LOAD_SECONDS, receive(self.reports))
         except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
-            raise ProcessLost(self.why) from None
+            raise ProcessLost(self.why) from ConfigError(too_slow(self._named))
         except EOFError:
             how = await self.gone()
-            await self.close(f"{how} while it loaded the reward functions")
+            await self.close(f"{how}{_LOADING}")
             raise self.how_lost() from None
         except asyncio.CancelledError:
             await self.close("was not needed any more")
@@ -76,7 +83,8 @@ class WorkerProcess(UserProcess):
         assert isinstance(ready, Ready)
         if ready.error:
             await self.close(f"could not load the reward functions a second time: {ready.error}")
-            raise ProcessLost(self.why)
+            raise ProcessLost(self.why) from ConfigError(ready.error)
+        self.functions = ready.functions
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
 
@@ -127,6 +135,24 @@ class WorkerProcess(UserProcess):
             await asyncio.wait({self._receiving})
 
 
+async def begin_worker(specs: Sequence[str], sandbox: str, log: Path) -> WorkerProcess:
+    """Starts a process that has loaded the functions, and goes on to run them. `log`: receives what they print. Raises ConfigError as
+    `check_functions` does; no process is left then."""
+    worker = WorkerProcess([sandbox, *specs], log)
+    try:
+        await worker.start()
+    except ProcessLost as lost:
+        if isinstance(lost.__cause__, ConfigError):
+            raise lost.__cause__ from None
+        printed = await asyncio.to_thread(log.read_text, errors="replace") if log.exists() else ""  # noqa: ASYNC240
+        said = (printed.strip().splitlines() or ["nothing"])[-1]
+        how = str(lost).removesuffix(_LOADING)
+        raise ConfigError(
+            f"the process that loads the reward functions {', '.join(specs)} {how}; it said: {said}"
+        ) from None
+    return worker
+
+
 class PrivatePool:
     """`width` processes for functions that are not async, with one call at a time in each. A call that exceeds its timeout has its
     process killed, and the next call starts another one."""
@@ -162,6 +188,11 @@ class PrivatePool:
                 return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
             finally:
                 await self._give_back(worker, answered)
+
+    def adopt(self, worker: WorkerProcess) -> None:
+        """Takes over a process that has these functions."""
+        self._idle.append(worker)
+        self._all.add(worker)
 
     def _take(self) -> WorkerProcess:
         while self._idle:
@@ -213,6 +244,10 @@ class SharedProcess:
             raise
         except ProcessLost as lost:
             return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
+
+    def adopt(self, worker: WorkerProcess) -> None:
+        """Takes over a process that has these functions."""
+        self._worker = worker
 
     async def _ready(self) -> WorkerProcess:
         async with self._starting:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.observe.health.user_process import Site, SiteLost, Sites
 from headrace.scoring.job import ScoringJob, Values, fail_all
-from headrace.scoring.workers.processes import PrivatePool, SharedProcess
+from headrace.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess
 
 LIVES = 3
 """How often a call is made at most, where the machine is lost that it is made on: the function may be what ends it."""
@@ -28,6 +28,10 @@ class SpreadPool:
         self._turn = asyncio.Event()
         """Set whenever there may be a turn: a call has ended, a machine has come up."""
         sites.listen(self._turn.set)
+
+    def adopt(self, worker: WorkerProcess) -> None:
+        """Takes over a process of this machine that has these functions."""
+        self._pools[worker.site].adopt(worker)
 
     @property
     def pids(self) -> Sequence[int]:

@@ -1,47 +1,79 @@
-"""One completion as its client reads it: text, and the tool calls in it."""
+"""One completion as its client reads it: thinking, text, and the tool calls in it."""
 
 from __future__ import annotations
 
 import secrets
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.chat.formats import CallFormat, ToolCall
+from headrace.chat.messages import Tool, described
 from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
+from headrace.chat.thinking import MARKS, ThoughtReader, end_of_thought, is_open_in
 from headrace.models.chat import ChatEncoder
+from headrace.types import Request
+from headrace.web.bodies import Chat
 
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Mistral's templates take ids of nine letters and digits only; the others take any."""
+_LAST = 8
+"""Tokens of a prompt in which a template opens the thinking."""
+
+
+class SaidPiece(NamedTuple):
+    reasoning: str
+    text: str
+    calls: list[dict[str, Any]]
+    """Tool calls in OpenAI's format."""
 
 
 class CompletionText:
-    """Takes the tokens of one completion as they arrive. `format`: that of the calls in it, None where no tools were offered."""
+    """Takes the tokens of one completion as they arrive."""
 
-    def __init__(self, encoder: ChatEncoder, stops: Sequence[str], format: CallFormat | None) -> None:
-        self._text = StreamedText(encoder.decode_with_calls if format else encoder.decode, stops)
-        self._reader = CallReader(format) if format else None
+    def __init__(
+        self,
+        encoder: ChatEncoder,
+        stops: Sequence[str],
+        format: CallFormat | None = None,
+        thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        """`format`: that of the calls in it, None where no `tools` were offered. `thinking`: whether its prompt ends within the model's
+        thinking; None if there is no thinking to be told apart."""
+        marks = (*(format.markers if format else ()), *(MARKS if thinking is not None else ()))
+        self._decode, self._spell = encoder.decode_showing(marks), encoder.token_bytes
+        self._text = StreamedText(self._decode, stops)
+        self._thought = None if thinking is None else ThoughtReader(thinking)
+        self._reader = CallReader(format, described(tools)) if format else None
         self._calls = 0
 
     @property
-    def characters(self) -> int:
-        """The length of the text that was read so far, calls included."""
-        return len(self._text.whole)
+    def stop(self) -> str:
+        """The stop string at which the text ends; empty if there is none."""
+        return self._text.stop
 
     @property
     def called(self) -> bool:
         return self._calls > 0
 
-    def push(self, tokens: Sequence[int], last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Adds tokens and returns the text and the tool calls that later tokens cannot change. `last`: no more tokens follow."""
+    def push(self, tokens: Sequence[int], last: bool) -> SaidPiece:
+        """Adds tokens and returns what later tokens cannot change. `last`: no more tokens follow."""
         text = self._text.push(tokens, last)
+        reasoning, text = self._thought.push(text, last) if self._thought else ("", text)
         if self._reader is None:
-            return text, []
+            return SaidPiece(reasoning, text, [])
         events = self._reader.push(text, last)
         calls = [self._call(event) for event in events if isinstance(event, ToolCall)]
-        return "".join(event for event in events if isinstance(event, str)), calls
+        return SaidPiece(reasoning, "".join(event for event in events if isinstance(event, str)), calls)
+
+    def thought_tokens(self, tokens: Sequence[int]) -> int | None:
+        """The number of these tokens, which are all that were pushed, that are thinking; None if there is no thinking to be told apart."""
+        if self._thought is None or not self._thought.ended:
+            return None if self._thought is None else len(tokens) * self._thought.began
+        return end_of_thought(self._decode, tokens, self._spell)
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         """Returns a call in OpenAI's format, with its index among the calls of the completion."""
@@ -53,3 +85,15 @@ class CompletionText:
         }
         self._calls += 1
         return made
+
+
+def begins_thinking(encoder: ChatEncoder, request: Request, chat: Chat) -> bool | None:
+    """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
+    if not encoder.thinks:
+        return None
+    if chat.continue_final_message:
+        content = chat.messages[-1].content
+        return is_open_in(
+            content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
+        )
+    return is_open_in(encoder.written(request.prompt[-_LAST:]))

@@ -69,6 +69,8 @@ async def load_weights(request: HttpRequest) -> Response:
             "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
             "(over_http/http_ranges.py)",
         )
+    if isinstance(path := update.where.get("path"), str):
+        await serving.look_at(Path(path))
     return json_response(await to_the_end(serving.load(update)))
 
 
@@ -127,6 +129,7 @@ async def metrics(request: HttpRequest) -> Response:
         ("completions_total", "counter", "Completions that were begun.", counted.completions),
         ("completions_cancelled_total", "counter", "Those that ended because the client left or asked for it.", counted.cancelled),
         ("requests_refused_total", "counter", "Requests that found no room (503).", counted.refused),
+        ("special_texts_total", "counter", "Chats that hold the text of control tokens, which stays text.", counted.specials),
         ("prompt_tokens_total", "counter", "Tokens of prompts.", counted.prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens that were sampled.", counted.sampled_tokens),
         ("prefix_cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", stats.cached_tokens),

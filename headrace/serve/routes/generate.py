@@ -12,6 +12,7 @@ import io
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.engine.remote.dialects.headrace import LOWEST
+from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sampling import of_generate
 from headrace.serve.serving import Serving
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Request, RoutingTrace, Stop
 from headrace.web.bodies import Generate
+from headrace.web.errors import without_paths
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 
 REASONS: dict[Stop, str] = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
@@ -61,6 +64,16 @@ async def _events(
 
 async def _whole(serving: Serving, requests: Sequence[Request], name: str) -> Response:
     ended = await to_their_ends(serving, requests)
+    return await off_loop(size_of_answer(ended), partial(_answer, serving, requests, name, ended))
+
+
+def size_of_answer(ended: Sequence[Piece]) -> int:
+    """Returns about as many characters as take as long to encode as the log-probs of these completions to write."""
+    positions = ((len(one.stream.request.prompt) if one.stream.scores else 0) + len(one.stream.tokens) for one in ended)
+    return 16 * sum((1 + one.stream.request.top_logprobs) * n for one, n in zip(ended, positions, strict=True))
+
+
+def _answer(serving: Serving, requests: Sequence[Request], name: str, ended: Sequence[Piece]) -> Response:
     answer: dict[str, Any] = {"request_id": name, "choices": [choice(serving, piece) for piece in ended]}
     if scores := ended[0].stream.scores:
         answer |= prompt_logprobs(serving, requests[0].prompt, scores)
@@ -98,7 +111,7 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
     if piece.ended:
         body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:
-            body["error"] = stream.end.error
+            body["error"] = without_paths(stream.end.error)
         if stream.end and stream.end.routing:
             body["routed_experts"] = experts(stream.end.routing)
     return body

@@ -1,6 +1,7 @@
 """The Tinker API's things behind its routes: sessions, models, samplers, saved weights.
 
-A method that begins work returns its promise at once; what the client sent wrong is refused before (`Refused`).
+A method that begins work returns its promise at once; what the client sent wrong is refused before (`Refused`). The routes then call
+`refuse`, if the client had numbered it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from headrace.serve.training.messages.json_bodies import (
     SaveForSampler,
     SaveWeights,
 )
+from headrace.serve.training.messages.request_numbers import NumberedRequest
 from headrace.serve.training.models import REMEDY, Model, Work
 from headrace.serve.training.operations import Operations
 from headrace.serve.training.samplers import Sampler
@@ -167,17 +169,19 @@ class Door:
         with contextlib.suppress(HeadraceError):
             await self.trainer.remove(model.id)
 
-    def train(self, message: Any) -> Promise:
-        """A forward pass, or a forward and backward pass. One that is refused takes its number all the same, and the gradient
-        that it would have been a part of is dropped."""
-        model = self.model(message.model_id)
+    def refuse(self, asked: NumberedRequest, why: str) -> None:
+        """A request that is refused takes its number all the same, and the gradient that it would have been a part of is dropped. Raises Refused
+        (429) where that cannot be noted now: its client sends it again."""
         try:
-            call = pass_of(message)
-        except Refused as refused:
-            if not message.forward_only and not self.futures.find(f"{model.id}/{message.seq_id}"):
-                why = refused.message
-                self._in_order(model, message.seq_id, lambda: self._operations.spoil(model, why))
-            raise
+            model = self.model(asked.model)
+        except Refused:  # there is nobody whom it could hold up
+            return
+        work = self._operations.spoil if asked.trains else self._operations.refuse
+        self._in_order(model, asked.number, lambda: work(model, why))
+
+    def train(self, message: Any) -> Promise:
+        """A forward pass, or a forward and backward pass."""
+        model, call = self.model(message.model_id), pass_of(message)
         return self._in_order(model, message.seq_id, lambda: self._operations.run(model, call))
 
     def optim_step(self, body: OptimStep) -> Promise:

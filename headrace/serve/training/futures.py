@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
 from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.messages.protobuf import PROTOBUF
-from headrace.web.errors import Refused
+from headrace.web.errors import Refused, log_internal, without_paths
+from headrace.web.sending import JSON
 
 Category = Literal["user", "server", "unknown"]
 """The side whose fault a failure is, in the words of the API."""
-JSON = "application/json"
 CANCELLED = "the request was cancelled, or its session has ended"
 
 
@@ -42,7 +42,7 @@ class FutureAnswer:
 
     @classmethod
     def failure(cls, sentence: str, category: Category) -> FutureAnswer:
-        return cls.json({"error": sentence, "category": category})
+        return cls.json({"error": without_paths(sentence), "category": category})
 
 
 @dataclass(kw_only=True)
@@ -68,10 +68,11 @@ def failure_of(error: BaseException) -> FutureAnswer:
         return FutureAnswer.failure(error.message, "user" if error.status < 500 else "server")
     if isinstance(error, (StateLost, WorkerDied)):
         return FutureAnswer.failure(str(error), "server")
+    if isinstance(error, UnexpectedError):
+        log_internal(error)
+        return FutureAnswer.failure(error.headline, "server")
     if isinstance(error, (ValueError, HeadraceError)):
-        text = str(error)  # an error that the worker did not expect has its traceback, whose end says what it was
-        known = isinstance(error, ValueError) or "Traceback" not in text
-        return FutureAnswer.failure(text if known else text.strip().rpartition("\n")[2], "user" if known else "server")
+        return FutureAnswer.failure(str(error), "user")
     return FutureAnswer.failure(f"{type(error).__name__}: {error}", "server")
 
 

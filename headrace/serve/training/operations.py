@@ -53,6 +53,9 @@ class Operations:
         await self.trainer.spoil(model.id, why)
         return FutureAnswer.failure(why, "user")
 
+    async def refuse(self, model: Model, why: str) -> FutureAnswer:
+        return FutureAnswer.failure(why, "user")
+
     async def run(self, model: Model, call: TrainingPass) -> FutureAnswer:
         report = await self.trainer.run(call)
         if call.backward:

@@ -6,9 +6,11 @@ the state of the queue: the client asks again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,10 +19,13 @@ from headrace.serve.training.door import Door
 from headrace.serve.training.futures import Promise
 from headrace.serve.training.messages import json_bodies as bodies
 from headrace.serve.training.messages.protobuf import PROTOBUF, read_message
+from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
 from headrace.serve.training.operations import report_of
 from headrace.serve.training.store import KINDS, CheckpointFacts
-from headrace.web.errors import Refused
-from headrace.web.sending import json_response, read_body, read_bytes
+from headrace.web.errors import Refused, refusal_of
+from headrace.web.sending import JSON, decoded, first_bytes, json_response, read_body, read_bytes
+
+T = TypeVar("T", bodies.OptimStep, bodies.SaveWeights, bodies.LoadWeights, bodies.SaveForSampler)
 
 FLAGS = {
     "pjwt_auth_enabled": False,
@@ -80,6 +85,18 @@ async def unserved(request: HttpRequest) -> Response:
     )
 
 
+SENT_AGAIN = (408, 429, 503)
+"""The statuses after which a client sends a request again, with its number."""
+
+
+def _json(kind: type[T], begin: Callable[[T], Promise]) -> Callable[[bytes], tuple[Promise, str | None]]:
+    def begun(body: bytes) -> tuple[Promise, str | None]:
+        asked = decoded(body, kind)
+        return begin(asked), asked.model_id
+
+    return begun
+
+
 def _promised(promise: Promise, model: str | None = None, **more: Any) -> Response:
     return json_response({"request_id": promise.id, "model_id": model, **more})
 
@@ -137,25 +154,47 @@ class Routes:
         return json_response(self.door.info((await read_body(request, bodies.ModelId, self._limits)).model_id))
 
     async def train(self, request: HttpRequest) -> Response:
-        body = await read_bytes(request, PROTOBUF, self._limits)
+        return await self._numbered(request, PROTOBUF, self._train)
+
+    def _train(self, body: bytes) -> tuple[Promise, str]:
         message = read_message("ForwardBackwardRequest", body)
-        return _promised(self.door.train(message), message.model_id)
+        try:
+            return self.door.train(message), message.model_id
+        except Refused as refused:
+            asked = NumberedRequest(message.model_id, message.seq_id, trains=not message.forward_only)
+            self.door.refuse(asked, refused.message)
+            raise
 
     async def optim_step(self, request: HttpRequest) -> Response:
-        body = await read_body(request, bodies.OptimStep, self._limits)
-        return _promised(self.door.optim_step(body), body.model_id)
+        return await self._numbered(request, JSON, _json(bodies.OptimStep, self.door.optim_step))
 
     async def save_weights(self, request: HttpRequest) -> Response:
-        body = await read_body(request, bodies.SaveWeights, self._limits)
-        return _promised(self.door.save_weights(body), body.model_id)
+        return await self._numbered(request, JSON, _json(bodies.SaveWeights, self.door.save_weights))
 
     async def load_weights(self, request: HttpRequest) -> Response:
-        body = await read_body(request, bodies.LoadWeights, self._limits)
-        return _promised(self.door.load_weights(body), body.model_id)
+        return await self._numbered(request, JSON, _json(bodies.LoadWeights, self.door.load_weights))
 
     async def save_for_sampler(self, request: HttpRequest) -> Response:
-        body = await read_body(request, bodies.SaveForSampler, self._limits)
-        return _promised(self.door.save_for_sampler(body), body.model_id)
+        return await self._numbered(request, JSON, _json(bodies.SaveForSampler, self.door.save_for_sampler))
+
+    async def _numbered(
+        self, request: HttpRequest, media: str, begin: Callable[[bytes], tuple[Promise, str | None]]
+    ) -> Response:
+        """Begins a request that its client has numbered. However it is refused, it takes its number: those behind it would wait for it until
+        the model is given up. Not where the client sends it again."""
+        body = b""
+        try:
+            body = await read_bytes(request, media, self._limits)
+            promise, model = begin(body)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if isinstance(error, ClientDisconnect) or refusal.status in SENT_AGAIN:
+                raise
+            head = body or await first_bytes(request, self._limits)
+            if asked := of_protobuf(head) or of_json(head):
+                self.door.refuse(asked, refusal.message)
+            raise
+        return _promised(promise, model)
 
     async def weights_info(self, request: HttpRequest) -> Response:
         facts = self.door.store.facts((await read_body(request, bodies.WeightsInfo, self._limits)).tinker_path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.serve.following import Piece, to_their_ends
+from headrace.serve.sampling import check_logprobs
 from headrace.serve.serving import Serving, Stream
 from headrace.serve.training.futures import FutureAnswer, Promise
 from headrace.serve.training.messages.json_bodies import Params, SampleBody
@@ -80,6 +81,8 @@ def requests_of(serving: Serving, sampler: Sampler, body: SampleBody, name: str)
     ):
         raise Refused(400, "prompt_logprobs_last_n needs prompt_logprobs, and must be below the length of the prompt")
     scores = bool(body.prompt_logprobs or body.topk_prompt_logprobs)
+    top = max(body.topk_prompt_logprobs, body.topk_sample_logprobs)
+    check_logprobs(serving, top, most * body.num_samples + len(prompt) * scores)
     return [
         Request(
             id=f"{name}#{index}",
@@ -87,7 +90,7 @@ def requests_of(serving: Serving, sampler: Sampler, body: SampleBody, name: str)
             sampling=_sampling(body.sampling_params, most, index),
             adapter=sampler.weights.name if sampler.weights else "",
             prompt_logprobs=scores and index == 0,
-            top_logprobs=max(body.topk_prompt_logprobs, body.topk_sample_logprobs),
+            top_logprobs=top,
         )
         for index in range(body.num_samples)
     ]
@@ -105,7 +108,7 @@ def tokens_of(body: SampleBody) -> tuple[int, ...]:
 
 def _sampling(params: Params, most: int, index: int) -> Sampling:
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % (1 << 63)
+    seed = secrets.randbits(62) if params.seed is None else (params.seed + index) % (1 << 64)
     return Sampling(
         max_tokens=most,
         temperature=params.temperature,

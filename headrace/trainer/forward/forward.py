@@ -241,8 +241,8 @@ def choose_forward(model: Any) -> Forward:
     The model must be in float32 and evaluation mode. Costs a few forward passes of a dozen tokens.
     """
     shared, one, two, other = _probe(model)
-    expected = [own_logits(model, tokens) for tokens in (torch.cat([shared, one]), torch.cat([shared, two]), other)]
-    if not _head_agrees(model, torch.cat([shared, one]), expected[0]):
+    tokens = torch.cat([shared, one])
+    if not _head_agrees(model, tokens, own_logits(model, tokens)):
         return Forward(model, packed=False, chunked_head=False)
     previous = model.config._attn_implementation
     if _packs(model, shared, one, two, other):

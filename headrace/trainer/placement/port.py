@@ -43,6 +43,15 @@ Precision = Callable[[], AbstractContextManager[Any]]
 """A fresh autocast context (`causal_lm.computed_in`)."""
 
 
+Keep = Callable[[str, Tensor], Tensor]
+"""Takes a tensor, by its name, into the host's memory."""
+
+
+def on_host(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself if it is in the host's memory, else a copy."""
+    return tensor.detach().cpu()
+
+
 class Placement(Protocol):
     @property
     def leads(self) -> bool:
@@ -123,9 +132,9 @@ class Placement(Protocol):
         """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself if this rank holds
         all of it."""
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
         """`whole` of several tensors, in the host's memory, on the rank that leads; others keep nothing. Ranks may have tensors of
-        their own: moments of parameters that the rest has not."""
+        their own: moments of parameters that the rest has not. `keep` takes each there, before the next is gathered."""
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """The inverse of `whole`: this rank's part of a tensor. `like`: the parameter or buffer that it belongs to."""

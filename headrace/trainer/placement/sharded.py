@@ -36,7 +36,7 @@ from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.by_plan import split_by_plan
-from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
 from headrace.trainer.placement.whole_experts import split_experts
 
 
@@ -225,12 +225,12 @@ class Sharded:
     def whole(self, tensor: Tensor) -> Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
         found = {}
         for name, tensor in tensors.items():
             whole = self.whole(tensor)
             if self.leads:
-                found[name] = whole.cpu()
+                found[name] = keep(name, whole)
         return found
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:

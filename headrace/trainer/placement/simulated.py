@@ -22,7 +22,7 @@ from headrace.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
 
 T = TypeVar("T")
 DEADLINE = 600.0
@@ -175,9 +175,9 @@ class Simulated:
             return tensor.detach()
         return torch.cat(self._exchange(f"whole {tuple(tensor.shape)}", tensor.detach()[self._rows(tensor)]))
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        whole = {name: self.whole(tensor).cpu() for name, tensor in tensors.items()}
-        return whole if self.leads else {}
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
+        whole = {name: self.whole(tensor) for name, tensor in tensors.items()}
+        return {name: keep(name, tensor) for name, tensor in whole.items()} if self.leads else {}
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         return self._own(whole)

@@ -16,7 +16,7 @@ from headrace.packing import Pack, StepPlan, pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Single:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
+        return {name: keep(name, tensor) for name, tensor in tensors.items()}
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         return whole

@@ -31,7 +31,7 @@ from headrace.trainer.model.low_memory import local, make_optimizer
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.model_stages import Chain, Stages
-from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
 from headrace.trainer.placement.schedule import run_schedule
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
@@ -225,7 +225,7 @@ class Staged:
             return distribute_tensor(whole.to(self._device), like.device_mesh, like.placements, src_data_rank=None)
         return torch.empty_like(whole, device="meta") if like.is_meta else whole
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: Mapping[str, Tensor], keep: Keep = on_host) -> dict[str, Tensor]:
         """The ranks of the first pipeline send them to its first, one by one."""
         held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
         known: list[Any] = [None] * self._config.pipeline
@@ -242,7 +242,7 @@ class Staged:
                 elif place and self.leads:
                     whole = torch.empty(shape, dtype=dtype, device=self._device)
                     dist.recv(whole, group=self._line, group_src=place)
-                found[name] = whole.cpu() if self.leads else torch.empty(0)
+                found[name] = keep(name, whole) if self.leads else torch.empty(0)
         return found if self.leads else {}
 
 

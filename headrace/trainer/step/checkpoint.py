@@ -13,7 +13,7 @@ placed: what one mesh saved, another restores. `rng/cpu` has the random states o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 from headrace.durable.atomic_files import sync_to_disk
 from headrace.errors import CheckpointError
 from headrace.trainer.model.low_memory import MixedAdamW
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Keep, Placement, on_host
 
 FORMAT = 1
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
@@ -54,18 +54,42 @@ def save(
     seed: int,
 ) -> None:
     """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
-    weights = placement.gather(_trained(contents, optimizer))
-    moments = placement.gather(_moments(contents, optimizer))
+    capture(contents, optimizer, placement=placement, version=version, seed=seed)(directory)
+
+
+def capture(
+    contents: Contents,
+    optimizer: torch.optim.Optimizer,
+    *,
+    placement: Placement,
+    version: int,
+    seed: int,
+    keep: Keep = on_host,
+) -> Callable[[Path], None]:
+    """Takes all that a checkpoint holds, and returns the rest of `save`, which needs no other rank. `keep`: makes copies, if the model is trained
+    before they are written."""
+    weights = placement.gather(_trained(contents, optimizer), keep)
+    moments = placement.gather(_moments(contents, optimizer), keep)
     generators, _ = placement.each(torch.get_rng_state())
-    if not placement.leads:
-        return
-    directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
-    _write(directory / contents.file, weights)
-    _write(directory / OPTIMIZER, {**moments, **_rng(generators.flatten())})
+    random = _rng(generators.flatten())
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
-    (directory / TRAINER).write_text(text)
-    for name in (contents.file, OPTIMIZER, TRAINER):
-        sync_to_disk(directory / name)
+
+    def write(directory: Path) -> None:
+        if not placement.leads:
+            return
+        directory.mkdir(exist_ok=True)  # not its parents: a run that the user deleted must not reappear
+        _write(directory / contents.file, weights)
+        _write(directory / OPTIMIZER, {**moments, **random})
+        (directory / TRAINER).write_text(text)
+        for name in (contents.file, OPTIMIZER, TRAINER):
+            sync_to_disk(directory / name)
+
+    return write
+
+
+def tensors(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of a checkpoint where they lie, by the names under which they are kept."""
+    return {**_trained(contents, optimizer), **_moments(contents, optimizer)}
 
 
 def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:

@@ -14,7 +14,8 @@ from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.placement.port import Placement
-from headrace.trainer.step.optimizer import apply, learning_rate
+from headrace.trainer.rate_schedule import learning_rate
+from headrace.trainer.step.optimizer import apply
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Learner:
         """The gradients so far."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
+    def update(self, loss: float, lr: float, unless_zero: bool = False) -> float:
         """Updates parameters and version unless loss or gradient is not finite. Returns the norm of the gradient before clipping.
 
-        `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would move the weights).
+        `lr`: the learning rate. `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would move the weights).
         """
         if not torch.isfinite(torch.tensor(loss)):
             self.forget()
@@ -73,7 +74,7 @@ class Learner:
         norm = apply(
             self.optimizer,
             self.placement,
-            lr=self.lr(steps),
+            lr=lr,
             max_norm=self.config.max_grad_norm,
             unless_zero=unless_zero,
         )

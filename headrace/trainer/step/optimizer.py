@@ -1,28 +1,10 @@
-"""The learning rate as a function of the step, and one update with a clipped gradient."""
+"""One update with a clipped gradient."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from headrace.trainer.config import TrainConfig
 from headrace.trainer.placement.port import Placement
-
-
-def learning_rate(step: int, config: TrainConfig, steps: int = 0) -> float:
-    """The rate of the optimizer step that follows `step` finished ones, in a run of `steps` (0: of `config.steps`).
-
-    A skipped step leaves it where it is.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    done = (step - config.warmup_steps) / max((steps or config.steps) - config.warmup_steps, 1)
-    if config.schedule == "linear":
-        return config.learning_rate * (1 - min(done, 1.0))
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def apply(

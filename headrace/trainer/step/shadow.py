@@ -8,7 +8,7 @@ and Valpola, arXiv:1703.01780).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.protocols import WeightSender
+from headrace.reports import Captured
+from headrace.trainer.placement.port import Keep, on_host
+from headrace.trainer.step.host_copy import HostCopy
 from headrace.weights import WeightUpdate
 
 Parameters = Iterable[tuple[str, Tensor]]
@@ -51,6 +54,7 @@ class Shadow:
         self._sent = -1
         """The version published last; -1 before the first."""
         self._publishes = 0
+        self._copies = HostCopy()
 
     @torch.no_grad()
     def follow(self, version: int, parameters: Parameters) -> None:
@@ -74,15 +78,27 @@ class Shadow:
         self._publishes, self._sent = self._publishes + 1, self.version
         return msgspec.structs.replace(update, version=self.version)
 
+    def capture(self) -> tuple[Captured, Callable[[Path], None]]:
+        """Copies the shadow to the host's memory, if there is room, and returns the rest of `save` (see `TorchTrainer.capture`)."""
+        short = self._copies.short(self._tensors.items())
+        keep = on_host if short else self._copies.keep
+        return Captured(sum(tensor.nbytes for tensor in self._tensors.values()), short), self._captured(keep)
+
     def save(self, directory: Path) -> None:
         """Raises OSError."""
-        facts = {"kind": self.kind, "version": str(self.version)}
-        try:
-            save_file(
-                {n: t.contiguous() for n, t in self._tensors.items()}, directory / FILE, {"shadow": json.dumps(facts)}
-            )
-        except SafetensorError as error:
-            raise OSError(f"could not write {FILE}: {error}") from error
+        self._captured(on_host)(directory)
+
+    def _captured(self, keep: Keep) -> Callable[[Path], None]:
+        facts = json.dumps({"kind": self.kind, "version": str(self.version)})
+        tensors = {name: keep(name, tensor).contiguous() for name, tensor in self._tensors.items()}
+
+        def write(directory: Path) -> None:
+            try:
+                save_file(tensors, directory / FILE, {"shadow": facts})
+            except SafetensorError as error:
+                raise OSError(f"could not write {FILE}: {error}") from error
+
+        return write
 
     def restore(self, directory: Path) -> None:
         """Restores the shadow bit for bit. A checkpoint without one changes nothing: the shadow starts from its weights.

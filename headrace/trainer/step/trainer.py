@@ -5,8 +5,9 @@ It trains all weights, or adapters of frozen ones (`trainer/model/adapters.py`).
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +21,10 @@ from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
-from headrace.reports import TrainReport, TrialScores
+from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
-from headrace.trainer.forward.fused.fused_weights import reserve
+from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
 from headrace.trainer.forward.fused_model import fuse, why_none
 from headrace.trainer.forward.resting import Resting
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
@@ -38,13 +39,14 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Keep, Placement, on_host
 from headrace.trainer.placement.runs import runs_of
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
 from headrace.trainer.step.gradient import Gradient, Replay
+from headrace.trainer.step.host_copy import HostCopy
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
@@ -98,9 +100,10 @@ class TorchTrainer:
         self._learners = {name: self._learner(name, one) for name, one in self._assignments.items()}
         self._trials: dict[str, Trial] = {}
         self._resting = Resting(models, lambda: [one.optimizer for one in self._learners.values()], self._device)
-        self.sleep, self.wake = self._resting.begin, self._resting.end
-        if self._fused:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._copies = {name: HostCopy() for name in self._learners}
+        self._reading = threading.Lock()
+        """Held by a thread that reads frozen weights: they stay where they are."""
+        self._reserved = False
 
     def _fuse(self) -> tuple[str, ...]:
         """The kinds of modules that use C++ kernels. Raises ConfigError where kernels are asked for and cannot be used."""
@@ -170,11 +173,18 @@ class TorchTrainer:
             learner.forget()
             raise
         lr = learner.lr(batch.steps)
-        norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
+        norm = learner.update(sums.loss, lr, unless_zero=sums.all_cut and batch.skippable)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         report = _report(sums, batch.step, learner.version, skipped)
         more = {"grad_norm": norm, "lr": lr, "token_numbers": () if skipped else picked.report()}
         return msgspec.structs.replace(report, seconds=time.perf_counter() - started, **more)
+
+    def reserve(self) -> None:
+        """Does in advance, once, what would delay the first steps (`fused_weights.reserve`). It takes seconds, in which rollouts are sampled."""
+        if self._fused and not self._reserved:
+            config = self._config
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
+        self._reserved = True
 
     def _activate(self, adapter: str) -> Learner:
         assert not self._resting.asleep, "the trainer is asleep"
@@ -213,7 +223,7 @@ class TorchTrainer:
     def logprobs(self, pack: Pack, temperature: float) -> list[float]:
         """[M] log-probs of the pack's targets as a step computes them before its update: recorded experts and sampling mask apply."""
         there = pack.to(self._device)
-        with computed_in(self._dtype, self._device), self._replay(there):
+        with forward_only(), computed_in(self._dtype, self._device), self._replay(there):
             found = self._forward.logprobs(there, temperature, self._dtype).logprob
         return self._placement.of_head(found).tolist()
 
@@ -221,31 +231,64 @@ class TorchTrainer:
         self._activate(adapter)
         self._trials[adapter] = Trial(self._learners[adapter].parameters)
 
-    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "") -> TrialScores:
-        def scores() -> list[float]:
-            return [value for piece in pieces for value in self.score(piece, adapter)]
+    def end_trial(self, pieces: Sequence[Sequence[int]], adapter: str = "", most: int = 0) -> TrialScores:
+        def scores(some: Sequence[Sequence[int]]) -> list[float]:
+            return [value for piece in some for value in self.score(piece, adapter)]
 
-        trial = self._trials[adapter]
-        found = TrialScores(scores(), {label: scores() for label in trial.kept()})
+        trial, first = self._trials[adapter], [pieces[0][:most]] if most else pieces
+        found = TrialScores(scores(pieces), {label: scores(first) for label in trial.kept()})
         trial.end()
         del self._trials[adapter]
         return found
 
+    def sleep(self) -> SleepReport:
+        with self._reading:
+            return self._resting.begin()
+
+    def wake(self) -> SleepReport:
+        with self._reading:
+            return self._resting.end()
+
     def save(self, directory: Path, adapter: str = "") -> None:
         """Raises IdentityError if frozen weights have changed."""
-        learner = self._learners[adapter]
-        if self._adapters:
-            self._adapters.check_base()
-        checkpoint.save(
-            directory,
+        self._captured(adapter, on_host)(directory)
+
+    def capture(self, adapter: str = "") -> tuple[Captured, Callable[[Path], None]]:
+        """Copies what a checkpoint holds to the host's memory. Returns the rest of `save`, which may be done in another thread while the
+        model is trained, unless the report says that there is no room for a copy.
+
+        Several ranks gather it in the first one, which has memory for it only while it is written."""
+        contents, copies = self._contents(adapter), self._copies[adapter]
+        found = checkpoint.tensors(contents, self._learners[adapter].optimizer)
+        if not self._placement.plain:
+            copies, short = HostCopy(), ""
+        else:
+            short = copies.short(found.items())
+        write = self._captured(adapter, on_host if short else copies.keep)
+        return Captured(sum(tensor.nbytes for tensor in found.values()), short), write
+
+    def _captured(self, adapter: str, keep: Keep) -> Callable[[Path], None]:
+        learner, adapters, together = self._learners[adapter], self._adapters, not self._placement.plain
+        if adapters and together:  # ranks gather what they compare
+            adapters.check_base()
+        write_tensors = checkpoint.capture(
             self._contents(adapter),
             learner.optimizer,
             placement=self._placement,
             version=learner.version,
             seed=self._seed,
+            keep=keep,
         )
-        if self._adapters and self._placement.leads:
-            self._adapters.save_config(adapter, directory)
+
+        def write(directory: Path) -> None:
+            if adapters and not together:
+                with self._reading:
+                    adapters.check_base()
+            write_tensors(directory)
+            if adapters and self._placement.leads:
+                adapters.save_config(adapter, directory)
+
+        return write
 
     def restore(self, directory: Path, adapter: str = "") -> None:
         """Raises CheckpointError, with nothing changed."""

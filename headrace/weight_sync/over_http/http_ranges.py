@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.client
+import socket
 import socketserver
 import ssl
 import threading
@@ -29,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from headrace.errors import IdentityError
+from headrace.web.crowd import Crowd, Guest
 from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 OTHERS = 15.0
 """The same for another engine: the trainer is asked instead."""
 AT_ONCE = 256
-"""Connections that a server serves at a time. More are closed."""
+"""Connections that a server serves at a time. One that has not shown the token makes room for a further one; if all have, that is closed."""
 TRIES = 3
 """Connections in a row that may break without a byte."""
 LONGEST_MANIFEST = 1 << 26
@@ -96,7 +98,8 @@ class WeightServer(socketserver.ThreadingTCPServer):
     def __init__(self, shelves: Shelves, host: str, token: str, tls: ssl.SSLContext | None = None) -> None:
         """Raises OSError if it cannot listen at that address."""
         self.shelves, self.token, self.tree, self._tls = shelves, token, Relays(), tls
-        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._crowd, self._guests, self._lock = Crowd(AT_ONCE, AT_ONCE), dict[Any, Guest](), threading.Lock()
+        """The connections, by the addresses at their other ends."""
         super().__init__((host, 0), _Handler)
         self.port = int(self.server_address[1])
         self.url = f"http{'s' if tls else ''}://{host}:{self.port}"
@@ -107,23 +110,38 @@ class WeightServer(socketserver.ThreadingTCPServer):
         return self._tls is not None
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        with self._lock:
+            guest = self._guests[client_address] = self._crowd.came(lambda: _end(request))
+        if guest.here:
             super().process_request(request, client_address)
         else:
+            self._left(client_address)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._left(client_address)
+
+    def asked(self, client_address: Any) -> None:
+        """Whoever is at that address has shown the token."""
+        with self._lock:
+            self._crowd.asked(self._guests[client_address])
+
+    def _left(self, client_address: Any) -> None:
+        with self._lock:
+            self._crowd.left(self._guests.pop(client_address))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         if self._tls is None:
             super().finish_request(request, client_address)
             return
         request.settimeout(PATIENCE)
-        with self._tls.wrap_socket(request, server_side=True) as secured:
+        with self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
+            with self._lock:
+                self._guests[client_address].leave = lambda: _end(secured)
+            secured.do_handshake()
             super().finish_request(secured, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -143,6 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
         if hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+            self.server.asked(self.client_address)
             return True
         self._answer(401)
         self.close_connection = True
@@ -192,6 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(nbytes), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
+
+
+def _end(connection: socket.socket) -> None:
+    """Ends a connection that another thread reads."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _asked(path: str, count: int) -> list[str]:

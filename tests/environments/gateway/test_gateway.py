@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,9 @@ def test_log_probs_are_the_samplers_and_models_are_listed(tmp_path: Path) -> Non
         content = (await asks.chat(user("?"), logprobs=True)).choices[0].logprobs.content
         done = model.sampled[0]
         assert [one.logprob for one in content] == list(done.logprobs) and content[-1].token == "<|im_end|>"
-        assert [one.id async for one in await asks.client.models.list()] == ["policy"]
+        (listed,) = (await asks.client.models.list()).data
+        assert listed.id == "policy" == (await asks.client.models.retrieve("policy")).id
+        assert (await asks.client.models.retrieve("policy/critic")).id == "policy/critic"
 
     played(model, case)
 
@@ -409,3 +412,25 @@ def test_what_anthropics_client_cannot_have_is_refused(tmp_path: Path) -> None:
 
     played(model, case)
     assert not model.asked
+
+
+def test_plain_arguments_of_a_call_get_the_types_of_the_schema(tmp_path: Path) -> None:
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>"
+    model = Model(encoder_of(tmp_path, tool_chats.QWEN_CODER), [f"{call}<|im_end|>"] * 2 + ["12<|im_end|>"])
+    kinds = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": kinds}}
+
+    async def case(asks: Asks) -> None:
+        made = (await asks.said(user("?"), tools=[tool])).tool_calls[0]
+        assert json.loads(made.function.arguments) == {"a": 12}
+        stream = await asks.chat(user("??"), tools=[tool], stream=True)
+        deltas = [chunk.choices[0].delta.tool_calls async for chunk in stream]
+        (streamed,) = [one for delta in deltas for one in delta or ()]
+        assert streamed.function.arguments == made.function.arguments
+        answer = {"role": "tool", "tool_call_id": made.id, "content": "12"}
+        said = {"role": "assistant", "content": "", "tool_calls": [made.model_dump()]}
+        assert (await asks.said(user("?"), said, answer, tools=[tool])).content == "12"
+
+    found = played(model, case)
+    assert parents(found) == [(), (), (0,)]
+    check_rows(found, model)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 import tool_chats
 from gateway_agent import LONGEST, user
 from written_turns import Model, encoder_of
+from yarl import URL
 
 import headrace
 from headrace.batches import Failure
@@ -32,6 +36,8 @@ from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout_session import Played
 from headrace.types import Prompt
 
+PACKAGE = str(Path(headrace.__file__).parents[1])
+
 
 class Service:
     """Something that calls agents, and knows the address of the run."""
@@ -39,8 +45,8 @@ class Service:
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address, self._session = address, session
 
-    async def post(self, url: str, body: Any) -> tuple[int, Any]:
-        async with self._session.post(url, json=body) as answer:
+    async def post(self, url: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        async with self._session.post(URL(url, encoded=True), json=body, headers=headers) as answer:
             return answer.status, await answer.json() if answer.content_type == "application/json" else None
 
     async def take(self, wait: float = LONGEST) -> Any:
@@ -150,6 +156,32 @@ def test_strangers_get_401_and_the_address_takes_rollouts_only(tmp_path: Path) -
     assert isinstance(found, Played) and found.rewards == {"agent": 0.0}
 
 
+def test_what_an_agent_is_given_ends_no_rollout(tmp_path: Path) -> None:
+    """Neither its own nor another one, whatever it puts together from its environment variables."""
+
+    async def case(service: Service) -> None:
+        leases = [await service.take() for _ in range(2)]
+        known = [text for lease in leases for text in lease["environment"].values()]
+        secrets = {part for text in known for part in text.split("/") if len(part) > 20}
+        root = service.address.rsplit("/", 1)[0]
+        for own in leases:
+            await service.play(own)
+            for secret in secrets:
+                assert secret not in own["end"] and secret not in service.address
+                for path in ("end", "v1/end", "../end", "next", "%2e%2e/end"):
+                    headers = {"Authorization": f"Bearer {own['environment']['OPENAI_API_KEY']}"}
+                    status, _ = await service.post(f"{root}/{secret}/{path}", {"reward": 1000.0}, headers)
+                    assert status in (400, 401, 404, 405), path
+        for lease in leases:
+            status, said = await service.post(lease["end"], {"reward": 1e300})
+            assert status == 400 and "at most" in said["error"]["message"]
+            assert await service.post(lease["end"], {"reward": 0.5}) == (200, {"ended": True})
+
+    assert [found.rewards for found in handed_out(tmp_path, case, 2) if isinstance(found, Played)] == [
+        {"agent": 0.5}
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("alone", "end", "words"),
     [
@@ -250,6 +282,55 @@ def test_a_command_at_a_wrong_address_says_so(tmp_path: Path) -> None:
     outside = OutsideAgents(f"http://127.0.0.1:{port}/secret", [sys.executable], 1, print)
     with pytest.raises(HeadraceError, match=f"http://127.0.0.1:{port} hands out no rollouts: .*refused"):
         asyncio.run(outside.play())
+
+
+SPIES = """
+import json, os, sys, pathlib
+{agent}
+pathlib.Path({found!r}).write_text(json.dumps(sorted(os.environ)))
+"""
+
+
+def test_the_address_is_no_argument_of_any_process_and_no_agent_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal of an address among the arguments names a remedy, which is followed."""
+    found = tmp_path / "names.json"
+    (tmp_path / "agent.py").write_text(SPIES.format(agent=AGENT, found=str(found)))
+    monkeypatch.chdir(tmp_path)
+    started: list[subprocess.Popen[bytes]] = []
+    seen: list[bytes] = []
+
+    async def case(service: Service) -> None:
+        assert main(["gateway", service.address, "--", sys.executable, "agent.py"]) == 2
+        (name,) = set(re.findall(r"HEADRACE_\w+", capsys.readouterr().err))
+        names = {**os.environ, name: service.address, "HEADRACE_TOKEN": "x", "PYTHONPATH": PACKAGE}
+        words = [sys.executable, "-m", "headrace", "gateway", "--at-once", "1", "--", sys.executable, "agent.py"]
+        started.append(await asyncio.to_thread(subprocess.Popen, words, env=names))
+        while not found.exists():
+            seen.extend(one for one in command_lines() if service.address.rpartition("/")[2].encode() in one)
+            await asyncio.sleep(0.02)
+
+    (good,) = handed_out(tmp_path, case)
+    assert started[0].wait(LONGEST) == 0
+    assert isinstance(good, Played) and good.rewards == {"agent": 1.0} and seen == []
+    inherited = json.loads(found.read_text())
+    assert "OPENAI_BASE_URL" in inherited and not {"HEADRACE_GATEWAY", "HEADRACE_TOKEN"} & set(inherited)
+
+
+def command_lines() -> Iterator[bytes]:
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield file.read_bytes()
+
+
+def test_without_a_run_and_without_an_address_the_command_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("", "somewhere"):
+        monkeypatch.setenv("HEADRACE_GATEWAY", value)
+        assert main(["gateway", "--", "true"]) == 2
+        assert "HEADRACE_GATEWAY" in capsys.readouterr().err
 
 
 def test_the_command_line_shows_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

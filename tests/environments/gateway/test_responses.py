@@ -66,7 +66,7 @@ def test_a_stored_response_is_continued_by_its_id(tmp_path: Path) -> None:
         assert (second.output_text, third.output_text) == ("is 12", "No.")
         await respond(asks, "why?", previous_response_id=second.id, tools=[ADD])
         for unknown in (third.id, "resp_of_another"):
-            with pytest.raises(openai.BadRequestError, match="names no stored response of this rollout"):
+            with pytest.raises(openai.BadRequestError, match="names no stored response; send all"):
                 await respond(asks, "more?", previous_response_id=unknown)
 
     found = played(model, case)

@@ -168,3 +168,24 @@ def test_what_does_not_fit_together_is_refused(fields: Any, last: Any, words: st
 
     played(model, case)
     assert not model.asked
+
+
+def test_an_unknown_field_is_ignored_named_and_remarked_on(tmp_path: Path) -> None:
+    model = Model(encoder_of(tmp_path, tool_chats.PLAIN), ["a<|im_end|>"] * 3)
+    remarks: list[str] = []
+
+    async def case(asks: Asks) -> None:
+        client = asks.client
+        given: Any = {"model": "p", "extra_body": {"colour": 1}}
+        for asked in (
+            client.chat.completions.with_raw_response.create(messages=[user("?")], **given),
+            client.responses.with_raw_response.create(input="?", **given),
+            client.completions.with_raw_response.create(prompt="?", **given),
+        ):
+            assert (await asked).headers["X-Headrace-Ignored"] == "colour"
+        with pytest.raises(openai.BadRequestError, match="guided_regex is not served; leave it out"):
+            await client.chat.completions.create(model="p", messages=[user("?")], extra_body={"guided_regex": "a"})
+        remarks.extend(asks.gateway.remarks())
+
+    played(model, case)
+    assert remarks == ["a request has the field colour, which is not known here and is ignored"]

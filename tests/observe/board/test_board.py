@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fact_stream import FactStream, standing, write_run
+from fact_stream import FactStream, standing, write_journal, write_run
+from journal_frames import places_of, spoil
 from starlette.testclient import TestClient
 
 from headrace import cli
 from headrace.commands.serving.board_command import beside
-from headrace.durable.journal import ReadyRecord, read_only
+from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
 from headrace.observe.board.board_routes import FILES, _changes, make_board_app
 from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.journal_index import JournalIndex
 from headrace.observe.board.run_list import RunList
 from headrace.observe.board.runs_board import RunsBoard
 from headrace.observe.facts import GroupEnded, Planned, StepTrained
@@ -248,18 +248,18 @@ def test_a_run_without_an_index_gets_one_in_the_cache(runs: Path, tmp_path: Path
     assert FollowedRun(path, cache).numbers.size == 0
 
 
-def test_the_newest_groups_of_a_long_journal_are_found_before_it_has_been_read(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("headrace.observe.board.journal_index.TAIL", 20_000)
-    monkeypatch.setattr("headrace.observe.board.journal_index._LINES", 1)
+def test_the_newest_groups_of_a_long_journal_are_found_before_it_has_been_read(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "first", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "journal")
+    write_journal(tmp_path / "run", read_journal(runs / "first"), segment=10_000)
     ready = [one.group.ticket for one in read_only(runs / "first", ReadyRecord)]
-    index = JournalIndex(runs / "first")
-    assert index.catch_up(-1.0), "it stops after a line"
-    assert index.group(ready[-1]) and not index.group(ready[len(ready) // 2])
-    while index.catch_up(1.0):
+    reader = JournalReader(tmp_path / "run", patient=False)
+    while not reader.group(ready[-1]):
+        assert reader.refresh(1e-9), "it stops after a segment"
+    assert not reader.group(ready[0])
+    while reader.refresh(1e-9):
         pass
-    assert all(index.group(ticket) for ticket in ready)
+    assert all(reader.group(ticket) for ticket in ready)
 
 
 def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
@@ -435,16 +435,19 @@ def _tickets_of_step(run_dir: Path, step: int) -> list[int]:
 
 def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, runs: Path, tmp_path: Path):
     shutil.copytree(runs / "first", tmp_path / "first")
-    journal = tmp_path / "first" / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
     damaged, whole, *_ = dict.fromkeys(tickets(rollouts(client)["html"]))
-    place = next(i for i, line in enumerate(lines) if f'"group":{{"ticket":{damaged},'.encode() in line[:160])
-    lines[place] = lines[place].replace(b'"stop":"', b'"stop":"#', 1)
-    journal.write_bytes(b"".join(lines)[:-20])
+    found = [
+        (path, one)
+        for path, one in places_of(tmp_path / "first")
+        if one.kind in KINDS[ReadyRecord] and one.key == int(damaged)
+    ]
+    spoil(tmp_path / "first", found[0][1].number)
+    with found[-1][0].open("ab") as file:
+        file.write(b"torn")
     other = TestClient(make_board_app(board_of(tmp_path)), base_url="http://localhost")
-    assert "1 group cannot be found in journal.jsonl" in str(rollouts(other, ticket=damaged)["html"])
+    assert "1 group cannot be found in the journal" in str(rollouts(other, ticket=damaged)["html"])
     assert rollouts(other, ticket=whole)["shown"]
-    journal.unlink()
+    shutil.rmtree(tmp_path / "first" / "journal")
     assert "cannot be found" in str(
         rollouts(TestClient(make_board_app(board_of(tmp_path)), base_url="http://localhost"))["html"]
     )
@@ -454,7 +457,7 @@ def test_damaged_lines_of_a_journal_cost_only_their_groups(client: TestClient, r
     ("path", "status", "words"),
     [
         ("/api/part?run=../first&part=setup", 404, "there is no run ../first"),
-        ("/api/part?run=/etc&part=setup", 404, "there is no run /etc"),
+        ("/api/part?run=/etc&part=setup", 404, "there is no run etc here"),
         ("/api/part?run=first&part=passwords", 404, "part must be one of overview"),
         ("/api/part?part=setup", 400, "give 1 to 1 of run"),
         ("/static/../board_routes.py", 404, ""),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from fact_stream import write_run
 from fake_world import FakeWorld
 from test_board import board_of
@@ -79,9 +82,14 @@ def lines(run_dir: Path, fact: str) -> list[dict[str, Any]]:
 def journaled(run_dir: Path) -> dict[int, list[list[tuple[int, list[int]]]]]:
     """Tokens and their versions, of each turn of each rollout of each ticket, from the bare journal."""
     found = {}
-    for line in (run_dir / "journal.jsonl").open():
-        record = json.loads(line)["record"]
-        if record["kind"] == "Ready":
+    for path in sorted((run_dir / "journal").glob("*.segment")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            length = int.from_bytes(data[at + 4 : at + 8], "little")
+            record = msgspec.msgpack.decode(zstandard.decompress(data[at + 37 : at + length]))
+            at += length
+            if record["kind"] != "Ready":
+                continue
             group = record["group"]
             found[group["ticket"]] = [
                 [_versions(turn["completion"]) for turn in one["episode"]["turns"]] for one in group["scored"]
@@ -256,7 +264,7 @@ def test_what_a_run_did_not_record_is_said(tmp_path: Path):
     assert "The moments of turns were not recorded" in html and len(lanes(html)) > 10
     for story in window(run_dir, 4, 6).stories:
         assert story.turns_of(0) == [] and (story.played is None or story.sampled == story.played.t)
-    (run_dir / "journal.jsonl").unlink()
+    shutil.rmtree(run_dir / "journal")
     assert re.search(r"\d+ groups cannot be found in the journal \(yet\)", answer(tmp_path, steps=(4, 6)))
     first = old.splitlines(keepends=True)
     (run_dir / METRICS).write_bytes(b"".join(first[:5]))

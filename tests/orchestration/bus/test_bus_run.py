@@ -26,7 +26,16 @@ from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
 from headrace.orchestration.bus.jsonl import JsonlBus
 from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
 from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import ErrandReply, GroupErrand, WeightsNotice
+from headrace.orchestration.groups.errands import (
+    ANSWERS,
+    RUN,
+    SUSPECTS,
+    TICKETS,
+    WEIGHTS,
+    ErrandReply,
+    GroupErrand,
+    WeightsNotice,
+)
 from headrace.orchestration.groups.group_source import PlayedGroup
 from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
 from headrace.orchestration.groups.suspects import Suspects
@@ -356,6 +365,38 @@ def test_a_host_of_another_version_ends_with_a_sentence():
             ConfigError, match=r"the run has headrace 0\.0\.1, and this host .+; install the same version"
         ):
             raise fleet.ended[who]
+
+    virtual_time.run(case())
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"garbage", b"\x80", b"", b"\xc1" * 40, msgspec.msgpack.encode({"type": "group", "ticket": "a"})]
+)
+def test_what_cannot_be_read_ends_no_host(garbage: bytes):
+    async def case() -> None:
+        server = MemoryServer()
+        fleet = Fleet(open_bus=in_memory(server), staleness=STALENESS, engine=lambda: FakeEngine(seconds_per_token=0.5))
+
+        async def poison() -> None:
+            bus = fleet.open_bus()
+            for at in range(8):
+                await asyncio.sleep(1.0)
+                for queue, key in ((TICKETS, "zzz"), (TICKETS, "0"), (ANSWERS, "zzz"), (ANSWERS, "1")):
+                    await bus.post(Posting(queue, key, garbage))
+                for notice in (RUN, WEIGHTS, SUSPECTS):
+                    await bus.pin(notice, garbage)
+                await bus.sign(f"evil-{at}", garbage)
+
+        poisoning = asyncio.ensure_future(poison())
+        world = await a_run(fleet, steps=12)
+        await poisoning
+        checked(world)
+        assert not any(fleet.ended.values()), fleet.ended
+        said = " ".join(fleet.said)
+        assert all(
+            f"{what} on the bus cannot be read" in said
+            for what in ("errand zzz", "the notice of the run", "the notice of weights")
+        )
 
     virtual_time.run(case())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,15 @@ from cutting import Cut, CuttingProxy
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.joining import worker_log
-from headrace.orchestration.workers.joining.greeting import Terms, WordsSaid
+from headrace.orchestration.workers.joining.greeting import Arrived, Hello, Terms, WordsSaid
 from headrace.orchestration.workers.joining.joined import JoinLauncher
 from headrace.orchestration.workers.joining.listener import Listener
 from headrace.orchestration.workers.joining.packages import differing, own_packages
 from headrace.orchestration.workers.joining.same_model import digests
 from headrace.orchestration.workers.joining.worker_log import WorkerLog
+from headrace.orchestration.workers.wire import WorkerEnd
 from headrace.protocols import Job
+from headrace.version import __version__
 
 TOKEN = "a token of many characters"
 
@@ -70,6 +73,76 @@ def test_the_last_lines_are_the_worker_s_own(tmp_path: Path) -> None:
         log = WorkerLog()
         log.take(WordsSaid(0, b"a\nheadrace: engine of the run at x\nb\n\nc\nd: \xff\n"))
         assert log.last_lines == "b | c | d: \ufffd"
+
+    asyncio.run(go())
+
+
+def test_what_a_worker_said_before_its_last_answer_is_not_what_it_ended_of(tmp_path: Path) -> None:
+    """A killed rank: torch's warning of its start was the last that it ever said."""
+
+    async def go() -> None:
+        log = WorkerLog()
+        log.begin(tmp_path / "log", "a worker")
+        warning = b"[W1128 socket.cpp:764] Warning: the hostname cannot be resolved\n"
+        log.take(WordsSaid(0, warning))
+        assert "hostname" in log.last_lines
+        log.lives()
+        assert log.last_lines == ""
+        log.take(WordsSaid(len(warning), b"RuntimeError: no memory\n"))
+        assert log.last_lines == "RuntimeError: no memory"
+        assert "hostname" in (tmp_path / "log").read_text()
+
+    asyncio.run(go())
+
+
+def test_a_worker_that_was_killed_between_two_answers_is_not_given_a_reason(tmp_path: Path) -> None:
+    """Its answer to a call, or what it pushes, is a sign of life."""
+
+    class Words:
+        ended = asyncio.Event()
+        last_lines = ""
+        lived = 0
+
+        def begin(self, file: Path, title: str) -> None: ...
+
+        def lives(self) -> None:
+            self.lived += 1
+
+    async def go() -> None:
+        ours, theirs = socket.socketpair()
+        words = Words()
+        words.ended.set()
+        hello = Hello(__version__, "", "trainer", "there", 7)
+        arrived = Arrived(*await asyncio.open_connection(sock=ours), hello, "there:1", "", words)
+
+        class Arriving:
+            address = token = ""
+
+            def expect(self, kind: str, seat: str = "") -> asyncio.Future[Arrived]:
+                found: asyncio.Future[Arrived] = asyncio.get_running_loop().create_future()
+                found.set_result(arrived)
+                return found
+
+        worker = JoinLauncher(Arriving(), telemetry(), logs=tmp_path).worker(  # type: ignore[arg-type]
+            Job("trainer", "trainer rank 1"), lambda method, payload: None
+        )
+        await worker.start()
+        end = WorkerEnd(theirs)
+
+        def answer() -> None:
+            frame = end.receive()
+            assert frame is not None
+            end.reply(frame, 1)
+
+        called = asyncio.ensure_future(worker.call("score", None, int))
+        await asyncio.to_thread(answer)
+        await called
+        assert words.lived == 1
+        theirs.shutdown(socket.SHUT_RDWR)
+        how = await worker.watch()
+        assert how.endswith(
+            "its connection has ended; it said nothing of it (its output is in logs/trainer-rank-1.log)"
+        )
 
     asyncio.run(go())
 

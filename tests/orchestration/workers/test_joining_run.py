@@ -163,4 +163,4 @@ def test_strangers_are_turned_away_while_the_run_waits_over_tls(tiny_llama: Path
     assert differs == 2 and "is not the run's model" in which and "config.json" in which
     assert right == 0
     said = " ".join(one.message for one in of(run, Warned))
-    assert "connections that were turned away" in said and "model 1, token 1" in said
+    assert "connections that were turned away" in said and "garbage 1, model 1, silent 1, token 1" in said

@@ -59,8 +59,7 @@ def played(
     found: list[Played | Failure] = []
 
     async def main() -> None:
-        variables = lambda: encoder.variables  # noqa: E731
-        gateway = Gateway(encoder.written, stop, SAMPLING, server or ServerLimits(), variables=variables)
+        gateway = Gateway(encoder, stop, SAMPLING, server or ServerLimits())
 
         class Environment:
             def __init__(self, prompt: Prompt, seed: int) -> None:

@@ -94,7 +94,7 @@ def test_the_head_is_packed_once_for_each_of_its_values(dtype):
     found = []
     for _ in range(3):
         scored(forward, pack, 1.0, dtype)
-        assert head.packed._packed_from == (head.weight.data_ptr(), head.weight._version)
+        assert head.packed._packed_from[0] == (head.weight.data_ptr(), head.weight._version)
         found.append(head.packed._packed[0].clone())
         with torch.no_grad():
             head.weight.mul_(1.5)

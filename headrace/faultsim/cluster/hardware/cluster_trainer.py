@@ -22,7 +22,7 @@ from headrace.faultsim.trainer_worker import WEIGHTS
 from headrace.orchestration.workers.fake import FakeProcess
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.reports import TrainReport
+from headrace.reports import Captured, TrainReport
 from headrace.weights import WeightUpdate
 
 
@@ -44,10 +44,15 @@ class ClusterRankProcess(FakeProcess):
         super().__init__(link)
         self._size, self._mesh, self._rank = size, mesh, rank
         self._copied: WeightUpdate | None = None
+        self._captured = ""
+        self._saving: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         while True:
             frame = await self.receive()
+            if frame.method == "save" and not self._rank:
+                self._saving = asyncio.get_running_loop().create_task(self._save(frame))
+                continue
             try:
                 result = None if self._rank else await self._obey(frame)
             except (HeadraceError, OSError) as error:
@@ -76,13 +81,25 @@ class ClusterRankProcess(FakeProcess):
             case "score":
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(mesh.weights, len(tokens) - 1))
-            case "save":
-                directory = Path(unpack(frame.payload, tuple[str, str])[0])
-                await self._together(size.save)
-                (directory / WEIGHTS).write_text(f"{mesh.version} {mesh.weights}")
-                return None
+            case "capture":
+                await self._together(size.gather)
+                self._captured = f"{mesh.version} {mesh.weights}"
+                return Captured()
             case method:
                 raise AssertionError(f"unknown call {method}")
+
+    async def _save(self, frame: Frame) -> None:
+        """Writes what was captured, beside the next steps."""
+        directory = Path(unpack(frame.payload, tuple[str, str])[0])
+        await asyncio.sleep(self._size.save)
+        if not self.alive:
+            return
+        try:
+            (directory / WEIGHTS).write_text(self._captured)
+        except OSError as error:
+            self.fail(frame, error)
+        else:
+            self.reply(frame, None)
 
     async def _together(self, seconds: float) -> None:
         slow = 1.5 if asyncio.get_running_loop().time() < self._mesh.slow_until else 1.0

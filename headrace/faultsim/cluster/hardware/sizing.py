@@ -38,7 +38,9 @@ class ClusterSize(Struct, frozen=True, kw_only=True):
     publish: float = 0.2
     fetch: float = 3.5
     """Seconds from published weights to the swap."""
-    save: float = 20.0
+    gather: float = 4.0
+    """Seconds in which the ranks gather a checkpoint."""
+    save: float = 16.0
     reward: float = 2.0
     """Seconds that the rewards of a group take."""
     engine_boot: float = 120.0

@@ -144,6 +144,9 @@ class WorkerWords(Protocol):
     def begin(self, file: Path, title: str) -> None:
         """Writes them behind those in the file."""
 
+    def lives(self) -> None:
+        """Notes a sign of life."""
+
     @property
     def last_lines(self) -> str: ...
 

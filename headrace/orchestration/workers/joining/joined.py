@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +14,8 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, SILENCE
 from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
 from headrace.protocols import Heard, Job
+
+T = TypeVar("T")
 
 LAST_WORDS = 1.0
 """Seconds for which the last words of a lost worker are awaited. They come over another connection."""
@@ -63,6 +66,7 @@ class JoinedWorker(SeatedWorker):
         """`again`: whether it replaces one that was lost. The run then goes on without it if it can, and its other waits have deadlines."""
 
         def heard_here(method: str, payload: msgspec.Raw) -> None:
+            self._lives()
             if method != LEAVING:
                 heard(method, payload)
             elif not self.left:
@@ -88,6 +92,15 @@ class JoinedWorker(SeatedWorker):
             hello = arrived.hello
             arrived.words.begin(self._log, f"{hello.host}, process {hello.pid}, from {arrived.address}")
 
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        answer = await super().call(method, payload, returns)
+        self._lives()
+        return answer
+
+    def _lives(self) -> None:
+        if self._arrived and (words := self._arrived.words):
+            words.lives()
+
     async def end(self) -> None:
         """The worker ends by itself when it reads this."""
         with contextlib.suppress(WorkerDied):
@@ -108,5 +121,7 @@ class JoinedWorker(SeatedWorker):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
                     await words.ended.wait()
-            said = f"; the end of logs/{self._log.name}: {words.last_lines}" if words.last_lines else ""
+            log = f"logs/{self._log.name}"
+            last = words.last_lines
+            said = f"; the end of {log}: {last}" if last else f"; it said nothing of it (its output is in {log})"
         return f"on {hello.host} (process {hello.pid}) is lost: {wrong or 'its connection has ended'}{said}"

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hmac
 import secrets
+import socket
 import ssl
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -43,6 +44,7 @@ from headrace.orchestration.workers.joining.worker_log import WorkerLog
 from headrace.orchestration.workers.wire import HEAD, length_of
 from headrace.types import Struct
 from headrace.version import __version__
+from headrace.web.crowd import BACKLOG, Crowd, Guest, room_for_connections
 
 M = TypeVar("M", bound=Struct)
 
@@ -53,7 +55,11 @@ Examine = Callable[[Hello, Callable[[DoctorQuestion], Awaitable[DoctorAnswer]]],
 ENGINES: tuple[Kind, ...] = ("engine",)
 
 
-_SOCKET: dict[str, Any] = {"limit": 1 << 24, "backlog": STRANGERS}
+_LIMIT = 1 << 24
+"""Bytes of a connection that are read ahead."""
+
+_AGAIN = 1.0
+"""Seconds until a connection that could not be accepted (no memory, no descriptors) is accepted."""
 
 
 class Spare(NamedTuple):
@@ -100,15 +106,20 @@ class Listener:
         """The logs of workers, by their sessions."""
         self._sessions: dict[str, Returning] = {}
         self._greetings: set[asyncio.Task[Any]] = set()
-        self._strangers = 0
-        self._server: asyncio.Server | None = None
+        self._crowd: Crowd
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Raises OSError if it cannot listen on that address."""
-        tls: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
-        self._server = await asyncio.start_server(self._greet, self._host, self._port, **_SOCKET, **tls)
-        host, port = self._server.sockets[0].getsockname()[:2]
+        loop = asyncio.get_running_loop()
+        family, *_, where = (await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM))[0]
+        self._listening = socket.create_server(where[:2], family=family, backlog=BACKLOG)
+        self._listening.setblocking(False)
+        host, port = self._listening.getsockname()[:2]
         self.address = f"{host}:{port}"
+        self._crowd = Crowd(STRANGERS, room_for_connections())
+        self._accepting = loop.create_task(self._accept(self._listening))
 
     def expect(self, kind: str, seat: str = "") -> Arrival:
         """A future of that worker. Without a seat it is the worker that has waited longest, or the next one to offer itself."""
@@ -127,8 +138,10 @@ class Listener:
 
     async def close(self) -> None:
         """Workers that wait for a seat are told that the run is over."""
-        if self._server:
-            self._server.close()
+        if self._accepting and self._listening:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._listening.close()
         for spare in self._spares:
             spare.place.cancel()
         if self._greetings:
@@ -136,23 +149,55 @@ class Listener:
         for task in self._greetings:
             task.cancel()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, (peer, *_) = await loop.sock_accept(listening)
+            except OSError:
+                await asyncio.sleep(_AGAIN)
+                continue
+            task = loop.create_task(self._connected(sock, peer))
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
+            await asyncio.sleep(0)  # those that were accepted before go on meanwhile
+
+    async def _connected(self, sock: socket.socket, peer: str) -> None:
+        """Greets a connection. Until it has introduced itself, it may have to make room for another one."""
         task = asyncio.current_task()
         assert task
-        self._greetings.add(task)
+        guest = self._crowd.came(functools.partial(self._make_room, task, peer))
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(_LIMIT)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        tls: dict[str, Any] = {"ssl": self._tls, "ssl_handshake_timeout": HELLO_SECONDS} if self._tls else {}
         try:
-            await self._seat(reader, writer)
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, **tls)
+        except (OSError, asyncio.CancelledError) as error:  # asyncio has closed it
+            if not isinstance(error, asyncio.CancelledError):
+                self._count("garbage" if isinstance(error, ssl.SSLError) else "silent", peer)
+            self._crowd.left(guest)
+            return
+        try:
+            await self._greet(reader, asyncio.StreamWriter(transport, protocol, reader, loop), guest)
+        finally:
+            self._crowd.left(guest)
+
+    def _make_room(self, task: asyncio.Task[None], peer: str) -> None:
+        self._count("crowd", peer)
+        task.cancel()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, guest: Guest) -> None:
+        try:
+            await self._seat(reader, writer, guest)
         except (TurnedAway, TimeoutError, OSError, EOFError, HeadraceError, msgspec.MsgspecError) as error:
             await self._turn_away(writer, error)
-        except (
-            asyncio.CancelledError
-        ):  # by `close`; Python 3.11 would report it as an error in a callback of the stream
+        except asyncio.CancelledError:  # by `close`, or for another connection
             writer.close()
-        finally:
-            self._greetings.discard(task)
 
-    async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _seat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, guest: Guest) -> None:
         hello = await self._introduced(reader)
+        self._crowd.asked(guest)
         if isinstance(hello, WitnessHello):
             await self._collect(hello, reader, writer)
             return
@@ -225,14 +270,8 @@ class Listener:
         writer.close()
 
     async def _introduced(self, reader: asyncio.StreamReader) -> Hello | WitnessHello:
-        self._strangers += 1
-        try:
-            if self._strangers > STRANGERS:
-                raise TurnedAway("crowd")
-            async with asyncio.timeout(HELLO_SECONDS):
-                hello: Hello | WitnessHello = await _first(reader, Hello | WitnessHello)  # type: ignore[arg-type]
-        finally:
-            self._strangers -= 1
+        async with asyncio.timeout(HELLO_SECONDS):
+            hello: Hello | WitnessHello = await _first(reader, Hello | WitnessHello)  # type: ignore[arg-type]
         if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
             raise TurnedAway("token", "its token is not the controller's")
         _check_version(hello)
@@ -301,18 +340,17 @@ class Listener:
         if isinstance(error, (TimeoutError, EOFError, OSError)):
             reason = "silent"
         if reason not in ("over", "left"):
-            self._count(reason, writer)
+            self._count(reason, (writer.get_extra_info("peername") or [""])[0])
         with contextlib.suppress(OSError, TimeoutError):
             if str(error) and isinstance(error, TurnedAway):
                 async with asyncio.timeout(HELLO_SECONDS):
                     await _say(writer, Welcome(str(error), over=reason == "over"))
         writer.close()
 
-    def _count(self, reason: str, writer: asyncio.StreamWriter) -> None:
+    def _count(self, reason: str, peer: str = "") -> None:
         self.turned_away[reason] += 1
         if self.turned_away[reason] == 1:
-            peer = (writer.get_extra_info("peername") or ["an unknown address"])[0]
-            self._say(f"a connection from {peer} was turned away: {REASONS[reason]}")
+            self._say(f"a connection from {peer or 'an unknown address'} was turned away: {REASONS[reason]}")
 
 
 def _check_version(hello: Hello | WitnessHello) -> None:

@@ -24,7 +24,8 @@ class WorkerLog:
         self._next = self._written = 0
         """The place of the next byte among all the worker's, and the bytes of the log."""
         self._early: list[bytes] = []
-        self._tail = b""
+        self._tail = self._recent = b""
+        """The end of what it has said, and of what it has said since its last sign of life."""
         self._left_out = 0
         self.ended = asyncio.Event()
         """Set when the worker's process has ended, and its last words are here."""
@@ -46,6 +47,10 @@ class WorkerLog:
             self._end()
             self.ended.set()
 
+    def lives(self) -> None:
+        """Notes a sign of life: the worker has not ended of what it said before."""
+        self._recent = b""
+
     def _end(self) -> None:
         """Writes the last words of a log that has become too long."""
         if self._file is None or not self._left_out:
@@ -57,13 +62,13 @@ class WorkerLog:
 
     @property
     def last_lines(self) -> str:
-        """Returns the end of what the worker said itself, on one line; without headrace's own notes."""
-        lines = self._tail.decode(errors="replace").splitlines()
+        """Returns the end of what the worker said itself since its last sign of life, on one line; without headrace's own notes."""
+        lines = self._recent.decode(errors="replace").splitlines()
         own = [line.strip() for line in lines if line.strip() and not line.startswith("headrace: ")]
         return " | ".join(own[-LINES:])[-LONGEST:]
 
     def _put(self, data: bytes) -> None:
-        self._tail = (self._tail + data)[-TAIL:]
+        self._tail, self._recent = (self._tail + data)[-TAIL:], (self._recent + data)[-TAIL:]
         room = max(0, KEPT - self._written)
         self._written += len(data[:room])
         self._left_out += len(data) - len(data[:room])

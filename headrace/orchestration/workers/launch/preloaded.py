@@ -165,10 +165,29 @@ class _Servers(threading.local):
 _servers = _Servers()
 
 
+def load_ahead(environment: Mapping[str, str]) -> None:
+    """Starts the server of workers with this environment, unless this thread has it: it loads its libraries while the caller does other work.
+    If it cannot be started, that shows where a worker needs it."""
+    key = _key(environment)
+    if key not in _servers.running and len(_servers.running) < KEPT:
+        with contextlib.suppress(OSError):
+            _servers.running[key] = ForkServer(dict(key))
+
+
+def end_idle() -> None:
+    """Ends the servers of this thread that have forked nothing: what they were started for did not begin."""
+    for key in [key for key, server in _servers.running.items() if not server.has_forked]:
+        _servers.running.pop(key).close()
+
+
+def _key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset((name, value) for name, value in environment.items() if name not in OWN)
+
+
 async def fork(environment: Mapping[str, str], request: ForkRequest, files: Sequence[int]) -> ForkedProcess:
     """Forks a worker with this environment. Raises CannotFork and OSError; the worker must then be started in another way."""
     running = _servers.running
-    key = frozenset((name, value) for name, value in environment.items() if name not in OWN)
+    key = _key(environment)
     if key not in running:
         while len(running) >= KEPT:
             running.pop(next(iter(running))).close()

@@ -5,9 +5,9 @@ Contiguous CPU tensors in float32 or bfloat16.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +32,24 @@ def kernels() -> Any:
     return functions
 
 
+class _Passes(threading.local):
+    forward_only = False
+    """Whether this thread makes no backward pass at the moment."""
+
+
+_passes = _Passes()
+
+
+@contextmanager
+def forward_only() -> Iterator[None]:
+    """Within this context weights are packed for the forward pass alone: no backward pass follows."""
+    before, _passes.forward_only = _passes.forward_only, True
+    try:
+        yield
+    finally:
+        _passes.forward_only = before
+
+
 class PackedWeight:
     """A matrix [n, k] as the kernels multiply by it, or several of one size that lie in one tensor. In bfloat16 it is packed once for each
     of its values, for both directions; in float32, where that would be 8 bytes a parameter, at every use (5 to 10 % of a product over
@@ -42,30 +60,36 @@ class PackedWeight:
 
     def __init__(self, matrices: int = 1) -> None:
         self._matrices = matrices
-        self._packed_from: tuple[int, int] | None = None
-        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._packed_from: list[tuple[int, int] | None] = [None, None]
+        """The value that each direction was packed from."""
+        self._packed: list[Tensor | None] = [None, None]
         self._gradient: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         return PackedWeight(self._matrices)
 
     def packed(self, weight: Tensor, backward: bool = True) -> tuple[Tensor, Tensor | None]:
-        """bfloat16, (for y = x Wᵀ, for dx = dy W if `backward`). Packed again if the weight was written to since."""
-        now = weight.data_ptr(), weight._version
-        if self._packed is None or now != self._packed_from:
+        """bfloat16, (for y = x Wᵀ, for dx = dy W if `backward`, and where no backward pass is excluded). Packed again if the weight was
+        written to since."""
+        now, wanted = (weight.data_ptr(), weight._version), (True, backward and not _passes.forward_only)
+        stale = [side for side in (0, 1) if wanted[side] and self._packed_from[side] != now]
+        if stale:
             matrices = weight.detach().reshape(self._matrices, -1, weight.shape[-1])
-            size = self._matrices * _packed_size(matrices[0])
-            if self._packed is None:
-                self._packed = zeros(size, torch.bfloat16), zeros(size, torch.bfloat16) if backward else None
-            rooms = (itertools.repeat(None) if room is None else room.view(self._matrices, -1) for room in self._packed)
-            for matrix, *into in zip(matrices, *rooms, strict=False):
+            for side in stale:
+                if self._packed[side] is None:
+                    self._packed[side] = zeros(self._matrices * _packed_size(matrices[0]), torch.bfloat16)
+                self._packed_from[side] = now
+            rooms = [room.view(self._matrices, -1) if room is not None else None for room in self._packed]
+            for number, matrix in enumerate(matrices):
+                into = [room[number] if room is not None and side in stale else None for side, room in enumerate(rooms)]
                 _pack(matrix, *into)
-            self._packed_from = now
-        return self._packed
+        across, down = self._packed
+        assert across is not None
+        return across, down if wanted[1] else None
 
     def release(self) -> None:
         """Gives its memory back. The next use packs again."""
-        self._packed = self._packed_from = self._gradient = None
+        self._packed, self._packed_from, self._gradient = [None, None], [None, None], None
 
     def gradient(self, weight: Tensor) -> tuple[Tensor, bool]:
         """(where to write the gradient, float32 [n, k]; whether to add to what is there)."""

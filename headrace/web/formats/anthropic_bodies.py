@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import TurnRequest, is_cut
+from headrace.web.bodies import OpenBody
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
 
 Blocks = str | list[dict[str, Any]]
 
@@ -33,7 +33,7 @@ class OfferedTool(msgspec.Struct, kw_only=True):
     type: str = "custom"
 
 
-class Messages(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Messages(OpenBody, kw_only=True):
     """`/v1/messages`"""
 
     model: str
@@ -92,16 +92,19 @@ def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Messa
     """Yields the results of tools, each a message of its own, and then what the blocks say."""
     said: list[Mapping[str, Any]] = []
     calls: list[MadeCall] = []
+    thought = ""
     for block in blocks:
         match block:
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 yield Message(role="tool", content=_text(block.get("content") or ""), tool_call_id=id)
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
                 calls.append(MadeCall(id=id, function=Named(name=name, arguments=json.dumps(given))))
+            case {"type": "thinking", "thinking": str(text)} if role == "assistant":
+                thought += text
             case _:
                 said.append(block)
-    if said or calls:
-        yield Message(role=role, content=_text(said), tool_calls=calls or None)
+    if said or calls or thought:
+        yield Message(role=role, content=_text(said), tool_calls=calls or None, reasoning_content=thought or None)
 
 
 def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
@@ -113,19 +116,28 @@ def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
     return "".join(block["text"] for block in blocks)
 
 
-def message_of(answer: TreeReply, model: str) -> dict[str, Any]:
-    """The reply as a message of Anthropic's."""
-    reply = answer.reply
-    calls = [one for one in reply.calls if not one.problem]
-    content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not calls else []
+def message_of(turn: WholeTurn, model: str) -> dict[str, Any]:
+    """The turn as a message of Anthropic's."""
+    content: list[dict[str, Any]] = []
+    if turn.reasoning:
+        content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+    if turn.text or not turn.calls:
+        content.append({"type": "text", "text": turn.text})
     content += [
-        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in calls
+        {"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)} for one in turn.calls
     ]
-    return _head(model, answer.prompt_tokens) | {
+    return _head(model, turn.prompt_tokens) | {
         "content": content,
-        "stop_reason": "max_tokens" if is_cut(answer) else "tool_use" if calls else "end_turn",
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": reply.tokens},
+        "stop_reason": _stop_reason(turn),
+        "stop_sequence": turn.stop or None,
+        "usage": {"input_tokens": turn.prompt_tokens, "output_tokens": turn.count},
     }
+
+
+def _stop_reason(turn: WholeTurn) -> str:
+    if turn.cut:
+        return "max_tokens"
+    return "tool_use" if turn.calls else "stop_sequence" if turn.stop else "end_turn"
 
 
 def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
@@ -142,31 +154,43 @@ def _head(model: str, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-async def events_of(turn: TurnRequest, model: str) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a stream. Text comes as it is sampled; calls of tools come whole, at the end."""
-    begun = shown = False
+async def events_of(turn: FollowedTurn, model: str) -> AsyncIterator[dict[str, Any]]:
+    """Yields the events of a stream. Thinking and text come as they are sampled; calls of tools come whole, at the end."""
+    begun, open_, index = False, "", -1
     async with aclosing(turn.pieces()) as pieces:
         async for piece in pieces:
             if not begun:
                 yield {"type": "message_start", "message": _head(model, turn.prompt_tokens)}
-            if piece.text and not shown:
-                yield _block_begins(0, {"type": "text", "text": ""})
-            if piece.text:
-                yield _delta(0, {"type": "text_delta", "text": piece.text})
-            begun, shown = True, shown or bool(piece.text)
-    message = message_of(turn.answer, model)
+            begun = True
+            for kind, new in (("thinking", piece.reasoning), ("text", piece.text)):
+                if new and open_ != kind:
+                    if open_:
+                        yield _block_ends(index)
+                    open_, index = kind, index + 1
+                    yield _block_begins(index, _EMPTY[kind])
+                if new:
+                    yield _delta(index, {"type": f"{kind}_delta", kind: new})
+    message = message_of(turn.turn, model)
     if not begun:
-        yield {"type": "message_start", "message": _head(model, turn.answer.prompt_tokens)}
-    for index, block in enumerate(message["content"]):
+        yield {"type": "message_start", "message": _head(model, turn.turn.prompt_tokens)}
+    if open_:
+        yield _block_ends(index)
+    for place, block in enumerate(message["content"][index + 1 :], index + 1):
+        yield _block_begins(place, {**block, "input": {}} if block["type"] == "tool_use" else block)
         if block["type"] == "tool_use":
-            yield _block_begins(index, {**block, "input": {}})
-            yield _delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
-        elif not shown:
-            yield _block_begins(index, {"type": "text", "text": ""})
-        yield {"type": "content_block_stop", "index": index}
-    rest = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+            yield _delta(place, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+        yield _block_ends(place)
+    rest = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     yield {"type": "message_delta", "delta": rest, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
+
+
+_EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
+"""Blocks that have not begun, by their type."""
+
+
+def _block_ends(index: int) -> dict[str, Any]:
+    return {"type": "content_block_stop", "index": index}
 
 
 def _block_begins(index: int, block: dict[str, Any]) -> dict[str, Any]:

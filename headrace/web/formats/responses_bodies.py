@@ -11,14 +11,14 @@ import msgspec
 
 from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
 from headrace.chat.rendering import TemplateUse, with_effort
-from headrace.environments.gateway.chat_answers import said_tokens
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.turn_request import GatewayRules, Written
-from headrace.web.bodies import Body, Count
+from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
+from headrace.web.formats.followed_turn import WholeTurn
+from headrace.web.formats.stored_responses import StoredResponses
 
 Item = dict[str, Any]
 _LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class OfferedFunction(msgspec.Struct, kw_only=True):
@@ -31,7 +31,7 @@ class OfferedFunction(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Responses(Body, kw_only=True):
+class Responses(OpenBody, kw_only=True):
     """`/v1/responses`"""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class Responses(Body, kw_only=True):
     """The system message. It is not one of the messages that `previous_response_id` names."""
     previous_response_id: str | None = None
     store: bool | None = None
-    """Left out: true. Stored are the messages, until the rollout is over, for `previous_response_id`."""
+    """Left out: true. Stored are the messages, as long as there is room, for `previous_response_id`."""
     tools: list[OfferedFunction] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -75,7 +75,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": ((None, "auto", "none"), "leave it out or choose auto or none: nothing here forces a model to call"),
     "parallel_tool_calls": ((None, True), "leave it out, and take the first call of a response"),
     "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
-    "truncation": ((None, "disabled"), "leave it out: a rollout that is too long is cut off (environment.max_tokens)"),
+    "truncation": ((None, "disabled"), "leave it out: no item of the input is dropped"),
     "background": ((None, False), "leave it out"),
     "max_tool_calls": ((None,), "leave it out"),
     "prompt": ((None,), "send its text as instructions and input"),
@@ -105,10 +105,10 @@ def _unserved(name: str, remedy: str) -> Refused:
     return Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
 
 
-def asked_of_template(body: Responses, rules: GatewayRules) -> TemplateUse:
-    """Returns what a request asks of the template. Raises Refused for an effort that the template does not know."""
+def asked_of_template(body: Responses, variables: frozenset[str]) -> TemplateUse:
+    """Returns what a request asks of a template with these variables. Raises Refused for an effort that the template does not know."""
     effort = (body.reasoning or {}).get("effort")
-    arguments = with_effort({}, effort, rules.variables())
+    arguments = with_effort({}, effort, variables)
     if arguments is None and effort != "none":
         raise _unserved("reasoning.effort", "leave it out: the chat template knows none")
     return TemplateUse(arguments=arguments or {}, continues=False)
@@ -131,25 +131,47 @@ def offered_functions(body: Responses) -> list[Tool]:
     ]
 
 
+def system_of(body: Responses) -> list[Message]:
+    """The instructions, which are not stored."""
+    return [Message(role="system", content=body.instructions)] if body.instructions else []
+
+
+def history_of(body: Responses, stored: StoredResponses) -> list[Message]:
+    """The messages before the reply, without the instructions. Raises Refused for none, and for a response that is not stored."""
+    history = [*stored.before(body.previous_response_id), *messages_of_input(body.input)]
+    if not history:
+        raise Refused(400, "input has no messages; send one at least")
+    return history
+
+
 def messages_of_input(given: str | Sequence[Item]) -> list[Message]:
-    """Returns the items of a request as messages. Calls follow the text of the same reply, as they do in an answer. Raises Refused for
-    an item that is neither a message nor of a function."""
+    """Returns the items of a request as messages. Calls follow the text of the same reply, as they do in an answer, and its thinking goes
+    before. Raises Refused for an item that is neither of these."""
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     messages: list[Message] = []
+    thought = ""
     for item in given:
         match item:
+            case {"type": "reasoning"} if not (item.get("encrypted_content") and not item.get("content")):
+                thought = _text(item.get("content") or item.get("summary") or "")
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
                 call = MadeCall(id=id, function=Named(name=name, arguments=arguments))
                 if messages and messages[-1].role == "assistant":
                     last = messages.pop()
                     messages.append(msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call]))
                 else:
-                    messages.append(Message(role="assistant", content="", tool_calls=[call]))
+                    messages.append(
+                        Message(role="assistant", content="", tool_calls=[call], reasoning_content=thought or None)
+                    )
+                    thought = ""
             case {"type": "function_call_output", "call_id": str(id), "output": output}:
                 messages.append(Message(role="tool", content=_text(output), tool_call_id=id))
             case {"role": str(role), "content": content} if item.get("type", "message") == "message":
-                messages.append(Message(role="system" if role == "developer" else role, content=_text(content)))
+                own = thought if role == "assistant" else ""
+                role = "system" if role == "developer" else role
+                messages.append(Message(role=role, content=_text(content), reasoning_content=own or None))
+                thought = ""
             case _:
                 said = f"an item of type {item.get('type', 'message')} is not served as it is written"
                 raise Refused(400, f"{said}; only messages with text and function calls with their outputs are")
@@ -162,7 +184,7 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         raise Refused(400, f"content is {type(content).__name__}, not text or a list of parts")
     for part in content:
-        shown = isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
+        shown = isinstance(part, dict) and part.get("type") in _TEXTS
         if not shown or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise Refused(400, f"a part of a message is of type {kind}; only text is served")
@@ -179,11 +201,16 @@ def text_item(id: str, text: str, logprobs: Sequence[Item], status: str = "compl
     }
 
 
+def thought_item(id: str, reasoning: str) -> Item:
+    content = [{"type": "reasoning_text", "text": reasoning}]
+    return {"id": id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
 def text_part(text: str, logprobs: Sequence[Item]) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def call_items(answer: TreeReply) -> list[Item]:
+def call_items(turn: WholeTurn) -> list[Item]:
     return [
         {
             "id": f"fc_{uuid.uuid4().hex}",
@@ -193,24 +220,25 @@ def call_items(answer: TreeReply) -> list[Item]:
             "arguments": one.arguments,
             "status": "completed",
         }
-        for one in answer.reply.calls
-        if not one.problem
+        for one in turn.calls
     ]
 
 
-def logprobs_of(body: Responses, answer: TreeReply, written: Written) -> list[Item]:
-    """Returns the log-probs of all tokens of the turn; none if the request asks for none."""
-    done = answer.completion
-    return said_tokens(done.tokens, done.logprobs, written) if done and body.logprobs else []
+def message_of_turn(turn: WholeTurn) -> Message:
+    """The turn as a message of a chat."""
+    calls = [MadeCall(id=one.id, function=Named(name=one.name, arguments=one.arguments)) for one in turn.calls]
+    return Message(
+        role="assistant", content=turn.text, tool_calls=calls or None, reasoning_content=turn.reasoning or None
+    )
 
 
-def usage_of_response(answer: TreeReply) -> Item:
-    prompt, sampled = answer.prompt_tokens, answer.reply.tokens
+def usage_of_response(turn: WholeTurn) -> Item:
+    prompt, sampled = turn.prompt_tokens, turn.count
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": turn.thought},
         "total_tokens": prompt + sampled,
     }
 

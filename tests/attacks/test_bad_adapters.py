@@ -1,0 +1,156 @@
+"""Adapters and weights that a client names: pipes, devices, damaged files and file systems that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from health_beside import Beside
+from safetensors.torch import save_file
+from served import Client, answering, faked
+
+from headrace.engine.config import EngineConfig
+from headrace.serve.app import make_app
+from headrace.serve.config import ServeConfig
+from headrace.serve.start import opened
+from headrace.web import looking
+from headrace.weight_sync.directory import offer_adapter
+
+GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+FIT = {f"{Q}.lora_A.weight": torch.ones(2, 32), f"{Q}.lora_B.weight": torch.ones(32, 2)}
+"""Tensors that fit the model of these tests."""
+
+CONFIGS: dict[str, Any] = {
+    "no r": {**GOOD, "r": None},
+    "r is absent": {name: value for name, value in GOOD.items() if name != "r"},
+    "r is text": {**GOOD, "r": "2"},
+    "r is nothing": {**GOOD, "r": 0},
+    "r is less": {**GOOD, "r": -3},
+    "r is huge": {**GOOD, "r": 10**30},
+    "no lora_alpha": {name: value for name, value in GOOD.items() if name != "lora_alpha"},
+    "lora_alpha is text": {**GOOD, "lora_alpha": "high"},
+    "rank_pattern is a list": {**GOOD, "rank_pattern": [1]},
+    "rank_pattern holds text": {**GOOD, "rank_pattern": {"q_proj": "x"}},
+    "alpha_pattern holds lists": {**GOOD, "alpha_pattern": {"q_proj": []}},
+    "bias is a number": {**GOOD, "bias": 3},
+    "another kind": {**GOOD, "peft_type": "IA3"},
+    "no kind": {},
+    "a list": [GOOD],
+    "a text": "LORA",
+    "nothing": None,
+    "dora": {**GOOD, "use_dora": True},
+}
+TENSORS: dict[str, Callable[[Path], object]] = {
+    "no safetensors": lambda file: file.write_bytes(b"not at all"),
+    "an empty file": lambda file: file.write_bytes(b""),
+    "a huge header": lambda file: file.write_bytes((1 << 60).to_bytes(8, "little") + b"{}"),
+    "a torn file": lambda file: (save_file(FIT, file), file.write_bytes(file.read_bytes()[:-9])),
+    "half of a pair": lambda file: save_file({f"{Q}.lora_A.weight": FIT[f"{Q}.lora_A.weight"]}, file),
+    "another width": lambda file: save_file({**FIT, f"{Q}.lora_A.weight": torch.ones(2, 31)}, file),
+    "another rank": lambda file: save_file({name: one.repeat(2, 2) for name, one in FIT.items()}, file),
+    "a module that is none": lambda file: save_file(
+        {name.replace("q_proj", "z"): one for name, one in FIT.items()}, file
+    ),
+    "names that are none": lambda file: save_file({"x": torch.ones(3)}, file),
+    "vectors": lambda file: save_file({name: one[0].clone() for name, one in FIT.items()}, file),
+    "a number": lambda file: save_file({name: torch.tensor(1.0) for name in FIT}, file),
+    "no tensors": lambda file: save_file({}, file),
+    "a directory": lambda file: file.mkdir(),
+    "a pipe": os.mkfifo,
+    "an endless file": lambda file: file.symlink_to("/dev/zero"),
+}
+
+
+def adapter(place: Path, config: Any = GOOD, tensors: Callable[[Path], object] | None = None) -> Path:
+    place.mkdir()
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    (tensors or (lambda file: save_file(FIT, file)))(place / "adapter_model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_is_none_is_refused_in_words(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"adapter that peft saved|not served") as raised:
+        offer_adapter(adapter(tmp_path / "a", CONFIGS[name]), "a", 0)
+    assert "Traceback" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_a_config_that_is_a_pipe_a_device_or_too_long_is_refused_at_once(tmp_path: Path) -> None:
+    place = adapter(tmp_path / "a")
+    config = place / "adapter_config.json"
+    for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero"), lambda file: file.write_bytes(b" " * (5 << 20))):
+        config.unlink()
+        make(config)
+        with pytest.raises(ValueError, match="no regular file|more than"):
+            offer_adapter(place, "a", 0)
+
+
+def test_bad_adapters_and_weights_leave_a_server_whole(tiny_llama: Path, tmp_path: Path) -> None:
+    """The real engine."""
+    engine = EngineConfig(dtype="float32", device="cpu", kv_gib=0.01, context_length=200, max_running=4, max_adapters=1)
+    config = ServeConfig(model=str(tiny_llama), engine=engine, name="tiny")
+    answered: dict[str, tuple[int, str]] = {}
+
+    async def go() -> None:
+        async with (
+            asyncio.timeout(500),
+            opened(config, tiny_llama, tmp_path / "logs") as serving,
+            answering(make_app(serving, "")) as url,
+            aiohttp.ClientSession(base_url=url) as session,
+        ):
+            client = Client(session)
+            for number, (name, tensors) in enumerate(TENSORS.items()):
+                body = {"lora_name": "bad", "lora_path": str(adapter(tmp_path / f"a{number}", GOOD, tensors))}
+                status, answer = await client.post("/v1/load_lora_adapter", body)
+                answered[name] = status, answer["error"]["message"] if status != 200 else "loaded"
+            for number, make in enumerate((os.mkfifo, lambda file: file.symlink_to("/dev/zero"))):
+                (place := tmp_path / f"w{number}").mkdir()
+                make(place / "update.json")
+                update = {"version": 5, "kind": "full", "fingerprint": "x", "nbytes": 1, "seconds": 0.0}
+                status, answer = await client.post("/headrace/weights", {**update, "where": {"path": str(place)}})
+                answered[f"weights {number}"] = status, answer["error"]["message"]
+            body = {"lora_name": "good", "lora_path": str(adapter(tmp_path / "good"))}
+            assert (await client.post("/v1/load_lora_adapter", body))[0] == 200
+            asked = {"model": "good", "token_ids": [1, 3, 10], "sampling_params": {"max_tokens": 3}}
+            assert (await client.post("/inference/v1/generate", asked))[0] == 200
+
+    asyncio.run(go())
+    for name, (status, said) in answered.items():
+        assert status == (409 if name.startswith("weights") else 400), (name, status, said)
+        assert "Traceback" not in said and str(tmp_path) not in said and len(said) < 700, (name, said)
+
+
+def test_a_file_system_that_does_not_answer_holds_up_nobody_else(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(looking, "SECONDS", 0.2)
+    mended = threading.Event()
+    monkeypatch.setattr("headrace.serve.serving.offer_adapter", lambda *named: mended.wait())
+
+    async def go() -> None:
+        async with asyncio.timeout(300), faked(tiny_tokenizer) as (client, _):
+            beside = await asyncio.to_thread(Beside, f"{client.url}/health")
+            body = {"lora_name": "a", "lora_path": str(tmp_path / "gone")}
+            asking = [asyncio.ensure_future(client.post("/v1/load_lora_adapter", body)) for _ in range(20)]
+            await asyncio.to_thread(beside.check, "a file system that does not answer")
+            said = [(status, answer["error"]["message"]) for status, answer in await asyncio.gather(*asking)]
+            assert {status for status, _ in said} == {503}
+            assert sum("gone has not answered for 0.2 s" in one for _, one in said) == looking.AT_ONCE
+            assert (await client.post("/v1/load_lora_adapter", body))[0] == 503, "its threads are still there"
+            mended.set()
+            while (await client.post("/v1/load_lora_adapter", body))[1]["error"]["code"] == "busy":
+                await asyncio.sleep(0.01)
+
+    try:
+        asyncio.run(go())
+    finally:
+        mended.set()

@@ -1,0 +1,79 @@
+"""Temporary directories go with their owners, even if those and whoever cleans up after them are killed at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.environments.agents.agent_process import AgentProcess, Reaper
+from headrace.observe.health.owned_directory import OwnedDirectory, sweep
+
+OWNER = """
+import os, sys, time
+from headrace.observe.health.owned_directory import OwnedDirectory
+print(OwnedDirectory("agent").path, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_process_leaves_is_removed_with_the_next_directory(place: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        (left / "file").write_text("of an agent")
+        own = OwnedDirectory("agent")
+        assert left.is_dir(), "its owner lives"
+        owner.send_signal(signal.SIGKILL)
+    assert left.is_dir()
+    other = OwnedDirectory("ranks")
+    assert not left.exists() and Path(own.path).is_dir() and Path(other.path).is_dir()
+    own.remove()
+    other.remove()
+    assert list(place.iterdir()) == []
+
+
+def test_nothing_else_is_swept(place: Path) -> None:
+    for name in ("headrace-own-file", "headrace-logs-x", "mine"):
+        (place / name).mkdir() if "file" not in name else (place / name).write_text("")
+    (place / "headrace-own-link").symlink_to(place / "mine")
+    sweep()
+    assert sorted(path.name for path in place.iterdir()) == [
+        "headrace-logs-x",
+        "headrace-own-file",
+        "headrace-own-link",
+        "mine",
+    ]
+
+
+def test_the_directory_of_an_agent_is_owned_while_it_runs(place: Path) -> None:
+    """With its reaper killed as well, the next directory removes it."""
+
+    class NoReaper(Reaper):
+        def started(self, group: int, directory: str) -> None: ...
+
+        def ended(self, group: int) -> None: ...
+
+    async def go() -> None:
+        command = [sys.executable, "-c", "import os; open('x', 'w'); print(os.getcwd())"]
+        agent = await AgentProcess.start(command, dict(os.environ), given=b"", directory="", reaper=NoReaper())
+        assert await agent.wait() == 0
+        sweep()
+        (name,) = os.listdir(place)
+        assert agent.output.strip() == str(place / name) and os.listdir(place / name) == ["x"]
+        await agent.end(None)
+        assert os.listdir(place) == []
+
+    asyncio.run(go())

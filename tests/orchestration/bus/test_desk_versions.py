@@ -1,0 +1,126 @@
+"""C1 at the run's end of a bus: which answers are taken, by the versions of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.observe.facts import Warned
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.bus.bus_port import Posting
+from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
+from headrace.orchestration.groups.desk import AUDIT, LOOK, BusDesk
+from headrace.orchestration.groups.errands import Errand, ErrandReply, GroupErrand, RequestErrand
+from headrace.orchestration.groups.group_source import PlayedGroup
+from headrace.orchestration.groups.suspects import Suspects
+from headrace.simulate import virtual_time
+from headrace.simulate.world import FactList
+from headrace.steps import spans_of
+from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, Turn
+
+Form = Literal["group", "request"]
+
+
+def completion(versions: Sequence[int]) -> Completion:
+    count = len(versions)
+    return Completion((1,) * count, (0.0,) * count, spans_of(versions, versions), "stop")
+
+
+def errand(form: Form, at_least: int) -> Errand:
+    if form == "group":
+        return GroupErrand(7, Prompt("p", "", (1,)), at_least)
+    return RequestErrand(Request("r", (1,), Sampling(max_tokens=8)), at_least)
+
+
+def reply(form: Form, versions: Sequence[int]) -> bytes:
+    """The tokens of a group lie in the second rollout: the first one is of the newest version throughout."""
+    done = completion(versions)
+    if form == "request":
+        return msgspec.msgpack.encode(ErrandReply("host-1", completion=done))
+    turns = [Turn((), completion(versions[-1:])), Turn((), done)]
+    scored = [Scored(Episode((turn,)), 1.0, {}) for turn in turns]
+    return msgspec.msgpack.encode(ErrandReply("host-1", PlayedGroup(tuple(scored))))
+
+
+def answered(form: Form, at_least: int, newest: int, versions: Sequence[int], early: bool = False) -> tuple[bool, str]:
+    """Whether the answer is taken, and the warning. One that is not taken is off the bus, and its errand on it again.
+    `early`: an earlier process of the run has posted the errand, and the answer comes before this process asks."""
+
+    async def case() -> tuple[bool, str]:
+        bus, facts, clock = MemoryBus(MemoryServer()), FactList(), asyncio.get_running_loop().time
+        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1e5, 1e6))
+
+        async def nothing() -> None:
+            pass
+
+        desk = BusDesk(bus, "session", telemetry, nothing, Suspects(3))
+        answer = Posting("answers", "7", reply(form, versions))
+        if early:
+            await bus.post(answer)
+        await desk.begin()
+        desk.newest = newest
+        desk.expect(["7"] if early else [])
+        working = asyncio.ensure_future(desk.run())
+        if early:
+            await asyncio.sleep(2 * LOOK)
+        asking = asyncio.ensure_future(desk.ask("7", errand(form, at_least)))
+        await asyncio.sleep(2 * LOOK)
+        if not early:
+            [letter] = await bus.claim("tickets", "host-1", most=9)
+            await bus.settle("tickets", [letter.id], then=answer)
+        await asyncio.sleep(2 * LOOK)
+        taken = asking.done()
+        if not taken:
+            assert await bus.unsettled("answers") == set(), "what is thrown away does not come again"
+            await asyncio.sleep(3 * AUDIT)
+            [letter] = await bus.claim("tickets", "host-2", most=9)
+            assert msgspec.msgpack.decode(letter.body, type=Errand) == errand(form, at_least)
+            await bus.settle("tickets", [letter.id], then=Posting("answers", "7", reply(form, [newest])))
+            await asyncio.wait_for(asking, 2 * LOOK)
+        working.cancel()
+        said = [fact.message for fact in facts.of(Warned) if "is thrown away" in fact.message]
+        return taken, "".join(said)
+
+    return virtual_time.run(case())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    form=st.sampled_from(["group", "request"]),
+    at_least=st.integers(0, 4),
+    ahead=st.integers(0, 3),
+    versions=st.lists(st.integers(0, 8), min_size=1, max_size=4).map(sorted),
+)
+def test_an_answer_is_taken_if_each_token_is_of_a_version_from_its_draw_on(
+    form: Form, at_least: int, ahead: int, versions: list[int]
+) -> None:
+    newest = at_least + ahead
+    allowed = all(at_least <= version <= newest for version in versions)
+    taken, said = answered(form, at_least, newest, versions)
+    assert taken == allowed and bool(said) != allowed
+
+
+@pytest.mark.parametrize("versions", [[2, 3], [3, 5]], ids=["older than its draw", "not published"])
+@pytest.mark.parametrize("form", ["group", "request"])
+def test_what_is_thrown_away_is_said_with_the_versions(form: Form, versions: list[int]) -> None:
+    first, last = versions
+    assert answered(form, 3, 4, versions) == (
+        False,
+        f"host-1 answered errand 7 with tokens of versions {first} to {last}, and only 3 to 4 are allowed; the answer is thrown away, and the "
+        "errand posted again",
+    )
+
+
+@pytest.mark.parametrize(("versions", "taken"), [([1, 4], True), ([1, 5], False)])
+def test_an_answer_to_an_earlier_process_may_be_older_than_this_one_began_with(
+    versions: list[int], taken: bool
+) -> None:
+    """The ticket keeps the version of its draw, which only the letter has. None may be newer than what this process has published."""
+    assert answered("group", 3, 4, versions, early=True)[0] is taken

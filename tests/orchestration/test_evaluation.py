@@ -1,0 +1,158 @@
+"""The measurement of held-out prompts: what is asked for, who scores it, and what counts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.batches import Failure
+from headrace.engine.fake import FakeEngine
+from headrace.environments.fake import scripted
+from headrace.observe.facts import Evaluated
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.groups.group_source import PlayedGroup, Seen
+from headrace.orchestration.groups.own_groups import OwnGroups
+from headrace.orchestration.loop_plan import LoopPlan
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.rollouts.notebook import Notebook
+from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.scoring.fake import FakeScorer
+from headrace.settings.process_config import EvalConfig
+from headrace.simulate import virtual_time
+from headrace.simulate.world import FactList
+from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+
+PROMPTS = [Prompt(f"held-out/{number}", "?", (1, 2, number)) for number in range(3)]
+FAILED = Failure("reward_raised", "no")
+
+
+def telemetry() -> tuple[Telemetry, FactList]:
+    facts, clock = FactList(), asyncio.get_running_loop().time
+    return Telemetry(facts.record, clock, Waits(facts.record, clock, 1e5, 1e6)), facts
+
+
+# --- what is asked for ---------------------------------------------------------------------------------------------------
+
+
+def test_each_measurement_draws_the_same_numbers_as_the_first() -> None:
+    """Otherwise before and after would differ by chance too, and not by the weights alone."""
+    engine = FakeEngine()
+    worlds: list[int] = []
+
+    async def case() -> None:
+        told, _ = telemetry()
+        plan = LoopPlan(
+            steps=1,
+            staleness=StalenessConfig(),
+            rollout=RolloutConfig(group_size=2, max_tokens=8, temperature=1.3),
+            seed=5,
+            max_skipped_steps=3,
+            checkpoint_every=0,
+            evaluate_every=0,
+            adapter="south",
+        )
+
+        def reply(done: Completion, seed: int) -> Sequence[int]:
+            worlds.append(seed)
+            return (98,)
+
+        groups = OwnGroups(
+            plan=plan,
+            evaluation=EvalConfig(samples=2, temperature=0.25),
+            interrupts=Interrupts(engine, PartialConfig(), told.waits, told.clock),
+            environment=scripted(2, reply=reply, reward=0.0),
+            scorer=FakeScorer(reward=lambda prompt, episode: 9.0),  # with penalties
+            evaluated_by=FakeScorer(reward=lambda prompt, episode: 1.0),
+            notebook=Notebook(),
+            decode=str,
+            waits=told.waits,
+            context_length=1000,
+        )
+        engine.version = engine.adapters["south"] = 0
+        evaluator = Evaluator(groups=groups, prompts=PROMPTS, telemetry=told)
+        before, after = await evaluator.measure("before", 0), await evaluator.measure("after", 4)
+        assert before and after and before.reward_mean == after.reward_mean == 1.0, "the scorer of evaluations"
+
+    virtual_time.run(case())
+    half = len(engine.requests) // 2
+    first, second = (
+        {request.sampling.seed: request.prompt[:3] for request in part}
+        for part in (engine.requests[:half], engine.requests[half:])
+    )
+    assert half == 3 * 2 * 2, "prompts, samples, turns"
+    assert first == second and len(first) == half, "the same numbers for the same prompts, and other ones for each turn"
+    assert len({request.id for request in engine.requests}) == 2 * half
+    assert sorted(worlds[:6]) == sorted(worlds[6:]) and len(set(worlds)) == 6
+    assert {(one.sampling.temperature, one.adapter) for one in engine.requests} == {(0.25, "south")}
+
+
+# --- what counts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Given:
+    """A `GroupSource` of rewards for each prompt; None is a rollout that failed."""
+
+    rewards: Sequence[Sequence[float | None]]
+    asked: list[tuple[int, int, str]] = field(default_factory=list)
+
+    async def held_out(self, number: int, index: int, prompt: Prompt, seen: Seen) -> PlayedGroup:
+        self.asked.append((number, index, prompt.id))
+        done = Completion((1, 2), (0.0, 0.0), (VersionSpan(0, 0, 0),), "length")
+        episode = Episode((Turn((), done),))
+        found = self.rewards[index]
+        return PlayedGroup(
+            tuple(Scored(episode, one, {}) for one in found if one is not None), (FAILED,) * found.count(None)
+        )
+
+
+def measured(rewards: Sequence[Sequence[float | None]]) -> Evaluated:
+    async def case() -> Evaluated:
+        told, facts = telemetry()
+        prompts = [Prompt(f"held-out/{number}", "?", (1,)) for number in range(len(rewards))]
+        groups = Given(rewards)
+        evaluator = Evaluator(groups=groups, prompts=prompts, telemetry=told)  # type: ignore[arg-type]
+        found = await evaluator.measure("during", 7)
+        assert found and facts.of(Evaluated) == [found] and found.step == 7
+        assert groups.asked == [(0, index, prompt.id) for index, prompt in enumerate(prompts)]
+        return found
+
+    return virtual_time.run(case())
+
+
+def test_a_prompt_all_of_whose_rollouts_failed_is_in_no_mean() -> None:
+    """By hand: the means of the prompts are 1 and 0.5, so that their mean is 0.75, and its standard error 0.25."""
+    found = measured([[1.0, 1.0, 1.0, 1.0], [None, None], [0.0, 1.0], [None]])
+    assert (found.reward_mean, found.prompts, found.asked, found.failed_prompts) == (0.75, 2, 4, 2)
+    assert found.reward_sem == pytest.approx(0.25)
+    assert (found.failures, found.kinds) == ({"reward_raised": 3}, {"reward_raised": 3})
+    assert (found.length_mean, found.truncated) == (2.0, 6)
+
+
+def test_without_a_reward_there_is_no_mean() -> None:
+    found = measured([[None], [None, None]])
+    assert math.isnan(found.reward_mean) and math.isnan(found.reward_sem) and math.isnan(found.length_mean)
+    assert (found.prompts, found.failed_prompts) == (0, 2)
+    assert math.isnan(measured([[0.5, 0.7]]).reward_sem), "one prompt has no spread"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.none() | st.floats(-2, 2), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_each_prompt_weighs_the_same_and_no_failure_is_a_number(rewards: list[list[float | None]]) -> None:
+    means = [sum(known) / len(known) for one in rewards if (known := [value for value in one if value is not None])]
+    found = measured(rewards)
+    assert found.prompts == len(means) and sum(found.failures.values()) == sum(one.count(None) for one in rewards)
+    assert (
+        found.reward_mean == pytest.approx(sum(means) / len(means), abs=1e-12)
+        if means
+        else math.isnan(found.reward_mean)
+    )

@@ -1,0 +1,260 @@
+"""A request that is refused takes its number, whichever route it came by: those behind it are done, and nothing that was learned is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+
+from headrace.serve.config import TrainLimits
+from headrace.serve.training.door import Door
+from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
+from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
+from headrace.serve.training.routes import routes
+from headrace.serve.training.store import Store
+from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
+from headrace.web.errors import Refused, answer_error
+from headrace.web.limits import ServerLimits
+
+LIMITS = ServerLimits(body_bytes=4096, body_seconds=5.0)
+
+
+class PatientTrainer:
+    """A trainer that makes any step and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.steps: list[AdamStep] = []
+        self.spoiled: list[str] = []
+
+    async def add(self, name: str, lora: SharedLora) -> None: ...
+
+    async def remove(self, name: str) -> None: ...
+
+    async def spoil(self, name: str, why: str) -> None:
+        self.spoiled.append(why)
+
+    async def optim_step(self, call: AdamStep) -> StepDone:
+        self.steps.append(call)
+        return StepDone(version=len(self.steps), grad_norm=1.0)
+
+
+class Caller:
+    """A client of the routes, with one model."""
+
+    def __init__(self, http: httpx.AsyncClient, door: Door, trainer: PatientTrainer) -> None:
+        self.http, self.door, self.trainer = http, door, trainer
+        self.session = self.model = ""
+
+    async def post(self, path: str, body: Any = None, media: str = "application/json", **more: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.post(f"/api/v1/{path}", content=content, headers={"Content-Type": media}, **more)
+
+    async def begin(self) -> None:
+        self.session = (await self.post("create_session", {})).json()["session_id"]
+        asked = {"session_id": self.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        promised = (await self.post("create_model", asked)).json()
+        self.model = (await self.result(promised)).json()["model_id"]
+
+    async def result(self, promised: Any) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": promised["request_id"]})
+
+    async def step(self, number: int) -> Any:
+        asked = {"model_id": self.model, "seq_id": number, "adam_params": {"learning_rate": 0.5}}
+        return (await self.result((await self.post("optim_step", asked)).json())).json()
+
+
+def talk(tmp_path: Path, case: Callable[[Caller], Awaitable[None]], **limits: Any) -> None:
+    async def main() -> None:
+        serving: Any = SimpleNamespace(name="tiny", limits=LIMITS)
+        given = TrainLimits(**{"gap_seconds": 1.0, **limits})
+        door = Door(serving, Store(tmp_path), given, directory=tmp_path, places=1)
+        trainer: Any = PatientTrainer()
+        door.trainer = trainer
+        kinds = [Refused, ValueError, Exception]
+        app = Starlette(routes=routes(door), exception_handlers=dict.fromkeys(kinds, answer_error))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            caller = Caller(http, door, trainer)
+            await caller.begin()
+            await case(caller)
+        await door.close()
+
+    asyncio.run(main())
+
+
+def passed(model: str, number: int, **fields: Any) -> bytes:
+    return bytes(MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=number, **fields).SerializeToString())
+
+
+async def refused(caller: Caller, path: str, body: Any, status: int, media: str = "application/json") -> None:
+    """It is refused as number 1, and number 2 is done at once."""
+    answer = await caller.post(path, body, media)
+    assert answer.status_code == status, answer.text
+    assert (await caller.step(2)).get("metrics") == {"grad_norm": 1.0, "version": 1}, answer.text
+    assert [one.learning_rate for one in caller.trainer.steps] == [0.5], "what was refused is not done"
+    late = await caller.step(1)
+    assert "error" in late and late["category"] == "user", "its number is taken"
+
+
+JSON_ROUTES = {
+    "optim_step": {"adam_params": {}},
+    "save_weights": {"path": "name"},
+    "save_weights_for_sampler": {"path": "name"},
+    "load_weights": {"path": "tinker://s:train:0/weights/x", "optimizer": True},
+}
+"""The routes of numbered requests, with bodies that fit but for the weights, which are not there."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "a learning rate of NaN": ("optim_step", {"adam_params": {"learning_rate": math.nan}}, 400),
+    "a learning rate below 0": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, 400),
+    "no parameters": ("optim_step", {"adam_params": None}, 400),
+    "a name with a space": ("save_weights", {"path": "step 10"}, 400),
+    "no name": ("save_weights", {}, 400),
+    "a lifetime that is too short": ("save_weights", {"path": "a", "ttl_seconds": 1}, 400),
+    "a bad name of a sampler": ("save_weights_for_sampler", {"path": "../x"}, 400),
+    "neither name nor sampler": ("save_weights_for_sampler", {}, 400),
+    "weights that are not there": ("load_weights", JSON_ROUTES["load_weights"], 404),
+    "no path of weights": ("load_weights", {"path": "/etc/passwd", "optimizer": True}, 400),
+    "a token for weights": ("load_weights", {**JSON_ROUTES["load_weights"], "weights_access_token": "x"}, 400),
+    "too large a body": ("save_weights_for_sampler", {"path": "a", "user_metadata": {"x": "y" * 5000}}, 413),
+}
+
+
+@pytest.mark.parametrize("what", [one for one in REFUSED if one != "too large a body"])
+def test_a_refused_request_takes_its_number(tmp_path: Path, what: str) -> None:
+    path, fields, status = REFUSED[what]
+
+    async def case(caller: Caller) -> None:
+        await refused(caller, path, {"model_id": caller.model, "seq_id": 1, **fields}, status)
+        assert not caller.trainer.spoiled, "the gradient so far stays"
+
+    talk(tmp_path, case)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_refused_pass_takes_its_number_and_the_gradient_that_it_would_have_been_in(
+    tmp_path: Path, forward_only: bool
+) -> None:
+    async def case(caller: Caller) -> None:
+        body = passed(caller.model, 1, loss_fn="nonsense", forward_only=forward_only)
+        await refused(caller, "forward_backward", body, 400, PROTOBUF)
+        assert len(caller.trainer.spoiled) == (not forward_only)
+
+    talk(tmp_path, case)
+
+
+@pytest.mark.parametrize("spoilt", ["too large", "torn", "as JSON"])
+def test_a_pass_whose_body_is_not_read_takes_its_number_too(tmp_path: Path, spoilt: str) -> None:
+    async def case(caller: Caller) -> None:
+        body = passed(
+            caller.model,
+            1,
+            loss_fn="cross_entropy",
+            data=[{"model_input": [{"encoded_text": {"tokens": b"1234" * 2000}}]}],
+        )
+        form = {
+            "too large": (body, 413, PROTOBUF),
+            "torn": (body[:2000], 400, PROTOBUF),
+            "as JSON": (body[:2000], 415, "application/json"),
+        }
+        found, status, media = form[spoilt]
+        await refused(caller, "forward_backward", found, status, media)
+        assert len(caller.trainer.spoiled) == 1
+
+    talk(tmp_path, case)
+
+
+def test_a_number_that_is_sent_again_is_left_to_its_client(tmp_path: Path) -> None:
+    """Where too much is pending, the answer is 429: the client sends the same request once more, and then it is done."""
+
+    async def case(caller: Caller) -> None:
+        bad = {"model_id": caller.model, "seq_id": 1, "adam_params": None}
+        blocking = [caller.door.futures.open(f"b{number}", "s") for number in range(2)]
+        assert (await caller.post("optim_step", {**bad, "adam_params": {}})).status_code == 429
+        assert (await caller.post("optim_step", bad)).status_code == 429, "it could not be noted"
+        caller.door.futures.end("s")
+        assert all(one.answer for one in blocking)
+        assert (await caller.step(1))["metrics"]["version"] == 1
+
+    talk(tmp_path, case, pending=2)
+
+
+def test_strangers_take_no_number(tmp_path: Path) -> None:
+    async def case(caller: Caller) -> None:
+        for model in ("nobody:train:0", f"{caller.session}:train:9", ""):
+            assert (await caller.post("optim_step", {"model_id": model, "seq_id": 1})).status_code in (400, 404)
+        assert (await caller.post("save_weights", b"\xff{")).status_code == 400
+        assert (await caller.step(1))["metrics"]["version"] == 1
+
+    talk(tmp_path, case)
+
+
+_NOTHING = object()
+_VALUES = st.sampled_from([_NOTHING, None, True, -1, 0, 1, 2.5, math.nan, "", "a b", "../x", "ok", [], {}, {"x": 1}])
+_FIELDS = (
+    "adam_params",
+    "path",
+    "optimizer",
+    "ttl_seconds",
+    "overwrite",
+    "kind",
+    "sampling_session_seq_id",
+    "type",
+    "unknown",
+)
+
+
+_BODIES = st.tuples(st.sampled_from(list(JSON_ROUTES)), st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=4))
+
+
+@settings(max_examples=8, deadline=None)
+@given(bodies=st.lists(_BODIES, min_size=4, max_size=16), data=st.data())
+def test_whatever_the_bodies_of_numbered_requests_are_the_next_one_is_done(
+    tmp_path_factory: pytest.TempPathFactory, bodies: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(bodies))))
+
+    async def case(caller: Caller) -> None:
+        answers = []
+        for number in order:
+            route, fields = bodies[number]
+            body = {"model_id": caller.model, "seq_id": number + 1, **JSON_ROUTES[route], **fields}
+            answer = await caller.post(route, {name: value for name, value in body.items() if value is not _NOTHING})
+            answers.append((answer.status_code, answer.text))
+        assert all(status == 200 or json.loads(text)["error"]["message"] for status, text in answers)
+        assert "metrics" in await caller.step(len(bodies) + 1), answers
+
+    talk(tmp_path_factory.mktemp("door"), case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=st.text(max_size=20), number=st.integers(0, 2**31 - 1), rest=st.binary(max_size=40), cut=st.booleans())
+def test_the_numbers_of_a_message_are_in_its_first_bytes(model: str, number: int, rest: bytes, cut: bool) -> None:
+    body = passed(model, number, loss_fn="cross_entropy")
+    if not model or not number:  # protobuf leaves out what is empty or 0
+        return
+    assert len(model.encode()) < 128
+    found = of_protobuf(body[: 2 + len(model.encode()) + 6] if cut else body + rest)
+    assert found == NumberedRequest(model, number, trains=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=40))
+def test_other_bytes_have_no_number_and_raise_nothing(body: bytes) -> None:
+    for found in (of_protobuf(body), of_json(body)):
+        assert found is None or (isinstance(found.model, str) and isinstance(found.number, int))
+
+
+def test_json_that_is_hard_to_read_has_no_number() -> None:
+    assert of_json(b"[" * 100_000) is None and of_json(b'{"seq_id": 1' + b"0" * 5000 + b"}") is None
+    assert of_json(b'{"model_id": "m", "seq_id": true}') is None
