@@ -97,6 +97,12 @@ BASES: tuple[dict[str, Any], ...] = (
 )
 """Settings beside the one that changes."""
 
+NEEDS: dict[str, dict[str, Any]] = {
+    "*environment.*": {"environment.function": "near.py:play"},
+    "reward.extract_truncated": {"reward.extract": "last_number"},
+}
+"""Settings without which those of the pattern do nothing."""
+
 
 class Setting(NamedTuple):
     name: str
@@ -198,8 +204,8 @@ def attempt(place: Place, chance: random.Random, setting: Setting) -> Tried | No
     """Stops a run, resumes it with another value, stops it again, and resumes it as it is. None where no two values go together with the
     rest."""
     base = dict(chance.choice(BASES))
-    if setting.name == f"{CONTENTS}environment.function":
-        base["environment.function"] = "near.py:play"
+    for pattern, needed in NEEDS.items():
+        base |= needed if fnmatchcase(setting.name, pattern) else {}
     contents = setting.name.startswith(CONTENTS)
     values = [value for place, value in enumerate(setting.values) if value not in setting.values[:place]]
     fine = [
@@ -283,6 +289,15 @@ def test_two_hundred_pairs_of_values(tmp_path: Path, tiny_tokenizer: Path) -> No
     found = try_some(200, 36, tmp_path / "place", tiny_tokenizer)
     whole = sum(bool(one.first.ready and one.first.tokens) for one in found)
     assert whole > 150, f"in {whole} of 200 runs something was finished and something under way"
+
+
+def test_finished_groups_are_trained_at_their_own_temperature(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    place, run = Place(tmp_path, tiny_tokenizer), tmp_path / "runs" / "run"
+    first = live(place.config({"rollout.temperature": 0.6}), run, resume=False, stop_after=3)
+    second = live(place.config({"rollout.temperature": 1.7}), run, resume=True)
+    assert first.ready and second.reason == "finished" and not second.problems
+    assert {row.temperature for batch in second.trainer.batches for row in batch.rows} == {0.6, 1.7}
+    assert "settings_changed" not in of(run, RunEnded)[-1].accounting.dropped
 
 
 def test_a_lower_max_tokens_cuts_what_is_under_way(tmp_path: Path, tiny_tokenizer: Path) -> None:

@@ -326,7 +326,8 @@ class _Host:
         for _ in range(3000):
             self.life.ready = len(parts.buffer.finished)
             self.life.tokens = sum(len(one.tokens) for one in parts.interrupts.so_far().values())
-            if self.life.ready >= 2 and self.life.tokens >= 20:
+            noted = parts.notebook.state(parts.buffer.in_flight) or not self.config.environment.function
+            if self.life.ready >= 2 and self.life.tokens >= 20 and noted:
                 break
             await asyncio.sleep(0)
         self.built.pools.engine.stands = True  # type: ignore[attr-defined]
