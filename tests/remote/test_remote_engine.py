@@ -346,7 +346,7 @@ def test_one_that_dies_too_often_is_given_up(tiny_tokenizer: Path) -> None:
         for deaths in (1, 2):
             await machine.die()
             await machine.start()
-            await until(lambda deaths=deaths: engine._presence._deaths == deaths)  # type: ignore[misc]
+            await until(lambda deaths=deaths: engine._presence._deaths.total == deaths)  # type: ignore[misc]
         with pytest.raises(WorkerDied, match="its death no. 2"):
             await engine.watch()
 
