@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -77,3 +78,23 @@ def test_the_directory_of_an_agent_is_owned_while_it_runs(place: Path) -> None:
         assert os.listdir(place) == []
 
     asyncio.run(go())
+
+
+def test_a_directory_that_somebody_is_sweeping_already_is_given_up(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a directory and the lock on it, another process may have found it without an owner."""
+    made = iter([place / "headrace-own-agent-swept", place / "headrace-own-agent-mine"])
+
+    def make(prefix: str) -> str:
+        path = next(made)
+        path.mkdir()
+        if "swept" in path.name:
+            held.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(held[0], fcntl.LOCK_EX)
+        return str(path)
+
+    held: list[int] = []
+    monkeypatch.setattr("tempfile.mkdtemp", make)
+    assert OwnedDirectory("agent").path == str(place / "headrace-own-agent-mine")
+    os.close(held[0])

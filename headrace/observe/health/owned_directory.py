@@ -22,9 +22,12 @@ class OwnedDirectory:
         """`kind`: a word of its name. Raises OSError."""
         sweep()
         while True:
-            self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
-            self._held = _hold(self.path)
-            if os.path.isdir(self.path):  # nobody has swept it between these lines
+            self.path, self._held = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"), -1
+            try:
+                self._held = _hold(self.path)
+            except BlockingIOError:  # somebody who found it without an owner is removing it
+                continue
+            if os.path.isdir(self.path):  # nobody has removed it between these lines
                 return
             self._release()
 
@@ -40,15 +43,17 @@ class OwnedDirectory:
 
 def _hold(path: str) -> int:
     """Holds a directory until the returned descriptor is closed, at the latest by the end of this process. Returns -1 where the file system
-    knows no locks: then it is never swept."""
+    knows no locks: then it is never swept. Raises BlockingIOError if somebody else holds it, who sweeps."""
     try:
         held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
         return -1
     try:
         fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(held)
+        if isinstance(error, BlockingIOError):
+            raise
         return -1
     return held
 
