@@ -46,7 +46,7 @@ async def measure(model: str, rollouts: int, turns: int, context: int, messages:
     encoder = ChatEncoder(resolve_model(model))
     tokens = encoder.encode_completion("The sum of 12 and 30 is 42, " * 4, True)[:32]
     done = Completion(tokens, (-0.5,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
-    gateway = Gateway(encoder.written, (), {}, ServerLimits())
+    gateway = Gateway(encoder, (), {}, ServerLimits())
     pipe = asyncio.subprocess.PIPE
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, *map(str, (turns, context, messages)), stdin=pipe, stdout=pipe
