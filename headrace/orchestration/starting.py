@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import math
@@ -154,7 +155,7 @@ def _on_bus(
             transport=transport,
             adapters=adapters,
             adapter=adapter,
-            mark=mark_of(meaning(config, contents_of(config))),
+            mark=mark_of(meaning(config, await asyncio.to_thread(contents_of, config))),
         )
         await engine.open(notice)
 

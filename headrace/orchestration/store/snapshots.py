@@ -40,8 +40,6 @@ class ControllerState(Struct, frozen=True):
     """Number of records in the journal at that moment."""
     passes: int = 0
     """Number of the first frame of the pass log that is not in `begun` and `notes`."""
-    scored_by: str = ""
-    """Written by earlier versions, and not read."""
     notes: dict[str, tuple[bytes, ...]] = {}
     """The notes of environments about rollouts in flight (`rollouts/notebook.py`)."""
     curriculum: CurriculumState | None = None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText, SaidPiece, begins_thinking
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
-from headrace.serve.sampling import given_prompts, of_chat, of_completions
+from headrace.serve.sampling import given_prompts, of_chat, of_completions, size_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat, Completions
@@ -33,11 +32,6 @@ from headrace.web.sending import GONE, Events, json_response, read_body, while_t
 from headrace.web.unserved import offered_tools, stops
 
 STARTED = int(time.time())
-
-
-def size_of(body: Completions | Chat) -> int:
-    """Returns the bytes of a body."""
-    return len(msgspec.json.encode(body))
 
 
 async def models(request: HttpRequest) -> Response:

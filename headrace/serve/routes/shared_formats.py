@@ -8,14 +8,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
 from headrace.serve.routes.completion_text import CompletionText, begins_thinking
-from headrace.serve.sampling import of_chat
+from headrace.serve.sampling import of_chat, size_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat
@@ -82,7 +81,7 @@ async def messages(request: HttpRequest) -> Response:
 
 async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:
     """Returns the turn that is to be sampled. Raises Refused."""
-    (request,) = await off_loop(len(msgspec.json.encode(chat)), partial(of_chat, serving, chat, name))
+    (request,) = await off_loop(size_of(chat), partial(of_chat, serving, chat, name))
     serving.room_for(1)
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
