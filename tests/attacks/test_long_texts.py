@@ -160,4 +160,5 @@ def test_a_text_that_fits_is_never_called_too_long(pieces: list[tuple[str, int]]
     text = "".join(word * times for word, times in pieces)
     exact = len(encoder.encode(Written(text)))
     assert not encoder.surely_longer(text, exact)
-    assert len(text) <= 8 * (exact // 2) or encoder.surely_longer(text, exact // 2)
+    most, doubt = exact // 2, 128 * (1 + len(text) // (1 << 16))  # tokens that cuts between pieces might add
+    assert encoder.surely_longer(text, most) or len(text) <= 8 * most or exact - doubt <= most
