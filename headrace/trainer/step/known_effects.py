@@ -36,7 +36,7 @@ def contents_mark(tensors: Iterable[tuple[str, Tensor]], *others: object) -> str
     sums.update(repr((__version__, torch.__version__, torch.get_num_threads(), cpu_model(), others)).encode())
     for name, tensor in tensors:
         sums.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sums.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        sums.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sums.hexdigest()
 
 
