@@ -139,7 +139,7 @@ def frozen(value: Any) -> Any:
         factory = value.default_factory.__name__ if kind is defaultdict else ""
         return [kind.__name__, _all(keys), _all(values), factory]
     if kind.__name__ in SEQUENCES:
-        return [kind.__name__, _all(list(value))]
+        return [kind.__name__, _all(sorted(value) if kind is set else list(value))]  # equal sets, equal bytes
     if isinstance(value, Struct):
         return [kind.__name__, value]
     if isinstance(value, tuple):

@@ -133,6 +133,12 @@ def test_a_state_is_the_same_when_it_comes_back_from_bytes():
     )
 
 
+def test_equal_sets_are_equal_bytes():
+    one, other = {8, 0, 16}, {16, 8}
+    other.add(0)
+    assert list(one) != list(other) and frozen(one) == frozen(other) and thawed(frozen(one)) == one
+
+
 def test_a_long_run_is_known_from_its_digest_as_from_all_its_facts(tmp_path: Path, long: None):
     written(tmp_path, facts(300))
     opened = FollowedRun(tmp_path)
