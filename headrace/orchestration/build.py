@@ -299,6 +299,7 @@ def _built(
             adapter=adapter,
             saved_step=storage.saved_step,
             made_by=storage.made_by,
+            digest=storage.recorder.digest,
         ),
         probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
