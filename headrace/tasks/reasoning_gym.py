@@ -85,7 +85,6 @@ class ReasoningGymTask:
                 "version of reasoning-gym and the PYTHONHASHSEED of that one, or start a new run from the exported weights"
             )
 
-
     def _peek(self) -> None:
         """Checks at the start that there is a problem to train on."""
         self.draw()
