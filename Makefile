@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup openenv-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup openenv-setup clients-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -149,6 +149,19 @@ $(OPENENV)/.installed:
 	$(OPENENV)/bin/python -m pip --quiet --disable-pip-version-check install openenv==0.10.0
 	touch $@
 
+# Clients of headrace serve and of the gateway, for Python and, where there is npm, for Node: they want other versions of each other
+# than ours do. The slow tests in tests/clients run them.
+CLIENTS := .venv-clients
+
+clients-setup: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --quiet --disable-pip-version-check install --requirement tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)/
+	if command -v npm; then cd $(CLIENTS) && npm install --silent --no-fund --no-audit; fi
+	touch $@
+
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
 
@@ -156,5 +169,5 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) $(OPENENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) $(OPENENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,6 +42,12 @@ class Message(msgspec.Struct, kw_only=True):
     """The thinking before an answer of the assistant, which some templates show to the model."""
     reasoning: str | None = None
     """The same, as some clients call it."""
+    function_call: Any = None
+    """This and the rest would change what the model reads, and no template shows them: refused unless they are empty."""
+    audio: Any = None
+    refusal: str | None = None
+    prefix: Any = None
+    partial: Any = None
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -55,6 +61,16 @@ class Function(msgspec.Struct, kw_only=True):
 class Tool(msgspec.Struct, kw_only=True):
     function: Function
     type: Literal["function"] = "function"
+
+
+_UNSHOWN = {
+    "function_call": "give the call as tool_calls",
+    "audio": "give its text as content",
+    "refusal": "give it as content",
+    "prefix": "set continue_final_message of the request, which continues its last message",
+    "partial": "set continue_final_message of the request, which continues its last message",
+}
+"""Fields of messages that no template shows, and what to do instead."""
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -96,6 +112,8 @@ def _for_template(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     names: dict[str, str] = {}
     for place, message in enumerate(messages):
         rendered: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+        if unshown := next((name for name in _UNSHOWN if getattr(message, name)), ""):
+            raise ConfigError(f"messages[{place}].{unshown} is not served; {_UNSHOWN[unshown]}")
         if message.name is not None:
             rendered["name"] = message.name
         if message.role == "assistant" and (thought := message.reasoning_content or message.reasoning):

@@ -23,6 +23,7 @@ ROUTES = [
     Route("/v1/chat/completions", openai.chat, methods=["POST"]),
     Route("/v1/responses", shared_formats.responses, methods=["POST"]),
     Route("/v1/messages", shared_formats.messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", shared_formats.count_tokens, methods=["POST"]),
     Route("/inference/v1/generate", generate.generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
     Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),

@@ -40,11 +40,15 @@ def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
     if room < least:
         raise Refused(
             400,
-            f"the prompt has {len(prompt)} tokens, and prompt and completion together may have "
-            f"{serving.engine.capabilities.context_length}; shorten it",
+            f"{_limit(serving)}, and the prompt has {len(prompt)} of them; shorten it",
             "context_length_exceeded",
         )
     return room
+
+
+def _limit(serving: Serving) -> str:
+    """Says how long prompt and completion may be, in words by which clients tell this refusal from others (LiteLLM, for example)."""
+    return f"this model's maximum context length is {serving.engine.capabilities.context_length} tokens"
 
 
 def _fits(serving: Serving, prompt: Sequence[int], most: int) -> int:
@@ -52,7 +56,7 @@ def _fits(serving: Serving, prompt: Sequence[int], most: int) -> int:
     if most > (room := _room(serving, prompt, least=min(most, 1))):
         raise Refused(
             400,
-            f"a prompt of {len(prompt)} tokens leaves room for {room}, and max_tokens = {most}; lower it",
+            f"{_limit(serving)}: a prompt of {len(prompt)} leaves room for {room}, and max_tokens = {most}; lower it",
             "context_length_exceeded",
         )
     return most
@@ -153,8 +157,7 @@ def _check_length(serving: Serving, text: str) -> None:
     if serving.encoder.surely_longer(text, longest):
         raise Refused(
             400,
-            f"the prompt has {len(text)} characters, which are more tokens than prompt and completion together may have ({longest}); "
-            "shorten it",
+            f"{_limit(serving)}, and a prompt of {len(text)} characters has more; shorten it",
             "context_length_exceeded",
         )
 
@@ -184,8 +187,7 @@ def _check_characters(serving: Serving, given: Sequence[Mapping[str, Any]]) -> N
     if characters > serving.encoder.most_characters(longest):
         raise Refused(
             400,
-            f"messages and tools have {characters} characters, which are more tokens than prompt and completion together may have "
-            f"({longest}); shorten them",
+            f"{_limit(serving)}, and messages and tools of {characters} characters have more; shorten them",
             "context_length_exceeded",
         )
 

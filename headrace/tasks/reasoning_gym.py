@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,13 @@ PATIENCE = 1000
 """The number of known problems in a row after which a family is assumed to have no others."""
 
 
+BY_HASH = frozenset(("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"))
+"""Families of reasoning-gym 0.1.25 that walk through sets of texts: with the same seed, each process of Python has other problems, because it
+hashes texts in its own way."""
+ALIKE = 3
+"""Drawn problems that must be those of the process before, beside the held-out ones."""
+
+
 class ReasoningGymTask:
     """Draws `train/<index>` for ever. Held-out problems are the same for every run seed and are never drawn."""
 
@@ -39,6 +47,7 @@ class ReasoningGymTask:
         self._block: tuple[tuple[object, ...], Any] = ((), None)
         self._source = digest_of([config.name, json.dumps(config.options, sort_keys=True, default=str), str(seed)])
         _check_family(config.name, config.options)
+        _check_hashes(config.name)
         held = self._distinct("held-out", config.held_out, "task.held_out", avoid=set())
         self._known = {entry["question"] for entry in held}
         shown = self._distinct("examples", config.examples, "task.examples", avoid=self._known)
@@ -46,6 +55,9 @@ class ReasoningGymTask:
         self._maker = PromptMaker(config, encoder, [_solved(entry, config.name) for entry in shown])
         self._held = [self._prompt(f"held-out/{i}", entry) for i, entry in enumerate(held)]
         self._peek()
+        drawn = (str(self._entry(index, "train", self._seed)["question"]) for index in range(ALIKE))
+        self._problems = digest_of([*(prompt.text for prompt in self._held), *drawn])
+        """A digest of what the family makes in this process of Python."""
 
     def draw(self) -> Prompt:
         for index in range(self._next, self._next + PATIENCE):
@@ -62,10 +74,16 @@ class ReasoningGymTask:
         return self._maker.remarks()
 
     def state(self) -> dict[str, Any]:
-        return {"next": self._next, "source": self._source}
+        return {"next": self._next, "source": self._source, "problems": self._problems}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError for the state of another task, and where this process makes other problems of it."""
         self._next = int(checked_cursor(state, self._source)["next"])
+        if state.get("problems", self._problems) != self._problems:
+            raise ConfigError(
+                f"reasoning_gym {self._family} makes other problems in this process than in the one that wrote the checkpoint; resume with the "
+                "version of reasoning-gym and the PYTHONHASHSEED of that one, or start a new run from the exported weights"
+            )
 
     def _peek(self) -> None:
         """Checks at the start that there is a problem to train on."""
@@ -151,6 +169,15 @@ def _check_family(family: str, options: Mapping[str, Any]) -> None:
                 f"task.options.{option} is no option of reasoning_gym {family}{near or '; there are ' + ', '.join(sorted(known))}"
             )
     _dataset(family, {**options, "size": 1, "seed": 0})
+
+
+def _check_hashes(family: str) -> None:
+    """Raises ConfigError for a family whose problems would be others in the next process of the same run."""
+    if family in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ConfigError(
+            f"reasoning_gym {family} makes other problems in each process, also after a resume, unless texts are hashed alike; start with "
+            "PYTHONHASHSEED=0 in the environment"
+        )
 
 
 def _families() -> dict[str, Any]:

@@ -6,13 +6,15 @@ import functools
 import logging
 import os
 import re
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
-from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
+from headrace.errors import HeadraceError, UnexpectedError, WorkerDied, nearest
 
 _TYPES = {
     401: "authentication_error",
@@ -22,12 +24,32 @@ _TYPES = {
 }
 
 
+_LONGEST_PATH = 200
+"""Characters of a path that nobody serves, in the sentence that says so."""
+
+
 class Refused(Exception):
     """A request that is answered with an error."""
 
-    def __init__(self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str = "",
+        headers: dict[str, str] | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        """`details`: what programs read of it."""
         super().__init__(message)
         self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+        self.details = details or {}
+
+    @property
+    def body(self) -> bytes:
+        """The error in the format of OpenAI's API."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": without_paths(self.message), "type": kind, "param": None, "code": self.code or None}
+        return msgspec.json.encode({"error": error | ({"details": self.details} if self.details else {})})
 
 
 def busy(message: str) -> Refused:
@@ -56,13 +78,6 @@ def log_internal(error: BaseException) -> None:
     logging.getLogger("uvicorn.error").error("A request failed inside of the server", exc_info=error)
 
 
-def error_body(status: int, message: str, code: str = "") -> bytes:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode(
-        {"error": {"message": without_paths(message), "type": kind, "param": None, "code": code or None}}
-    )
-
-
 def refusal_of(error: Exception) -> Refused:
     """The refusal that a client receives. For an error of the server it holds only the error's name; the log has the rest."""
     if isinstance(error, Refused):
@@ -84,9 +99,20 @@ def refusal_of(error: Exception) -> Refused:
 
 def response_of(error: Exception) -> Response:
     refusal = refusal_of(error)
-    body = error_body(refusal.status, refusal.message, refusal.code)
-    return Response(body, refusal.status, refusal.headers, media_type="application/json")
+    return Response(refusal.body, refusal.status, refusal.headers, media_type="application/json")
 
 
 async def answer_error(request: HttpRequest, error: Exception) -> Response:
-    return response_of(error)
+    return response_of(_unrouted(request, error) if isinstance(error, HTTPException) else error)
+
+
+def _unrouted(request: HttpRequest, error: HTTPException) -> Exception:
+    """The refusal of a path or a method that no route has."""
+    routes = [one for one in request.app.routes if isinstance(one, Route)]
+    if error.status_code == 404:
+        path, paths = request.url.path[:_LONGEST_PATH], [one.path for one in routes if "{" not in one.path]
+        return Refused(404, f"{path} is not served here{nearest(path, paths)}")
+    if error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "")
+        return Refused(405, f"{request.url.path} takes {methods}, not {request.method}", headers={"Allow": methods})
+    return error

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.web.errors import Refused, error_body, refusal_of
+from headrace.web.errors import Refused, refusal_of
 from headrace.web.limits import ServerLimits
 from headrace.web.unknown_fields import note_unknown
 
@@ -135,8 +135,7 @@ class Events(Response):
             if not self._begun:
                 await self._answer(send, error)
                 return
-            refusal = refusal_of(error)
-            body = error_body(refusal.status, refusal.message, refusal.code)
+            body = refusal_of(error).body
             await self._put(
                 send, b'{"type":"error",' + body[1:] if self._named else body, "error" if self._named else ""
             )
@@ -155,7 +154,7 @@ class Events(Response):
         refusal = refusal_of(error)
         headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
         await send(self._start(refusal.status, [(b"content-type", b"application/json"), *headers]))
-        await send({"type": "http.response.body", "body": error_body(refusal.status, refusal.message, refusal.code)})
+        await send({"type": "http.response.body", "body": refusal.body})
 
     @staticmethod
     def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.web.bodies import Chat, Completions, OpenBody
 from headrace.web.errors import Refused
+from headrace.web.formats.anthropic_bodies import Messages
+from headrace.web.formats.responses_bodies import Responses
 from headrace.web.unserved import NEUTRAL
 
 HEADER = "X-Headrace-Ignored"
@@ -30,15 +32,19 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {})
 _ONE = (*_EMPTY, 1, 1.0)
 
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "priority", "request_id", "stream", "stream_options"}
-_HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens"}
+_HARMLESS |= {"skip_special_tokens", "spaces_between_special_tokens", "include", "safety_identifier"}
+_HARMLESS |= {"prompt_cache_key", "prompt_cache_retention"}
 
 
 def _of_other_routes() -> dict[str, tuple[Any, ...]]:
-    """Fields of chats and completions, which are unknown on other routes, with the values with which they ask for nothing."""
-    fields = [*msgspec.structs.fields(Chat), *msgspec.structs.fields(Completions)]
+    """Fields of the routes for text, each of which is unknown on other routes, with the values with which they ask for nothing."""
+    fields = [one for body in (Responses, Messages, Chat, Completions) for one in msgspec.structs.fields(body)]
     there = {one.name: one.default for one in fields if one.name not in _HARMLESS}
     return {name: (*_EMPTY, default, *NEUTRAL.get(name, ())) for name, default in there.items()} | {
-        "top_k": (None, 0, -1)
+        "top_k": (None, 0, -1),
+        "text": (None, {}, {"format": {"type": "text"}}),
+        "thinking": (None, {}, {"type": "disabled"}),
+        "truncation": (None, "disabled"),
     }
 
 
@@ -61,6 +67,7 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
     # the prompt
     **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds", "add_special_tokens", "chat_template", "documents"), (None,)),
     **dict.fromkeys(("images", "image_data", "audio", "multi_modal_data", "mm_processor_kwargs", "input_ids"), _EMPTY),
+    **dict.fromkeys(("compaction", "previous_message_id", "system_prompt", "system_instruction"), _EMPTY),
     **dict.fromkeys(("prefill", "session_params", "lora_path", "mcp_servers", "web_search_options", "container"), _EMPTY),
     # the answer
     **dict.fromkeys(("prompt_logprobs", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "best"), (None, -1, False)),

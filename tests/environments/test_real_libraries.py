@@ -105,12 +105,12 @@ def test_an_environment_of_skyrl_gym_trains(roomy: Path, tmp_path: Path) -> None
 
 
 @contextmanager
-def served(place: Path) -> Iterator[str]:
-    """The recipe's own server, in the interpreter that has the package."""
+def served(place: Path, source: str = "") -> Iterator[str]:
+    """A server in the interpreter that has the package: the recipe's, unless another source is given."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    source = (ROOT / "recipes" / "openenv" / "openenv_server.py").read_text()
+    source = source or (ROOT / "recipes" / "openenv" / "openenv_server.py").read_text()
     assert "port=8000" in source
     (place / "server.py").write_text(source.replace("port=8000", f"port={port}"))
     process = subprocess.Popen([OPENENV, str(place / "server.py")])

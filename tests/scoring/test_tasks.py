@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from headrace.protocols import Task
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.fake import FakeTask
 from headrace.tasks.prompts import jsonable
-from headrace.tasks.reasoning_gym import ReasoningGymTask
+from headrace.tasks.reasoning_gym import BY_HASH, ReasoningGymTask
 from headrace.tasks.rows import RowsTask
 from headrace.tasks.seeds import SeedsTask
 from headrace.types import Prompt
@@ -208,6 +211,52 @@ def test_a_cursor_of_another_task_is_refused() -> None:
     assert "the task is not the one that the checkpoint was written with" in refusal(gym(seed=2).restore, state)
     other = gym(options={**ADDING, "max_digits": 1}, seed=1)
     assert "start a new run" in refusal(other.restore, state)
+
+
+MADE = """
+import sys
+from reasoning_gym.factory import DATASETS, create_dataset
+
+for family in sys.argv[1:] or sorted(DATASETS):
+    if family != "composite":
+        problems = create_dataset(family, size=20, seed=7)
+        print(family, [(problems[place]["question"], problems[place]["answer"]) for place in (0, 5, 11)])
+"""
+
+
+def made(hashes: str, *families: str) -> dict[str, str]:
+    """The problems that a process makes, by family."""
+    environment = {**os.environ, "PYTHONHASHSEED": hashes}
+    done = subprocess.run(
+        [sys.executable, "-c", MADE, *families], env=environment, capture_output=True, text=True, check=True
+    )
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " [(" in line)
+
+
+@pytest.mark.slow
+def test_the_families_that_make_other_problems_in_each_process_are_known() -> None:
+    several = [made(hashes) for hashes in "1234"]
+    assert len(several[0]) > 90
+    differ = {family for family in several[0] if len({one[family] for one in several}) > 1}
+    assert differ == BY_HASH
+
+
+def test_a_family_that_makes_other_problems_in_each_process_needs_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it they are the same."""
+    for hashes in ("random", None):
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        if hashes is not None:
+            monkeypatch.setenv("PYTHONHASHSEED", hashes)
+        assert "start with PYTHONHASHSEED=0 in the environment" in refusal(lambda: gym("ransom_note"))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    gym("ransom_note")
+    assert made("0", "ransom_note") == made("0", "ransom_note") != made("1", "ransom_note")
+
+
+def test_a_process_that_makes_other_problems_does_not_resume() -> None:
+    state = gym(seed=1).state()
+    gym(seed=1).restore({name: value for name, value in state.items() if name != "problems"})  # of an older version
+    assert "makes other problems in this process" in refusal(gym(seed=1).restore, {**state, "problems": "others"})
 
 
 # --- rows: what is drawn -----------------------------------------------------------------------------------------------

@@ -188,7 +188,10 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "no adapter a is loaded"),
     ("/headrace/weights", {"version": 1}, 400, "missing required field"),
     ("/pause?mode=sideways", {}, 400, "choose keep, wait, abort"),
-    ("/v2/completions", {}, 404, "Not Found"),
+    ("/v2/completions", {}, 404, "/v2/completions is not served here; did you mean /v1/completions"),
+    ("/chat/completions", {}, 404, "did you mean /v1/chat/completions"),
+    ("/v1/embeddings", {}, 404, "/v1/embeddings is not served here"),
+    ("/v1/models", {}, 405, "/v1/models takes GET, HEAD, not POST"),
 ]  # fmt: skip
 
 

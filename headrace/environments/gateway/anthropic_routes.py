@@ -8,7 +8,14 @@ from starlette.responses import Response
 from headrace.chat.rendering import TemplateUse
 from headrace.environments.gateway.chat_routes import schema
 from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import GatewayRules, TurnRequest, check_sampling, speaker_of, turn_of
+from headrace.environments.gateway.turn_request import (
+    GatewayRules,
+    TurnRequest,
+    check_sampling,
+    note_strict,
+    speaker_of,
+    turn_of,
+)
 from headrace.web.formats.anthropic_bodies import (
     Messages,
     events_of,
@@ -27,7 +34,9 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
         rules, body.stop_sequences or (), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     )
     speaker = speaker_of(request, rollout, rules, body.model)
-    talk, tools = messages_of(body), [schema(one) for one in tools_of(body)]
+    offered = tools_of(body)
+    note_strict(rules, offered)
+    talk, tools = messages_of(body), [schema(one) for one in offered]
     asked = TemplateUse(continues=body.messages[-1].role == "assistant")
     turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream, asked=asked))
     if body.stream:

@@ -1,5 +1,5 @@
 """`/v1/responses` and `/v1/messages`, which the gateway of agents answers with the same code (`web/formats/`). A request becomes one for a
-chat, and its completion a turn."""
+chat, and its completion a turn. `/v1/messages/count_tokens` counts the prompt of such a request."""
 
 from __future__ import annotations
 
@@ -77,6 +77,20 @@ async def messages(request: HttpRequest) -> Response:
         return Events(anthropic.events_of(turn, turn.model), named=True)
     whole = await while_there(request, turn.whole())
     return GONE if whole is None else json_response(anthropic.message_of(whole, turn.model))
+
+
+async def count_tokens(request: HttpRequest) -> Response:
+    serving: Serving = request.app.state.serving
+    body = await read_body(request, anthropic.CountTokens, serving.limits)
+    anthropic.refuse_unserved_messages(body)
+    chat = Chat(
+        model=body.model,
+        messages=anthropic.messages_of(body),
+        tools=anthropic.tools_of(body) or None,
+        continue_final_message=body.messages[-1].role == "assistant",
+    )
+    (counted,) = await off_loop(size_of(chat), partial(of_chat, serving, chat, "counted"))
+    return json_response({"input_tokens": len(counted.prompt)})
 
 
 async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:

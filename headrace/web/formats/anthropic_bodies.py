@@ -30,31 +30,44 @@ class OfferedTool(msgspec.Struct, kw_only=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
     type: str = "custom"
 
 
-class Messages(OpenBody, kw_only=True):
-    """`/v1/messages`"""
+class CountTokens(OpenBody, kw_only=True):
+    """`/v1/messages/count_tokens`"""
 
     model: str
-    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     messages: Annotated[list[SentMessage], Meta(min_length=1)]
     system: Blocks | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: dict[str, Any] | None = None
     """`auto`, or `none`: the model is then shown no tools."""
+    thinking: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
+    """A conversation that the server holds, of which a request sends only what is new."""
+
+
+class Messages(CountTokens, kw_only=True):
+    """`/v1/messages`"""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
     stop_sequences: list[str] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    thinking: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
 
-def refuse_unserved_messages(body: Messages) -> None:
+def refuse_unserved_messages(body: CountTokens) -> None:
     """Raises Refused for fields that would change the reply."""
+    if (
+        body.thread is not None
+    ):  # by these details the tool runner of Anthropic's client knows that it has to send all messages
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise Refused(400, "thread is not served; send all messages with each request", details=details)
     kind = (body.tool_choice or {}).get("type", "auto")
     if kind not in ("auto", "none"):
         raise Refused(400, f"tool_choice = {kind} is not served; leave it out or choose auto or none")
@@ -64,7 +77,7 @@ def refuse_unserved_messages(body: Messages) -> None:
         raise Refused(400, "thinking is not served; leave it out: the model thinks as it was trained to")
 
 
-def tools_of(body: Messages) -> list[Tool]:
+def tools_of(body: CountTokens) -> list[Tool]:
     """Returns the tools that the model is shown. Raises Refused for those that run at Anthropic."""
     if (body.tool_choice or {}).get("type") == "none":
         return []
@@ -72,12 +85,16 @@ def tools_of(body: Messages) -> list[Tool]:
         if tool.type != "custom":
             raise Refused(400, f"the tool {tool.name} of type {tool.type} is not served; give tools of your own")
     return [
-        Tool(function=Function(name=one.name, description=one.description, parameters=one.input_schema))
+        Tool(
+            function=Function(
+                name=one.name, description=one.description, parameters=one.input_schema, strict=one.strict
+            )
+        )
         for one in body.tools or ()
     ]
 
 
-def messages_of(body: Messages) -> list[Message]:
+def messages_of(body: CountTokens) -> list[Message]:
     """Raises Refused for a block that is neither text nor a tool's, and for a call of a tool in the last message."""
     messages = [Message(role="system", content=_text(body.system))] if body.system else []
     for one in body.messages:

@@ -207,6 +207,44 @@ def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(model: Path, tm
     assert not servers()
 
 
+class _Killed(VllmDialect):
+    """Its server is killed while it loads the adapter of one version, once."""
+
+    at, killed = 2, False
+
+    async def _load_adapter(self, connection: Connection, update: WeightUpdate, adapter: str, seconds: float) -> None:
+        loading = asyncio.ensure_future(super()._load_adapter(connection, update, adapter, seconds))
+        if update.version >= self.at and not self.killed:
+            type(self).killed = True
+            await asyncio.sleep(0)  # the request is on its way
+            kill()
+        await loading
+
+
+def test_an_adapter_and_a_server_that_is_killed_while_it_generates_and_while_it_loads(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process knows no adapter. It samples with the one that is live, and not without one or with an older one: at this learning
+    rate the probe of each version tells them apart."""
+    run = tmp_path / "runs" / "tiny"
+    monkeypatch.setattr(_Killed, "killed", False)
+    made = lambda model_dir, check_every: _Killed(end_tokens(model_dir), check_every)  # noqa: E731
+    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+
+    def again() -> None:
+        live = len(of(run, WeightsLive))
+        when(lambda: len(of(run, WorkerLost)) == 1 and len(of(run, WeightsLive)) > live, kill, every=0.2)
+
+    killer = when_step(run, 1, again)
+    headrace.train(config_for(tmp_path, model, lora={"rank": 4}, train={"steps": 6, "learning_rate": 0.05}))
+    killer.join()
+    checked(run, steps=6, deaths=2)
+    live = [one.update for one in of(run, WeightsLive)]
+    assert [one.version for one in live] == [0, *range(7)]
+    assert [one.kind for one in live] == ["full", *["adapter"] * 7]
+    assert all("killed by SIGKILL" in fact.how for fact in of(run, WorkerLost)), of(run, WorkerLost)
+
+
 class _Careless(VllmDialect):
     """Has vLLM read all tensors but the last norm, from the second version on."""
 
