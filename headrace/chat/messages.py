@@ -59,7 +59,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Raises ConfigError for a part that is no text."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
+    if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -229,7 +228,10 @@ class RolloutSession:
             turn = self._turns[parent]
             pieces += [turn.completion.tokens, turn.context]
             parent = turn.parents[0] if turn.parents else None
-        return tuple(chain.from_iterable(reversed(pieces)))
+        tokens: list[int] = []
+        for piece in reversed(pieces):
+            tokens += piece  # whole tuples: to go through tens of thousands of tokens one by one takes ten times longer
+        return tuple(tokens)
 
     def _length_of_path(self, last: int | None) -> int:
         """Returns the number of tokens up to the end of a turn; 0 for none."""
