@@ -11,7 +11,8 @@ from msgspec import Meta
 from headrace.chat.rendering import ROLES
 from headrace.errors import ConfigError, nearest
 
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+LONGEST_NAME = 128
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
 class Named(msgspec.Struct, kw_only=True):

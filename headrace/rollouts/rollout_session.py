@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,6 +57,28 @@ class Room(NamedTuple):
     """The most tokens of a request with its completion."""
     turn: int
     """The most tokens of a completion."""
+
+
+def storable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as the journal and other processes can hold it. Arguments of a tool call with a number of more than 64 bits, which JSON
+    allows and which a model may write, are kept as the text of their JSON.
+
+    >>> call = {"function": {"name": "add", "arguments": {"a": 2**70}}}
+    >>> storable({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"]
+    '{"a": 1180591620717411303424}'
+    """
+    kept = dict(message)
+    for name, value in message.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:
+            kept[name] = [_with_text(one) for one in value] if name == "tool_calls" else json.dumps(value)
+    return kept
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 ENDLESS = Room(1 << 62, 0)
@@ -164,8 +187,8 @@ class RolloutSession:
             parents=() if parent is None else (parent,),
             rewrites=(self._number(after),) if fresh and after else (),
             agent=role,
-            messages=tuple(map(dict, messages)),
-            reply=reply,
+            messages=tuple(map(storable, messages)),
+            reply=storable(reply),
         )
         self._rewards[number] = {}
         self._times[number] = asked, clock()

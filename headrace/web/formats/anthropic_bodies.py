@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
-from headrace.web.bodies import OpenBody
+from headrace.web.bodies import MOST_STOPS, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
 
@@ -43,7 +43,7 @@ class Messages(OpenBody, kw_only=True):
     tools: list[OfferedTool] | None = None
     tool_choice: dict[str, Any] | None = None
     """`auto`, or `none`: the model is then shown no tools."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
