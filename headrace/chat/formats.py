@@ -59,7 +59,7 @@ def _as_wanted(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
 
 
 def _checked(call: ToolCall) -> ToolCall:
-    """What an agent is given it sends back with its next request, where it must be what requests may hold. Raises ValueError."""
+    """Returns the call. An agent sends it back with its next request, where it must be what requests may hold. Raises ValueError."""
     if not 1 <= len(call.name) <= LONGEST_NAME:
         raise ValueError(f"the name of a tool has 1 to {LONGEST_NAME} characters, and this one {len(call.name)}")
     return ToolCall(call.name, _object(call.arguments))

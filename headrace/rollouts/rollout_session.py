@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.batches import Failure
+from headrace.durable.spelling import jsonable
 from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
 from headrace.playing import Environment, Limits, TokenListener
 from headrace.rewards import Unusable, number_of
@@ -60,25 +60,19 @@ class Room(NamedTuple):
 
 
 def storable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message as the journal and other processes can hold it. Arguments of a tool call with a number of more than 64 bits, which JSON
-    allows and which a model may write, are kept as the text of their JSON.
+    """Returns a message as the journal and other processes can hold it. JSON has integers of any size, which a model may write into a tool call
+    and which msgpack does not have: they are kept as their digits, like those of rows.
 
     >>> call = {"function": {"name": "add", "arguments": {"a": 2**70}}}
     >>> storable({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"]
-    '{"a": 1180591620717411303424}'
+    {'a': '1180591620717411303424'}
     """
-    kept = dict(message)
-    for name, value in message.items():
-        try:
-            msgspec.msgpack.encode(value)
-        except OverflowError:
-            kept[name] = [_with_text(one) for one in value] if name == "tool_calls" else json.dumps(value)
-    return kept
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    try:
+        msgspec.msgpack.encode(message)
+    except OverflowError:
+        plain: dict[str, Any] = jsonable(message)
+        return plain
+    return dict(message)
 
 
 ENDLESS = Room(1 << 62, 0)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.durable.spelling import jsonable
 from headrace.errors import ConfigError, nearest
 from headrace.settings.extras import absent
 from headrace.tasks.config import TaskConfig
@@ -16,7 +17,6 @@ from headrace.tasks.prompts import (
     PromptMaker,
     checked_cursor,
     digest_of,
-    jsonable,
     seed_from,
     take,
 )

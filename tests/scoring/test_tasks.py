@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.durable.spelling import jsonable
 from headrace.errors import ConfigError
 from headrace.protocols import Task
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.fake import FakeTask
-from headrace.tasks.prompts import jsonable
 from headrace.tasks.reasoning_gym import ReasoningGymTask
 from headrace.tasks.rows import RowsTask
 from headrace.tasks.seeds import SeedsTask

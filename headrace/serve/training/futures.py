@@ -51,7 +51,7 @@ class Promise:
     owner: str
     """The session that asked."""
     content: bytes = b""
-    """A digest of what it asked for; empty where that could not be read."""
+    """A digest of what it asked for; empty where that was refused, which is then the answer."""
     waiting_for: str = ""
     """Set while it cannot run, with the reason."""
     task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class Futures:
         """Returns the promise of a request that is sent again. Raises Refused for another request with its number, which would be answered with what
         was never asked for: clients that share a session, or one that counts wrongly."""
         there = self._promises.get(name)
-        if there is not None and there.content != content:
+        if there is not None and there.content not in (b"", content):
             said = f"the number of {name} was used before, by another request; give every request a number of its own"
             raise Refused(400, said, "number_used")
         return there

@@ -186,7 +186,9 @@ class SharedTrainer:
         tenant.optimizer.step()
         tenant.forget()
         if not all(bool(torch.isfinite(p).all()) for p in tenant.parameters.values()):
-            said = f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
+            said = (
+                f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
+            )
             tenant.broken = f"{said}; load_state what was saved before, or begin a new model"
             raise ValueError(tenant.broken)
         tenant.version += 1
