@@ -19,9 +19,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from health_beside import USUAL, Attacked, attacked_doors
+from health_beside import USUAL, Attacked, attacked_doors, request
 from served import faked
 
+from headrace.engine.fake import FakeEngine
 from headrace.orchestration.fleets import pool_door
 from headrace.orchestration.workers.joining import listener as listening
 from headrace.orchestration.workers.joining.dial import dial
@@ -122,6 +123,29 @@ def test_the_head_of_a_request_has_a_deadline_and_trickling_does_not_move_it(
             await trickles(client.url, HEAD + b"\r\n\r\n" + HEAD)  # the head of its second request
             unfinished = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n"
             await trickles(client.url, unfinished)  # the body of a request that was refused
+
+    asyncio.run(go())
+
+
+def test_a_client_that_reads_nothing_does_not_keep_its_completions(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited_http, "STALLED_SECONDS", 0.3)
+
+    async def go() -> None:
+        engine = FakeEngine(seconds_per_token=0.0, length=lambda rng: 60_000, context_length=100_000)
+        async with asyncio.timeout(300), faked(tiny_tokenizer, engine) as (client, serving):
+            host, _, port = client.url.removeprefix("http://").partition(":")
+            asked = json.dumps({"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000}}).encode()
+            with socket.socket() as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(one, (host, int(port)))
+                await asyncio.get_running_loop().sock_sendall(one, request("/inference/v1/generate", asked))
+                while not serving.under_way:
+                    await asyncio.sleep(0.01)
+                while serving.under_way:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(go())
 

@@ -1,7 +1,4 @@
-"""Beside every attack, on every door, the process still answers others at once: measured as CPU time of its event loop, not as time that passes.
-
-How long /health takes on a quiet machine is in docs/benchmarks.md, by `benchmarks/beside_attacks.py` with the attacks of this file.
-"""
+"""Beside every attack, on every door, the process still answers others at once: measured as CPU time of its event loop, not as time that passes."""
 
 from __future__ import annotations
 
@@ -178,14 +175,14 @@ ATTACKS: dict[str, Attack] = {
     "serve: messages": of("serve", "/v1/messages", b'{"model":"tiny","max_tokens":5,"messages":' + listed(EMPTY) + b"}"),
     "serve: a name of 15 MiB": of("serve", "/v1/completions", b'{"prompt":"x","model":"' + b"/tmp/" * (3 << 20) + b'"}'),
     "serve: names to abort": of("serve", "/inference/v1/abort_requests", b'{"request_ids":' + listed(b'"a"', 1_000_000) + b"}"),
-    "serve: another page": of("serve", "/pause?mode=abort", b""),
+    "serve: another page": raw("serve", request("/pause?mode=abort", b"", more="Origin: https://evil.example\r\n")),
     "serve: a pipe": pipe,
     "serve: chunks of one byte": raw("serve", CHUNKS.replace(b"/PATH", b"/v1/completions"), 5.0),
     "serve: chunks for nobody": raw("serve", CHUNKS, 5.0),
     "serve: headers": raw("serve", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n"),
     "serve: a long address": raw("serve", GET % (b"a" * (10 << 20))),
     "serve: requests behind each other": raw("serve", (GET % b"nowhere") * 20_000),
-    "board: metrics": raw("board", GET % (b"api/curves?run=first&" + b"&".join([b"metric=a"] * 6000))),
+    "board: metrics": raw("board", GET % (b"api/curves?run=first&" + b"&".join([b"metric=a"] * 5000))),
     "board: numbers": raw("board", GET % b"api/curves?run=first&metric=loss&points=100000000000000000000"),
     "board: pages at once": crowd("board", GET % b"api/lanes?run=first", 100),
     "board: watchers": crowd("board", GET % b"api/events?run=first", 100),
@@ -196,7 +193,7 @@ ATTACKS: dict[str, Attack] = {
     "tinker: columns that are none": of_model(lambda: example(columns=(-1, 5))),
     "tinker: rows that count around the world": of_model(lambda: example(rows=(0, 1 << 62, 2))),
     "tinker: examples": of_model(lambda: examples(40_000)),
-    "tinker: tokens": of("tinker", "/api/v1/asample", b'{"prompt":{"chunks":[{"tokens":' + listed(b"1", 4_000_000) + b'}]},"sampling_params":{},"base_model":"tiny"}'),
+    "tinker: tokens": of("tinker", "/api/v1/asample", b'{"prompt":{"chunks":[{"tokens":' + listed(b"1", 6_000_000) + b'}]},"sampling_params":{},"base_model":"tiny"}'),
     "tinker: chunks": of("tinker", "/api/v1/asample", b'{"prompt":{"chunks":' + listed(b'{"tokens":[]}') + b'},"sampling_params":{},"base_model":"tiny"}'),
     "tinker: no message": of("tinker", "/api/v1/forward_backward", b"\xff" * (1 << 20), PROTOBUF),
     "dial-in: silence": crowd("dial_in", b"", 200),
@@ -207,13 +204,13 @@ ATTACKS: dict[str, Attack] = {
     "pool: half of a pair": to_pool(b'{"do":"add","member":"\\ud800"}\n'),
 }  # fmt: skip
 
-LIMITS = {"chunks": 0.2}
-"""Attacks that may take less at once than others, by a word of their name."""
+LIMITS = {": chunks of": 0.2, "tinker: tokens": 0.3}
+"""Attacks that may take less at once than others, by a part of their names."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_others_are_answered_beside(name: str, attacked: Attacked) -> None:
     attacked.begin()
     answer = ATTACKS[name](attacked)
-    attacked.check(name, *(limit for word, limit in LIMITS.items() if f"{word} " in name))
+    attacked.check(name, *(limit for word, limit in LIMITS.items() if word in name))
     assert b" 500 " not in answer.partition(b"\r\n")[0], answer
