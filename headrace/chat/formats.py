@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.chat.gemma_calls import read_call
-from headrace.chat.messages import LONGEST_NAME
+from headrace.chat.messages import DEEPEST, LONGEST_NAME, too_deep
 from headrace.chat.qwen_calls import ARGUMENT, ARGUMENT_ENDS, read_functions, typed
 
 T = TypeVar("T")
@@ -82,7 +82,8 @@ def _call(written: _Written) -> ToolCall:
 
 def _object(text: str) -> str:
     """Returns the text of a JSON object as it is. Raises ValueError for another one."""
-    _decoded(text, dict[str, object])
+    if too_deep(_decoded(text, dict[str, object])):
+        raise ValueError(f"the call is nested too deeply: its arguments have more than {DEEPEST} levels")
     return text.strip()
 
 

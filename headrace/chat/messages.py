@@ -15,6 +15,17 @@ LONGEST_NAME = 128
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
+DEEPEST = 100
+"""Levels of the arguments of a call. They are kept in the journal, and whoever reads that may have most of Python's stack in use."""
+
+
+def too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(too_deep(one, levels - 1) for one in inner)
+
+
 class Named(msgspec.Struct, kw_only=True):
     """The function of a tool call."""
 
@@ -125,6 +136,11 @@ def _made(place: int, call: MadeCall) -> dict[str, Any]:
         raise ConfigError(
             f"messages[{place}] calls {call.function.name} with arguments that are no JSON object: {error}"
         ) from None
+    if too_deep(arguments):
+        said = (
+            f"messages[{place}] calls {call.function.name} with arguments of more than {DEEPEST} levels; nest them less"
+        )
+        raise ConfigError(said)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

@@ -204,7 +204,7 @@ ATTACKS: dict[str, Attack] = {
     "pool: half of a pair": to_pool(b'{"do":"add","member":"\\ud800"}\n'),
 }  # fmt: skip
 
-LIMITS = {": chunks of": 0.2, "tinker: tokens": 0.3}
+LIMITS = {": chunks of": 0.2}
 """Attacks that may take less at once than others, by a part of their names."""
 
 

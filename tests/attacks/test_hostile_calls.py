@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 import tool_chats
 from gateway_agent import Asks, played, user
@@ -18,6 +21,7 @@ from written_turns import Model, check_rows, encoder_of
 
 from headrace.chat.formats import FORMATS
 from headrace.chat.reading import read_calls
+from headrace.models.chat import ChatEncoder
 from headrace.playing import Limits
 from headrace.rollouts.rollout_session import Played, storable
 
@@ -36,6 +40,7 @@ ARGUMENTS = {
     "infinity": '{"a": Infinity}',
     "too large a number": '{"a": 1e999}',
     "zero": '{"a": "\\u0000"}',
+    "ninety levels": '{"a": %s}' % ("[" * 90 + "]" * 90),
     "depth": '{"a": %s}' % ("[" * 450 + "]" * 450),
     "great depth": '{"a": %s}' % ("[" * 5000 + "]" * 5000),
     "a list": "[1]",
@@ -60,13 +65,22 @@ def written(kind: str, arguments: str, name: str = "add") -> str:
             return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call><|im_end|>'
 
 
+def with_a_stack_of(frames: int, work: Callable[[], Any]) -> Any:
+    return with_a_stack_of(frames - 1, work) if frames else work()
+
+
 KINDS = {"hermes": "<|im_end|>", "qwen3-coder": "<|im_end|>", "gemma": "<|im_end|>", "mistral-named": "</s>", "llama3": "<|eot_id|>"}  # fmt: skip
 """Format -> the end of a turn."""
 
 
-def talked(place: Path, kind: str, text: str, stream: bool = False) -> None:
+@cache
+def encoder_for(kind: str) -> ChatEncoder:
+    return encoder_of(Path(mkdtemp()), tool_chats.TEMPLATES[kind])
+
+
+def talked(kind: str, text: str, stream: bool = False) -> None:
     """An agent with an address and no library asks, and asks on with the reply as it was given."""
-    encoder = encoder_of(place, tool_chats.TEMPLATES[kind])
+    encoder = encoder_for(kind)
     model = Model(encoder, [text, f"so{KINDS[kind]}"])
 
     async def case(asks: Asks) -> None:
@@ -89,7 +103,10 @@ def talked(place: Path, kind: str, text: str, stream: bool = False) -> None:
 
     found = played(model, case, limits=Limits(turns=5))
     assert isinstance(found, Played), found
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found.episode)), "workers and the journal hold it"
+    encoded = msgspec.msgpack.encode(found.episode)
+    assert with_a_stack_of(500, lambda: msgspec.msgpack.decode(encoded)), (
+        "workers and readers of the journal can read it"
+    )
     if not stream:
         assert [turn.parents for turn in found.episode.turns] == [(), (0,)], "the second turn extends the first"
     check_rows(found, model)
@@ -97,23 +114,23 @@ def talked(place: Path, kind: str, text: str, stream: bool = False) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ARGUMENTS)
-def test_no_arguments_of_a_call_end_a_run_or_a_conversation(kind: str, what: str, tmp_path: Path) -> None:
-    talked(tmp_path, kind, written(kind, ARGUMENTS[what]))
+def test_no_arguments_of_a_call_end_a_run_or_a_conversation(kind: str, what: str) -> None:
+    talked(kind, written(kind, ARGUMENTS[what]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["x" * 500, "a b", "", "é"])
-def test_no_name_of_a_call_ends_a_conversation(kind: str, name: str, tmp_path: Path) -> None:
-    talked(tmp_path, kind, written(kind, '{"a": 1}', name))
+def test_no_name_of_a_call_ends_a_conversation(kind: str, name: str) -> None:
+    talked(kind, written(kind, '{"a": 1}', name))
 
 
 @pytest.mark.parametrize("what", ["more than 64 bits", "half of a pair", "great depth", "too large a number"])
-def test_nor_while_it_is_streamed(what: str, tmp_path: Path) -> None:
-    talked(tmp_path, "hermes", written("hermes", ARGUMENTS[what]), stream=True)
+def test_nor_while_it_is_streamed(what: str) -> None:
+    talked("hermes", written("hermes", ARGUMENTS[what]), stream=True)
 
 
-def test_an_agent_cannot_end_the_run_by_a_number_in_its_history(tmp_path: Path) -> None:
-    encoder = encoder_of(tmp_path, tool_chats.HERMES)
+def test_an_agent_cannot_end_the_run_by_a_number_in_its_history() -> None:
+    encoder = encoder_for("hermes")
     model = Model(encoder, ["so<|im_end|>"])
     function = {"name": "add", "arguments": '{"a": 99999999999999999999}'}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
@@ -162,3 +179,18 @@ def test_every_call_that_is_read_may_be_sent_back(format: Any, data: st.DataObje
         assert 1 <= len(call.name) <= 128
         assert isinstance(msgspec.json.decode(call.arguments), dict)
         assert isinstance(json.loads(call.arguments, parse_constant=pytest.fail), dict)
+
+
+def test_nor_by_the_depth_of_its_arguments() -> None:
+    encoder = encoder_for("hermes")
+    model = Model(encoder, ["so<|im_end|>"])
+    deep = '{"a": %s}' % ("[" * 300 + "]" * 300)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": deep}}
+    talk = [user("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    async def case(asks: Asks) -> None:
+        with pytest.raises(openai.BadRequestError, match="arguments of more than 100 levels; nest them less"):
+            await asks.chat(*talk, {"role": "tool", "tool_call_id": "c", "content": "12"}, tools=[ADD])
+        await asks.chat(user("?"))
+
+    assert isinstance(played(model, case), Played)

@@ -19,8 +19,9 @@ from msgspec import structs
 from served import faked
 from starlette.applications import Starlette
 
+from headrace.engine.fake import FakeEngine
 from headrace.serve.config import TrainLimits
-from headrace.serve.training import sessions
+from headrace.serve.training import samplers, sessions
 from headrace.serve.training.door import Door
 from headrace.serve.training.messages.json_bodies import (
     CreateSampler,
@@ -347,6 +348,21 @@ def test_a_sampler_keeps_its_weights_and_samples_without_a_number_are_each_their
                 "the second would be answered with the first's sample"
             )
             await door.close()
+
+    asyncio.run(go())
+
+
+def test_a_prompt_that_is_too_long_is_counted_and_not_made(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "tokens_of", lambda body: pytest.fail("millions of tokens become a tuple"))
+    chunks = [PromptChunk(tokens=[1] * 60), PromptChunk(tokens=[1] * 40)]
+    body = SampleBody(prompt=SamplePrompt(chunks=chunks), sampling_params=Params(), base_model="tiny")
+
+    async def go() -> None:
+        async with faked(tiny_tokenizer, FakeEngine(context_length=100)) as (_, serving):
+            with pytest.raises(Refused, match="a prompt of 100 tokens leaves room for 0"):
+                samplers.requests_of(serving, samplers.Sampler(id="a", session="s"), body, "a")
 
     asyncio.run(go())
 
