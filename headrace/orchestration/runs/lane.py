@@ -24,11 +24,11 @@ from headrace.observe.report import write_report
 from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
+from headrace.orchestration.store.changed_settings import ChangedSettings
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.contents import contents_in, contents_of, written
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import (
-    ChangedSettings,
     changes,
     check_bound,
     check_resumable,
