@@ -170,7 +170,7 @@ def integers(value: Any) -> Iterator[int]:
 
 
 @given(st.sampled_from(FORMATS), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_every_call_that_is_read_may_be_sent_back(format: Any, data: st.DataObject) -> None:
     pieces = [*format.markers, *ARGUMENTS.values(), "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
     pieces += ["add", "call:add", '{"name": "add", "arguments": ', "}", "{", '"a"', ":", "1", "1e999", "x" * 200, "\n"]
