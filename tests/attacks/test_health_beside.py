@@ -214,3 +214,8 @@ def test_others_are_answered_beside(name: str, attacked: Attacked) -> None:
     answer = ATTACKS[name](attacked)
     attacked.check(name, *(limit for word, limit in LIMITS.items() if word in name))
     assert b" 500 " not in answer.partition(b"\r\n")[0], answer
+
+
+def test_a_search_for_garbage_does_not_look_at_what_was_there_at_the_start(attacked: Attacked) -> None:
+    """It would take a quarter of a second of the event loop."""
+    assert attacked.doors["searched"] < 50_000

@@ -7,6 +7,7 @@ before. CPU time of the loop's thread is not that of neighbours, and `slowness` 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import time
@@ -117,7 +118,7 @@ async def main(model: Path, place: Path) -> None:
         async with answering(make_app(serving, "", routes(door))) as tinker, answering(make_board_app(board)) as seen:
             doors = {"serve": client.url, "tinker": tinker, "board": seen, "pool": str(place / SOCKET), **facts}
             doors |= {"gateway": await gateway_rollout(serving.encoder), "dial_in": f"http://{listener.address}"}
-            print(json.dumps({**doors, "slowness": slowness}), flush=True)
+            print(json.dumps({**doors, "slowness": slowness, "searched": len(gc.get_objects())}), flush=True)
             await answer()
 
 
