@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.chat.gemma_calls import read_call
+from headrace.chat.messages import DEEPEST, LONGEST_NAME, too_deep
 from headrace.chat.qwen_calls import ARGUMENT, ARGUMENT_ENDS, read_functions, typed
 
 T = TypeVar("T")
@@ -44,14 +45,24 @@ class CallFormat:
     def calls(self, section: str, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
         """Returns the calls of a section, with arguments of the types that their tools want. `tools`: in OpenAI's form. Raises ValueError for a
         malformed one."""
-        found = self.read(section)
-        return tuple(_as_wanted(call, tools) for call in found) if self.plain else found
+        try:
+            found = self.read(section)
+            return tuple(_checked(_as_wanted(call, tools) if self.plain else call) for call in found)
+        except RecursionError:
+            raise ValueError("the call is nested too deeply") from None
 
 
 def _as_wanted(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
     schemas = (one["function"].get("parameters") for one in tools if one["function"]["name"] == call.name)
     schema = next(schemas, None) or {}
     return ToolCall(call.name, json.dumps(typed(json.loads(call.arguments), schema), ensure_ascii=False))
+
+
+def _checked(call: ToolCall) -> ToolCall:
+    """Returns the call. An agent sends it back with its next request, where it must be what requests may hold. Raises ValueError."""
+    if not 1 <= len(call.name) <= LONGEST_NAME:
+        raise ValueError(f"the name of a tool has 1 to {LONGEST_NAME} characters, and this one {len(call.name)}")
+    return ToolCall(call.name, _object(call.arguments))
 
 
 class _Written(msgspec.Struct):
@@ -64,16 +75,15 @@ class _Written(msgspec.Struct):
 
 def _call(written: _Written) -> ToolCall:
     given = [one for one in (written.arguments, written.parameters) if one is not msgspec.UNSET]
-    if not written.name:
-        raise ValueError("the call names no tool")
     if len(given) != 1:
         raise ValueError("a call has `name` and `arguments`")
-    return ToolCall(written.name, _object(bytes(given[0]).decode()))
+    return ToolCall(written.name, bytes(given[0]).decode())
 
 
 def _object(text: str) -> str:
     """Returns the text of a JSON object as it is. Raises ValueError for another one."""
-    _decoded(text, dict[str, object])
+    if too_deep(_decoded(text, dict[str, object])):
+        raise ValueError(f"the call is nested too deeply: its arguments have more than {DEEPEST} levels")
     return text.strip()
 
 
@@ -122,7 +132,7 @@ def _read_list_or_named(section: str) -> tuple[ToolCall, ...]:
         return calls
     if not (found := _NAMED.fullmatch(text)):
         raise ValueError("a call is a JSON list, or a name and a JSON object")
-    return (ToolCall(found[1], _object(found[2])),)
+    return (ToolCall(found[1], found[2]),)
 
 
 HERMES = CallFormat(

@@ -11,7 +11,19 @@ from msgspec import Meta
 from headrace.chat.rendering import ROLES
 from headrace.errors import ConfigError, nearest
 
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+LONGEST_NAME = 128
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+
+
+DEEPEST = 100
+"""Levels of the arguments of a call. They are kept in the journal, and whoever reads that may have most of Python's stack in use."""
+
+
+def too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not levels or any(too_deep(one, levels - 1) for one in inner)
 
 
 class Named(msgspec.Struct, kw_only=True):
@@ -75,7 +87,7 @@ _UNSHOWN = {
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Raises ConfigError for a part that is no text."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
+    if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -142,6 +154,11 @@ def _made(place: int, call: MadeCall) -> dict[str, Any]:
         raise ConfigError(
             f"messages[{place}] calls {call.function.name} with arguments that are no JSON object: {error}"
         ) from None
+    if too_deep(arguments):
+        said = (
+            f"messages[{place}] calls {call.function.name} with arguments of more than {DEEPEST} levels; nest them less"
+        )
+        raise ConfigError(said)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

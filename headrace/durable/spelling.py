@@ -1,12 +1,15 @@
 """JSON with NaN and infinity, which JSON itself lacks: such a float is written as the string "nan", "inf" or "-inf".
 
 Decoders with `strict=False` read these strings as floats where the type is float. (In `Prompt.columns`, whose types only the task knows,
-they remain strings.)
+they remain strings.) `jsonable` is for values of users and models, which may be anything.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -48,3 +51,37 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_spelled(one) for one in value]
     return value
+
+
+def jsonable(value: Any) -> Any:
+    """Returns the value in a form that JSON and msgpack can hold: dates as ISO text, tuples and sets as lists, NumPy values as plain ones,
+    integers beyond 64 bits as their digits. Raises TypeError for a value that has no such form."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, float):
+        return float(value)  # numpy.float64 is a float and numpy.str_ a str, which encoders refuse all the same
+    if isinstance(value, str):
+        return _whole_text(str(value))
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((jsonable(inner) for inner in value), key=repr)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def _whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TypeError("text with half of a surrogate pair has no place in UTF-8") from None
+    return text

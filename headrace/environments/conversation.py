@@ -78,6 +78,31 @@ class TurnEncoder(Protocol):
     def has_ended(self, completion: Completion) -> bool: ...
 
 
+class TokenPath(NamedTuple):
+    """All tokens up to the end of a turn. It shares those of the turns before: a copy of a long history for each turn would cost most of a call."""
+
+    before: TokenPath | None
+    own: tuple[int, ...]
+    """Those of the turn: its context, and its completion."""
+    size: int
+    """The number of all."""
+
+    def tokens(self) -> tuple[int, ...]:
+        pieces, path = [self.own], self.before
+        while path is not None:
+            pieces.append(path.own)
+            path = path.before
+        found: list[int] = []
+        for piece in reversed(pieces):
+            found += piece
+        return tuple(found)
+
+
+def extended(before: TokenPath | None, own: tuple[int, ...]) -> TokenPath:
+    """Returns the path with the tokens of another turn; `before`: None where it begins."""
+    return TokenPath(before, own, len(own) + (before.size if before else 0))
+
+
 class _Past(NamedTuple):
     """A message that the path holds."""
 
@@ -139,8 +164,8 @@ class Conversation:
         """The completion of the last reply."""
         self.prompt_tokens = 0
         """Tokens before it."""
-        self.tokens: tuple[int, ...] = ()
-        """All tokens of the path, the last reply included."""
+        self.path: TokenPath | None = None
+        """The tokens up to the end of the last reply; None before the first."""
 
     def branch(self) -> Conversation:
         """Returns a conversation that continues after the last reply, as this one still can."""
@@ -170,8 +195,8 @@ class Conversation:
         if (limit := self._agent.cut_off(place.size, fresh=place.fresh, after=self.last)) and not self.limit_said:
             self.limit_said = True
             return ChatReply(over=limit)
-        before = () if place.fresh else self.tokens
-        self.prompt_tokens = len(before) + place.size
+        before = None if place.fresh else self.path
+        self.prompt_tokens = place.size + (before.size if before else 0)
         if stream:
             stream.begin(self._text_of(format), CallReader(format, self._tools) if format else None, self.prompt_tokens)
         replies: list[ChatReply] = []
@@ -190,7 +215,7 @@ class Conversation:
             read=read,
             heard=stream.heard if stream else None,
         )
-        self.last, self.tokens = done, (*before, *place.context, *done.tokens)
+        self.last, self.path = done, extended(before, place.context + done.tokens)
         given = place.given[:-1] if place.continues else place.given
         begun = str(place.given[-1]["content"]) if place.continues else ""
         self._keep(given, place.text, done, replies[-1], begun)

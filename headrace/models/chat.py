@@ -258,14 +258,32 @@ class ChatEncoder:
         opened: bool = False,
         continues: bool = False,
     ) -> str:
+        given = [dict(message) for message in messages]
+        shown = list(tools or ()) or None  # templates ask whether there are tools, and an empty list is one for some
+        values = {**self._tokenizer.special_tokens_map, **arguments}
+        usual = given and not continues and "documents" not in values
+        if usual and all(map(is_plain_message, given)) and is_plain([shown, values]):
+            return self._rendered_plainly(given, shown, opened, values)
         text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=list(tools or ()) or None,  # templates ask whether there are tools, and an empty list is one for some
+            given,
+            tools=shown,
             add_generation_prompt=opened,
             continue_final_message=continues,
             tokenize=False,
             **arguments,
         )
+        return text
+
+    def _rendered_plainly(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, opened: bool, values: Mapping[str, Any]
+    ) -> str:
+        """Renders as `apply_chat_template` does. That looks at each value of a conversation several times, for objects that a template must not
+        see, and takes longer than the template: here are values that were found to be plain."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        compiled = _compile_jinja_template(self._tokenizer.get_chat_template(None, tools))
+        own = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": opened}
+        text: str = compiled.render({**values, **own})
         return text
 
     def encode_text(self, text: str) -> tuple[int, ...]:
@@ -347,6 +365,26 @@ class ChatEncoder:
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+_SCALARS = (str, int, float, bool, type(None))
+_ALIASED = {"reasoning_content", "reasoning", "thinking"}
+"""Keys of a message that transformers gives templates under several names."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is of JSON's types, and of no class derived from them: its methods are then known to the sandbox of templates."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is dict:
+        return all(type(key) is str and (type(inner) is str or is_plain(inner)) for key, inner in value.items())
+    return kind is list and all(map(is_plain, value))
+
+
+def is_plain_message(message: dict[str, Any]) -> bool:
+    """Whether transformers would give a template exactly this message."""
+    return is_plain(message) and None not in message.values() and _ALIASED.isdisjoint(message)
 
 
 def template_variables(tokenizer: Any) -> frozenset[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.batches import Failure
+from headrace.durable.spelling import jsonable
 from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
 from headrace.playing import Environment, Limits, TokenListener
 from headrace.rewards import Unusable, number_of
@@ -57,6 +57,22 @@ class Room(NamedTuple):
     """The most tokens of a request with its completion."""
     turn: int
     """The most tokens of a completion."""
+
+
+def storable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as the journal and other processes can hold it. JSON has integers of any size, which a model may write into a tool call
+    and which msgpack does not have: they are kept as their digits, like those of rows.
+
+    >>> call = {"function": {"name": "add", "arguments": {"a": 2**70}}}
+    >>> storable({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"]
+    {'a': '1180591620717411303424'}
+    """
+    try:
+        msgspec.msgpack.encode(message)
+    except OverflowError:
+        plain: dict[str, Any] = jsonable(message)
+        return plain
+    return dict(message)
 
 
 ENDLESS = Room(1 << 62, 0)
@@ -165,8 +181,8 @@ class RolloutSession:
             parents=() if parent is None else (parent,),
             rewrites=(self._number(after),) if fresh and after else (),
             agent=role,
-            messages=tuple(map(dict, messages)),
-            reply=reply,
+            messages=tuple(map(storable, messages)),
+            reply=storable(reply),
         )
         self._rewards[number] = {}
         self._times[number] = asked, clock()
@@ -229,7 +245,10 @@ class RolloutSession:
             turn = self._turns[parent]
             pieces += [turn.completion.tokens, turn.context]
             parent = turn.parents[0] if turn.parents else None
-        return tuple(chain.from_iterable(reversed(pieces)))
+        tokens: list[int] = []
+        for piece in reversed(pieces):
+            tokens += piece  # whole tuples: to go through tens of thousands of tokens one by one takes ten times longer
+        return tuple(tokens)
 
     def _length_of_path(self, last: int | None) -> int:
         """Returns the number of tokens up to the end of a turn; 0 for none."""

@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from headrace.chat.messages import described, for_template, uses_tools
 from headrace.chat.rendering import with_effort
 from headrace.models.control_tokens import texts_of
@@ -115,11 +113,6 @@ def check_logprobs(serving: Serving, top: int, positions: int) -> None:
             f"{top} most probable tokens of each of {positions} positions are too many for one answer, which may hold {limits.logprobs}; "
             "ask for fewer of them, or for fewer tokens",
         )
-
-
-def size_of(body: Completions | Chat) -> int:
-    """Returns the bytes of a body, for `off_loop`."""
-    return len(msgspec.json.encode(body))
 
 
 def of_completions(serving: Serving, body: Completions, name: str) -> list[Request]:

@@ -160,7 +160,8 @@ class Serving:
     def abort(self, ids: list[str] | None) -> list[str]:
         """Ends completions with their present tokens. Returns those that were in progress. `ids`: the names that clients gave
         them."""
-        named = [stream for name, stream in self._streams.items() if ids is None or client_id(name) in ids]
+        known = None if ids is None else set(ids)
+        named = [stream for name, stream in self._streams.items() if known is None or client_id(name) in known]
         for stream in named:
             assert stream.task is not None
             stream.task.cancel()

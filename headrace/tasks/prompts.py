@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -113,40 +111,6 @@ def _of_begun(begun: Sequence[str], rows: int) -> Iterator[str]:
             f"{len(begun)} of {rows} prompts end with a message of the assistant (the first: {begun[0]!r:.40}), which the policy "
             "continues; the reward reads only what it adds. Where these are finished answers, remove them from the rows"
         )
-
-
-def jsonable(value: Any) -> Any:
-    """Returns the value in a form that JSON and msgpack can hold: dates as ISO text, tuples and sets as lists, NumPy values as plain ones,
-    integers beyond 64 bits as their digits. Raises TypeError for a value that has no such form."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value) if -(2**63) <= value < 2**64 else str(value)
-    if isinstance(value, float):
-        return float(value)  # numpy.float64 is a float and numpy.str_ a str, which encoders refuse all the same
-    if isinstance(value, str):
-        return _whole_text(str(value))
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner) for inner in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((jsonable(inner) for inner in value), key=repr)
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    if hasattr(value, "tolist"):
-        return jsonable(value.tolist())
-    raise TypeError(f"{type(value).__name__} has no place in JSON")
-
-
-def _whole_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise TypeError("text with half of a surrogate pair has no place in UTF-8") from None
-    return text
 
 
 def seed_from(*parts: object) -> int:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.durable.spelling import jsonable
 from headrace.errors import ConfigError, nearest
 from headrace.settings.extras import absent
 from headrace.tasks.config import TaskConfig
@@ -17,7 +18,6 @@ from headrace.tasks.prompts import (
     PromptMaker,
     checked_cursor,
     digest_of,
-    jsonable,
     seed_from,
     take,
 )

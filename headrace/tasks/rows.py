@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headrace.chat.rendering import ARGUMENTS, TOOLS
+from headrace.durable.spelling import jsonable
 from headrace.errors import ConfigError, nearest
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.conversations import prompt_of
@@ -20,7 +21,6 @@ from headrace.tasks.prompts import (
     PromptMaker,
     checked_cursor,
     digest_of,
-    jsonable,
     take,
 )
 from headrace.tasks.read import read_rows

@@ -19,7 +19,10 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
-Texts = str | list[str] | None
+MOST_STOPS = 256
+Stops = str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None
+StopTokens = Annotated[list[Token], Meta(max_length=4096)] | None
+"""Each is looked for at every token."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,8 +43,8 @@ class Drawing(OpenBody, kw_only=True):
     """0 and -1 keep the whole vocabulary."""
     min_p: float | None = None
     seed: Seed | None = None
-    stop: Texts = None
-    stop_token_ids: list[Token] | None = None
+    stop: Stops = None
+    stop_token_ids: StopTokens = None
     ignore_eos: bool = False
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

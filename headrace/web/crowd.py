@@ -15,6 +15,10 @@ SILENT = 1024
 """Connections that may wait for their first request, or for their next one."""
 HEAD_SECONDS = 10.0
 """Seconds within which the head of a request has to arrive."""
+STALLED_SECONDS = 60.0
+"""Seconds that a client may read nothing while an answer waits for it. Its completions would count among those under way for ever."""
+READ_BYTES = 1 << 15
+"""Bytes of a connection that are read at once. Chunks of one byte take 1.4 µs a byte to parse, and others wait meanwhile."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 ACCEPTED = 64

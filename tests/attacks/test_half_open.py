@@ -6,26 +6,23 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import resource
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import attacked_server
 import pytest
-from health_beside import Beside
+from health_beside import USUAL, Attacked, attacked_doors, request
 from served import faked
 
-import headrace
+from headrace.engine.fake import FakeEngine
 from headrace.orchestration.fleets import pool_door
 from headrace.orchestration.workers.joining import listener as listening
 from headrace.orchestration.workers.joining.dial import dial
@@ -37,45 +34,17 @@ from headrace.web.one_line import OneLine
 from headrace.web.tls import server_context
 from headrace.weight_sync.over_http.http_ranges import AT_ONCE, WeightServer
 
-USUAL = 1024
-"""The soft limit of open files on most systems."""
 KEY = "a token of many characters"
-SUPPORT = str(Path(attacked_server.__file__).parent)
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-a: "
 
 
-class Attacked(NamedTuple):
-    url: str
-    log: Path
-
-    @property
-    def where(self) -> tuple[str, int]:
-        host, _, port = self.url.removeprefix("http://").rpartition(":")
-        return host, int(port)
-
-
 @pytest.fixture(scope="module")
-def attacked(tiny_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+def attacked(tiny_tokenizer: Path) -> Iterator[Attacked]:
     """A server that was started under the usual limits. The tests themselves may open more files."""
     if raise_open_files() < 3 * USUAL:
         pytest.skip("this test opens 3,000 connections, and the hard limit of open files is lower")
-    log = tmp_path_factory.mktemp("attacked") / "log"
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(attacked_server.__file__), str(tiny_tokenizer)],
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([SUPPORT, str(Path(headrace.__file__).parents[1])])},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (USUAL, hard)),
-        )
-    try:
-        assert process.stdout
-        yield Attacked(process.stdout.readline().strip(), log)
-    finally:
-        process.kill()
-        process.wait()
+    with attacked_doors(tiny_tokenizer) as found:
+        yield found
 
 
 @contextlib.contextmanager
@@ -91,9 +60,10 @@ def half_open(where: tuple[str, int], count: int, said: bytes) -> Iterator[list[
 
 @pytest.mark.parametrize("said", [b"", HEAD, b"\x16\x03\x01garbage\r\n\r\n"], ids=["silence", "half a head", "garbage"])
 def test_half_open_connections_leave_a_server_to_others(attacked: Attacked, said: bytes) -> None:
-    beside, before, began = Beside(f"{attacked.url}/health"), attacked.log.stat().st_size, time.monotonic()
-    with half_open(attacked.where, 2000, said):
-        beside.check("2,000 half-open connections")
+    attacked.begin()
+    before, began = attacked.log.stat().st_size, time.monotonic()
+    with half_open(attacked.place("serve"), 2000, said):
+        attacked.check("2,000 half-open connections")
         seconds = time.monotonic() - began
     lines = attacked.log.read_bytes()[before:].splitlines()
     assert len(lines) <= seconds + 2, "one line a second"
@@ -105,15 +75,16 @@ def test_as_many_completions_as_are_promised_fit_under_the_usual_limit_of_open_f
     body = json.dumps({"token_ids": [1, 7], "sampling_params": {"max_tokens": 9999}}).encode()
     head = b"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     asked = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    beside = Beside(f"{attacked.url}/health")
-    with half_open(attacked.where, promised, asked) as held:
-        with half_open(attacked.where, 1500, HEAD):
-            until(lambda: running(attacked.url) == promised)
-            beside.check("all completions and 1,500 half-open connections")
-        assert running(attacked.url) == promised, "no completion had to make room"
+    url = attacked.url("serve")
+    with half_open(attacked.place("serve"), promised, asked) as held:
+        with half_open(attacked.place("serve"), 1500, HEAD):
+            until(lambda: running(url) == promised)
+            attacked.begin()
+            attacked.check("all completions and 1,500 half-open connections")
+        assert running(url) == promised, "no completion had to make room"
         held.pop().close()
-        until(lambda: running(attacked.url) == promised - 1)
-    until(lambda: running(attacked.url) == 0)
+        until(lambda: running(url) == promised - 1)
+    until(lambda: running(url) == 0)
 
 
 def running(url: str) -> int:
@@ -152,6 +123,29 @@ def test_the_head_of_a_request_has_a_deadline_and_trickling_does_not_move_it(
             await trickles(client.url, HEAD + b"\r\n\r\n" + HEAD)  # the head of its second request
             unfinished = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n"
             await trickles(client.url, unfinished)  # the body of a request that was refused
+
+    asyncio.run(go())
+
+
+def test_a_client_that_reads_nothing_does_not_keep_its_completions(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited_http, "STALLED_SECONDS", 0.3)
+
+    async def go() -> None:
+        engine = FakeEngine(seconds_per_token=0.0, length=lambda rng: 60_000, context_length=100_000)
+        async with asyncio.timeout(300), faked(tiny_tokenizer, engine) as (client, serving):
+            host, _, port = client.url.removeprefix("http://").partition(":")
+            asked = json.dumps({"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 60_000}}).encode()
+            with socket.socket() as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(one, (host, int(port)))
+                await asyncio.get_running_loop().sock_sendall(one, request("/inference/v1/generate", asked))
+                while not serving.under_way:
+                    await asyncio.sleep(0.01)
+                while serving.under_way:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(go())
 

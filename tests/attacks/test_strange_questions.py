@@ -34,8 +34,10 @@ from headrace.serve.training.futures import failure_of
 from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.routes import routes
 from headrace.serve.training.store import Store
+from headrace.web import sending
 from headrace.web.errors import Refused, response_of, without_paths
 from headrace.web.limits import ServerLimits
+from headrace.web.sending import decoded
 from headrace.weights import WeightUpdate
 
 PLACE = "a-secret-place"
@@ -107,6 +109,35 @@ def test_the_board_takes_no_whole_number_that_it_cannot_hold(
 def test_a_run_that_is_not_there_is_a_404(board: TestClient, path: str) -> None:
     answer = board.get(path, params={"run": "absent", "metric": "loss", "part": sorted(PARTS)[0]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_run")
+
+
+# -- bodies of many parts -----------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text('ab\\\\"{}[],: \n\u00e9', max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('\\\\"{[a', max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def parts_of(value: Any) -> int:
+    """Objects, lists and texts."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts_of, value.values()))
+    return 1 + sum(map(parts_of, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+@given(VALUES, st.sampled_from([None, 1]))
+def test_a_body_is_refused_for_its_parts_exactly_where_there_are_too_many(value: Any, indent: int | None) -> None:
+    body, parts = json.dumps(value, indent=indent).encode(), parts_of(value)
+    for most in {max(0, parts - 1), parts, parts + 1}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sending, "MOST_PARTS", most)
+            if parts > most:
+                with pytest.raises(Refused, match=f"more than {most} objects, lists and texts"):
+                    decoded(body, object)
+            else:
+                assert decoded(body, object) == value
 
 
 # -- paths of the server ------------------------------------------------------------------------------------------------

@@ -282,3 +282,57 @@ def test_a_tokenizer_without_a_file_of_its_own_is_refused_by_name() -> None:
     hidden, messages, _, _ = control.hidden([{"role": "user", "content": "a<e>"}], (), {})
     with pytest.raises(ConfigError, match=re.escape("<e>, which the tokenizer cannot encode as text")):
         control.encode(hidden.shown(messages[0]["content"]))
+
+
+class Loud(str):
+    """A text with a method that no template should find."""
+
+    def shout(self) -> str:
+        return "a method of the caller's object"
+
+
+ALL_VALUES = (
+    "{{ messages | tojson }}{% for m in messages %}{{ m.thinking }}{{ m.content.shout is defined }}{% endfor %}"
+    "{{ tools is none }}{{ documents is none }}{{ tools | tojson }}{{ extra | tojson }}{{ extra.shout is defined }}"
+    "{{ add_generation_prompt }}{{ eos_token }}{{ bos_token }}"
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just(Loud("x")),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner, max_size=2),
+    max_leaves=4,
+)
+MORE = st.dictionaries(
+    st.sampled_from(["name", "tool_calls", "reasoning_content", "thinking", "reasoning"]), VALUES, max_size=2
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    more=st.lists(MORE, min_size=1, max_size=3),
+    content=st.text(max_size=9) | st.just(Loud("x")),
+    tools=st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": VALUES}), max_size=2),
+    extra=VALUES,
+    opened=st.booleans(),
+)
+def test_a_template_is_given_what_transformers_gives_it(
+    more: list[dict[str, Any]], content: str, tools: list[dict[str, Any]], extra: Any, opened: bool
+) -> None:
+    encoder, tokenizer = seeing_all()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content, **one} for one in more]
+    usual = tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=opened, tokenize=False, extra=extra
+    )
+    if opened:
+        assert encoder.write(messages, tools, {"extra": extra}, continues=False).text == usual
+    else:
+        assert encoder.written_messages(messages, tools, {"extra": extra}) == usual
+
+
+@cache
+def seeing_all() -> tuple[ChatEncoder, Any]:
+    place = Path(mkdtemp())
+    chatml().save(str(place / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (place / "tokenizer_config.json").write_text(json.dumps(named))
+    (place / "chat_template.jinja").write_text(ALL_VALUES)
+    return ChatEncoder(place).using(Rendering(allows_specials=True)), AutoTokenizer.from_pretrained(place)

@@ -16,7 +16,8 @@ from tiny_run import tiny_config
 import headrace
 from headrace import cli
 from headrace.commands.again import bundle_export
-from headrace.commands.again.bundle import FACTS
+from headrace.commands.again.bundle import CODE, FACTS, read_bundle
+from headrace.errors import ConfigError
 
 Tree = dict[str, Any]
 
@@ -321,3 +322,19 @@ def test_an_adapter_travels_with_its_step(
     assert str(tmp_path).encode() not in texts and str(tiny_llama).encode() not in texts
     code, out = said(file, "--model", tiny_llama, "--trust")
     assert code == 0 and set(stages(out).values()) == {"same"}, out
+
+
+def test_a_damaged_or_encrypted_bundle_is_refused_in_words(tmp_path: Path) -> None:
+    """Each byte of it is changed, also those that say how it is packed."""
+    file = tmp_path / "step.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(FACTS, "[]")
+        archive.writestr(f"{CODE}/reward.py", "x = 1\n" * 50)
+    whole, said = file.read_bytes(), set[str]()
+    for place in range(len(whole)):
+        for changed in (whole[place] ^ 1, whole[place] ^ 0xFF):
+            file.write_bytes(whole[:place] + bytes([changed]) + whole[place + 1 :])
+            with pytest.raises(ConfigError) as raised:
+                read_bundle(file, tmp_path / "folder")
+            said.add(str(raised.value))
+    assert any("encrypted" in one for one in said) and any("Error -3" in one for one in said)

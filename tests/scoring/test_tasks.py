@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.durable.spelling import jsonable
 from headrace.errors import ConfigError
 from headrace.protocols import Task
 from headrace.tasks.config import TaskConfig

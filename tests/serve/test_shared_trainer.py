@@ -312,6 +312,33 @@ def test_what_cannot_be_done_changes_nothing(trainer: SharedTrainer, model: str)
     assert trainer.optim_step(AdamStep(model=model)).version == 2, "and the next one is whole"
 
 
+@pytest.mark.parametrize("wild", [{"eps": 0.0}, {"eps": 1e-60}, {"learning_rate": 1e30, "weight_decay": 1e30}], ids=str)
+def test_weights_that_are_no_numbers_are_neither_sampled_nor_saved(
+    trainer: SharedTrainer, model: str, wild: dict[str, float], tmp_path: Path
+) -> None:
+    """A first step with eps = 0 divides zero by zero: B is zero then, and A has no gradient."""
+    trainer.save(Checkpoint(model=model, directory=str(tmp_path / "before")))
+    before = state(trainer, model)
+    trainer.add("fresh", LORA)
+    trainer.run(asked("fresh", "cross_entropy"))
+    said = "have made weights that are not finite; load_state what was saved before"
+    with pytest.raises(ValueError, match=said):
+        trainer.optim_step(AdamStep(model="fresh", **wild))
+    for ask in (
+        lambda: trainer.run(asked("fresh", "cross_entropy")),
+        lambda: trainer.optim_step(AdamStep(model="fresh")),
+        lambda: trainer.save(Checkpoint(model="fresh", directory=str(tmp_path / "after"))),
+        lambda: list(trainer.parameters("fresh")),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ask()
+    assert trainer.restore(Checkpoint(model="fresh", directory=str(tmp_path / "before"))) == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainer, "fresh").items())
+    trainer.run(asked("fresh", "cross_entropy"))
+    assert trainer.optim_step(AdamStep(model="fresh", **STEP)).version == 2
+    trainer.remove("fresh")
+
+
 def test_constants_are_checked() -> None:
     assert LOSSES["ppo"].with_constants({"clip_high_threshold": 1.5}) == {
         "clip_low_threshold": 0.8,

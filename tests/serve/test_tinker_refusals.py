@@ -11,13 +11,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from served import faked
 from starlette.applications import Starlette
 
+from headrace.engine.fake import FakeEngine
 from headrace.serve.config import TrainLimits
+from headrace.serve.training import samplers, sessions
 from headrace.serve.training.door import Door
+from headrace.serve.training.messages.json_bodies import (
+    CreateSampler,
+    CreateSession,
+    Params,
+    PromptChunk,
+    SampleBody,
+    SamplePrompt,
+)
 from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
 from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
 from headrace.serve.training.routes import routes
@@ -258,3 +271,126 @@ def test_other_bytes_have_no_number_and_raise_nothing(body: bytes) -> None:
 def test_json_that_is_hard_to_read_has_no_number() -> None:
     assert of_json(b"[" * 100_000) is None and of_json(b'{"seq_id": 1' + b"0" * 5000 + b"}") is None
     assert of_json(b'{"model_id": "m", "seq_id": true}') is None
+
+
+# -- numbers that are used twice ----------------------------------------------------------------------------------------
+
+TWICE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "optim_step": ("optim_step", {"adam_params": {"learning_rate": 0.5}}, {"adam_params": {"learning_rate": 0.25}}),
+    "save_weights": ("save_weights", {"path": "one"}, {"path": "two"}),
+    "another operation": ("save_weights", {"path": "one"}, {"path": "one", "ttl_seconds": 4000}),
+}
+
+
+@pytest.mark.parametrize("what", TWICE)
+def test_another_request_with_a_number_that_was_used_is_refused_and_the_same_one_is_not_done_again(
+    tmp_path: Path, what: str
+) -> None:
+    """Two clients that share a session count alike: neither may be told that its request was done when it was the other's."""
+    path, first, second = TWICE[what]
+
+    async def case(caller: Caller) -> None:
+        numbered = {"model_id": caller.model, "seq_id": 1}
+        promised = await caller.post(path, {**numbered, **first})
+        other = await caller.post(path, {**numbered, **second})
+        assert other.status_code == 400 and other.json()["error"]["code"] == "number_used", other.text
+        again = await caller.post(path, {**numbered, **first})
+        assert again.json() == promised.json()
+        assert len(caller.trainer.steps) <= 1
+        asked = {"session_id": caller.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 3}}
+        assert (await caller.post("create_model", asked)).json()["error"]["code"] == "number_used"
+
+    talk(tmp_path, case)
+
+
+def test_another_pass_with_a_number_that_was_used_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
+    async def case(caller: Caller) -> None:
+        bodies = [whole_pass(caller.model, 1, token) for token in (3, 4)]
+        first, second = [await caller.post("forward_backward", one, PROTOBUF) for one in bodies]
+        assert first.status_code == 200, first.text
+        assert second.status_code == 400 and second.json()["error"]["code"] == "number_used", second.text
+        assert (await caller.post("forward_backward", bodies[0], PROTOBUF)).json() == first.json()
+        assert not caller.trainer.spoiled
+
+    talk(tmp_path, case)
+
+
+def whole_pass(model: str, number: int, token: int) -> bytes:
+    message = MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=number, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([token], np.int32).tobytes()
+    for name, kind, dtype in (("target_tokens", np.int64, 2), ("weights", np.float32, 1)):
+        datum.loss_fn_inputs[name].dense, datum.loss_fn_inputs[name].dtype = np.ones(1, kind).tobytes(), dtype
+    return bytes(message.SerializeToString())
+
+
+def test_a_sampler_keeps_its_weights_and_samples_without_a_number_are_each_their_own(tiny_tokenizer: Path) -> None:
+    async def go() -> None:
+        async with asyncio.timeout(300), faked(tiny_tokenizer) as (_, serving):
+            door = Door(serving, Store(tiny_tokenizer), TrainLimits(), directory=tiny_tokenizer, places=1)
+            session = door.create_session(CreateSession())["session_id"]
+            asked = CreateSampler(session_id=session, sampling_session_seq_id=0, base_model="tiny")
+            sampler = door.create_sampler(asked)
+            assert door.create_sampler(asked) is sampler
+            with pytest.raises(Refused, match="is there already, and samples from base; give another"):
+                door.create_sampler(structs.replace(asked, base_model=None, model_path="tinker://x/sampler_weights/y"))
+
+            def sampled(tokens: list[int], number: int | None) -> str:
+                prompt = SamplePrompt(chunks=[PromptChunk(tokens=tokens)])
+                params = Params(max_tokens=1)
+                body = SampleBody(prompt=prompt, sampling_params=params, sampling_session_id=sampler.id, seq_id=number)
+                return door.sample(body)[0].id
+
+            assert sampled([1, 2], 5) == sampled([1, 2], 5)
+            with pytest.raises(Refused, match="was used before, by another request"):
+                sampled([9, 9], 5)
+            assert sampled([1, 2], None) != sampled([9, 9], None), (
+                "the second would be answered with the first's sample"
+            )
+            await door.close()
+
+    asyncio.run(go())
+
+
+def test_a_prompt_that_is_too_long_is_counted_and_not_made(
+    tiny_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers, "tokens_of", lambda body: pytest.fail("millions of tokens become a tuple"))
+    chunks = [PromptChunk(tokens=[1] * 60), PromptChunk(tokens=[1] * 40)]
+    body = SampleBody(prompt=SamplePrompt(chunks=chunks), sampling_params=Params(), base_model="tiny")
+
+    async def go() -> None:
+        async with faked(tiny_tokenizer, FakeEngine(context_length=100)) as (_, serving):
+            with pytest.raises(Refused, match="a prompt of 100 tokens leaves room for 0"):
+                samplers.requests_of(serving, samplers.Sampler(id="a", session="s"), body, "a")
+
+    asyncio.run(go())
+
+
+def test_sessions_that_are_over_are_forgotten_at_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_OVER", 3)
+
+    async def go() -> None:
+        freed: list[str] = []
+
+        async def free(session: Any) -> None:
+            freed.append(session.id)
+
+        known = sessions.Sessions(300.0, free)
+        names = []
+        for _ in range(9):
+            one = known.begin(CreateSession(user_metadata={"x": "y" * 10_000}))
+            assert one.wishes.user_metadata is None
+            names.append(one.id)
+            await known.finish(one.id, "it is over")
+        last = known.begin(CreateSession())
+        assert freed == names
+        found = {"gone": 0, "not_found": 0}
+        for name in names:
+            with pytest.raises(Refused) as raised:
+                known.get(name)
+            found[raised.value.code] += 1
+        assert found == {"gone": 3, "not_found": 6} and known.get(last.id) is last
+        await known.close()
+
+    asyncio.run(go())

@@ -1,22 +1,135 @@
-"""`headrace serve` over the engine without a model, in a process of its own that may open few files: MODEL."""
+"""All doors over an engine without a model, in one process and one event loop that may open few files: MODEL DIRECTORY.
+
+Says where they are, and then, for each line that it reads, for how much CPU time its event loop was busy with one thing at most since the line
+before. CPU time of the loop's thread is not that of neighbours, and `slowness` says how slow the machine is.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import sys
+import time
+from asyncio.events import Handle
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
-from served import faked
+from fact_stream import write_run
+from served import answering, faked
 
 from headrace.engine.fake import FakeEngine
+from headrace.environments.agents.served_rollouts import talks_of
+from headrace.environments.gateway.gateway import Gateway
+from headrace.models.chat import ChatEncoder
+from headrace.observe.board.board_routes import make_board_app
+from headrace.observe.board.runs_board import RunsBoard
+from headrace.orchestration.fleets.pool_door import SOCKET, PoolDoor
+from headrace.orchestration.workers.joining.listener import Listener
+from headrace.playing import Limits
+from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
+from headrace.serve.app import make_app
+from headrace.serve.config import TrainLimits
+from headrace.serve.training.door import Door
+from headrace.serve.training.messages.json_bodies import CreateSession
+from headrace.serve.training.routes import routes
+from headrace.serve.training.store import Store
+from headrace.types import Completion, Prompt, VersionSpan
+from headrace.web.limits import ServerLimits
+
+CONTEXT = 4000
+REFERENCE = 0.030
+"""CPU seconds of `_some_work` on the machine on which a server's 0.25 s were measured."""
+
+longest = 0.0
 
 
-async def main() -> None:
+def _some_work() -> float:
+    began = time.thread_time()
+    total, names = 0, {}
+    for number in range(200_000):
+        total += number % 7
+        names[number % 1000] = str(total)
+    return time.thread_time() - began
+
+
+def measure_callbacks() -> None:
+    original = Handle._run
+
+    def run(self: Handle) -> None:
+        global longest
+        began = time.thread_time()
+        original(self)
+        longest = max(longest, time.thread_time() - began)
+
+    Handle._run = run  # type: ignore[method-assign]
+
+
+async def tinker_door(serving: Any, place: Path) -> tuple[Door, dict[str, str]]:
+    door = Door(serving, Store(place), TrainLimits(poll_seconds=0.01), directory=place, places=1)
+    door.trainer = AsyncMock()
+    session = door.create_session(CreateSession(sdk_version="0.38"))["session_id"]
+    return door, {"session": session}
+
+
+async def gateway_rollout(encoder: ChatEncoder) -> str:
+    """The address of a rollout whose turns are answered at once."""
+    gateway = Gateway(encoder, (), {}, ServerLimits())
+    done = Completion((3, 4), (-0.5, -0.5), (VersionSpan(0, 0, 0),), "length")
+    found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def ask(asked: TurnAsked) -> Completion:
+        return Completion(done.tokens, done.logprobs, done.spans, done.stop)
+
+    class Environment:
+        def __init__(self, prompt: Prompt, seed: int) -> None:
+            pass
+
+        async def play(self, agent: Any) -> Mapping[str, float]:
+            rollout = await gateway.open(talks_of(agent, encoder, stops=()))
+            found.set_result(gateway.url(rollout))
+            await asyncio.Event().wait()
+            return {}
+
+    session = RolloutSession(0, ask, encoder.decode, limits=Limits(turns=10_000, tokens=CONTEXT))
+    keep.append(asyncio.ensure_future(session.play(Environment, Prompt("p", "?", (1,)), 0)))
+    return await found
+
+
+keep: list[Any] = []
+
+
+async def main(model: Path, place: Path) -> None:
     engine = FakeEngine(seconds_per_token=5.0, length=lambda rng: 10_000, context_length=100_000)
-    async with faked(Path(sys.argv[1]), engine) as (client, _):
-        print(client.url, flush=True)
-        await asyncio.Event().wait()
+    slowness = min(_some_work() for _ in range(5)) / REFERENCE
+    write_run(place / "runs" / "first")
+    board = RunsBoard(place / "runs", held=lambda path: False, make_pieces=lambda path: None)
+    listener = Listener("a token of many characters")
+    await listener.open()
+    fleet: Any = SimpleNamespace(members=[])
+    pool = PoolDoor(place, fleet, None, ())
+    await pool.open()
+    measure_callbacks()
+    async with faked(model, engine) as (client, serving):
+        door, facts = await tinker_door(serving, place / "checkpoints")
+        async with answering(make_app(serving, "", routes(door))) as tinker, answering(make_board_app(board)) as seen:
+            doors = {"serve": client.url, "tinker": tinker, "board": seen, "pool": str(place / SOCKET), **facts}
+            doors |= {"gateway": await gateway_rollout(serving.encoder), "dial_in": f"http://{listener.address}"}
+            print(json.dumps({**doors, "slowness": slowness, "searched": len(gc.get_objects())}), flush=True)
+            await answer()
+
+
+async def answer() -> None:
+    global longest
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.readline():
+        print(json.dumps(longest), flush=True)
+        longest = 0.0
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

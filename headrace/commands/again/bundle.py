@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -117,7 +118,14 @@ def read_bundle(file: Path, folder: Path) -> Bundle:
             for one in members:
                 archive.extract(one, folder)
             facts = archive.read(FACTS)
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        KeyError,
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: encrypted
         raise ConfigError(f"{file} is no bundle of headrace replay --export: {error}") from None
     try:
         bundle = _decoder.decode(facts)

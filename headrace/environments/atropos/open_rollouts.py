@@ -55,10 +55,12 @@ class OpenRollout:
         """Takes note of a turn."""
         if turn.completion is None:
             return
-        if self.tokens != turn.path[: len(self.tokens)]:  # the template has rewritten history: a path of its own
+        assert turn.path is not None, "a completion ends a path"
+        tokens = turn.path.tokens()
+        if self.tokens != tokens[: len(self.tokens)]:  # the template has rewritten history: a path of its own
             self.sampled.clear()
-        self.tokens, self.digest = turn.path, digest_of(turn.path)
-        self.sampled.append(range(len(turn.path) - len(turn.completion.tokens), len(turn.path)))
+        self.tokens, self.digest = tokens, digest_of(tokens)
+        self.sampled.append(range(len(tokens) - len(turn.completion.tokens), len(tokens)))
 
     def score(self, score: float) -> None:
         if not self.ended.done():

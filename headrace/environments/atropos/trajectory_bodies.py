@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from headrace.web.bodies import Body, Count, Drawing, Token
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
-from headrace.web.sending import read_bytes
+from headrace.web.sending import decoded, read_bytes
 
 T = TypeVar("T")
 
@@ -94,7 +94,4 @@ async def read_posted(request: HttpRequest, kind: type[T], limits: ServerLimits)
             raise Refused(400, "the body says that it is gzip, and is not") from None
         if len(body) > limits.body_bytes:
             raise Refused(413, f"a body may have {limits.body_bytes} bytes when it is unpacked")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is not what this route takes: {error}") from None
+    return decoded(body, kind)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.chat.messages import Message as ChatMessage
 from headrace.chat.messages import for_template
 from headrace.chat.rendering import TemplateUse
-from headrace.environments.conversation import Conversation
+from headrace.environments.conversation import Conversation, TokenPath
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
 from headrace.types import Completion
@@ -35,8 +37,8 @@ class TreeReply(NamedTuple):
     completion: Completion | None
     """None if nothing was sampled, because the rollout is at a limit."""
     prompt_tokens: int
-    path: tuple[int, ...] = ()
-    """All tokens up to the end of the completion; empty if nothing was sampled."""
+    path: TokenPath | None = None
+    """The tokens up to the end of the completion; None if nothing was sampled."""
 
 
 class ChatTree:
@@ -74,7 +76,7 @@ class ChatTree:
         if asked.continues:  # clients send the begin and what was added as one message, or as two
             whole = {**sent, "content": given[-1]["content"] + sent["content"]}
             self._after[_digest(digests[-2], whole)] = talk
-        return TreeReply(reply, talk.last, talk.prompt_tokens, talk.tokens)
+        return TreeReply(reply, talk.last, talk.prompt_tokens, talk.path)
 
     def continues(self, messages: Sequence[ChatMessage]) -> bool:
         """Whether the messages begin with those of an earlier turn and its reply."""
@@ -112,9 +114,11 @@ def _digest(before: bytes, message: Mapping[str, Any]) -> bytes:
     ]
     # Frameworks name their replies. The name in the answer of a tool is that of its call.
     name = message.get("name") if message["role"] not in ("assistant", "tool") else None
-    said = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), name]
+    said = [message["role"], message.get("content") or "", message.get("tool_call_id"), name]
     said += [thought] if (thought := message.get("reasoning_content")) else []
-    return blake2b(before + json.dumps(said, sort_keys=True).encode(), digest_size=16).digest()
+    # Every request has all messages of its conversation, and few of them make calls, whose numbers may be of any size.
+    made = json.dumps(calls, sort_keys=True).encode() if calls else b""
+    return blake2b(before + msgspec.json.encode(said) + made, digest_size=16).digest()
 
 
 def _plain(arguments: Any) -> Any:

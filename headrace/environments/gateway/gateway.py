@@ -22,7 +22,7 @@ from headrace.environments.gateway.turn_request import AnswerEncoder, GatewayRul
 from headrace.web.application import make_application
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
-from headrace.web.server import bind, make_server
+from headrace.web.server import bind, make_server, spare_what_stays
 
 HOST = "127.0.0.1"
 AT_ONCE = 64
@@ -99,6 +99,7 @@ class Gateway:
     async def _start(self) -> None:
         self._sock = self._sock or bind(HOST, 0)
         self._server = make_server(self.application())
+        spare_what_stays()
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
 
     def application(self) -> Starlette:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from headrace.chat.streamed_text import StreamedText
+from headrace.environments.conversation import extended
 from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
@@ -97,7 +98,7 @@ class TextTree:
         self._keep(prompt, place, done)
         stop = "length" if done.stop == "length" else "stop"
         reply = ChatReply(text=self._said(done), stop=stop, tokens=len(done.tokens))
-        return TreeReply(reply, done, count, (*place.before, *done.tokens))
+        return TreeReply(reply, done, count, extended(None, place.before + done.tokens))
 
     def continues(self, prompt: str | Sequence[int]) -> bool:
         """Whether the prompt begins with an earlier one and its completion."""

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
 from headrace.serve.routes.completion_text import CompletionText, begins_thinking
-from headrace.serve.sampling import of_chat, size_of
+from headrace.serve.sampling import of_chat
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat
@@ -23,7 +23,7 @@ from headrace.web.formats import anthropic_bodies as anthropic
 from headrace.web.formats import responses_bodies as openai_responses
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.formats.responses_writer import ResponseWriter
-from headrace.web.sending import GONE, Events, json_response, read_body, while_there
+from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
 from headrace.web.unserved import stops
 
 
@@ -42,7 +42,7 @@ async def responses(request: HttpRequest) -> Response:
         top_p=body.top_p,
         chat_template_kwargs=dict(asked.arguments) or None,
     )
-    turn = await _begun(serving, chat, f"resp-{uuid.uuid4().hex}")
+    turn = await _begun(request, serving, chat, f"resp-{uuid.uuid4().hex}")
     made = ResponseWriter(
         body,
         model=turn.model,
@@ -72,7 +72,7 @@ async def messages(request: HttpRequest) -> Response:
         stop=body.stop_sequences,
         continue_final_message=body.messages[-1].role == "assistant",
     )
-    turn = await _begun(serving, chat, f"msg-{uuid.uuid4().hex}")
+    turn = await _begun(request, serving, chat, f"msg-{uuid.uuid4().hex}")
     if body.stream:
         return Events(anthropic.events_of(turn, turn.model), named=True)
     whole = await while_there(request, turn.whole())
@@ -89,18 +89,18 @@ async def count_tokens(request: HttpRequest) -> Response:
         tools=anthropic.tools_of(body) or None,
         continue_final_message=body.messages[-1].role == "assistant",
     )
-    (counted,) = await off_loop(size_of(chat), partial(of_chat, serving, chat, "counted"))
+    (counted,) = await off_loop(body_bytes(request), partial(of_chat, serving, chat, "counted"))
     return json_response({"input_tokens": len(counted.prompt)})
 
 
-async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:
+async def _begun(request: HttpRequest, serving: Serving, chat: Chat, name: str) -> ServedTurn:
     """Returns the turn that is to be sampled. Raises Refused."""
-    (request,) = await off_loop(size_of(chat), partial(of_chat, serving, chat, name))
+    (asked,) = await off_loop(body_bytes(request), partial(of_chat, serving, chat, name))
     serving.room_for(1)
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
-    thinking = begins_thinking(encoder, request, chat)
-    return ServedTurn(serving, request, CompletionText(encoder, stops(chat), format, thinking, chat.tools or ()))
+    thinking = begins_thinking(encoder, asked, chat)
+    return ServedTurn(serving, asked, CompletionText(encoder, stops(chat), format, thinking, chat.tools or ()))
 
 
 class ServedTurn:

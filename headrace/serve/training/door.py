@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
@@ -35,7 +38,7 @@ from headrace.serve.training.messages.json_bodies import (
 from headrace.serve.training.messages.request_numbers import NumberedRequest
 from headrace.serve.training.models import REMEDY, Model, Work
 from headrace.serve.training.operations import Operations
-from headrace.serve.training.samplers import Sampler
+from headrace.serve.training.samplers import Sampler, number_used
 from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.serve.training.store import Store
@@ -111,7 +114,7 @@ class Door:
         _check_lora(body.lora_config, self.limits.rank)
         session = self.sessions.get(body.session_id)
         model = self._new_model(session, body.model_seq_id, body.lora_config)
-        return self._create(session, model, lambda: self._operations.create(model))
+        return self._create(session, model, body, lambda: self._operations.create(model))
 
     def load_weights(self, body: LoadWeights) -> Promise:
         """Into a model that is there, or as the first thing of a new one."""
@@ -124,14 +127,14 @@ class Door:
             raise Refused(400, f"{body.path} holds weights for sampling; load one that save_state returned")
         if body.model_id is not None and body.seq_id is not None:
             model = self.model(body.model_id)
-            return self._in_order(model, body.seq_id, lambda: self._operations.load(model, facts, body.optimizer))
+            return self._in_order(model, body.seq_id, body, lambda: self._operations.load(model, facts, body.optimizer))
         if body.session_id is None or body.model_seq_id is None:
             raise Refused(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id")
         self._check_base(body.base_model or self.serving.name)
         _check_optimizer(body.optimizer_config or Optimizer())
         session = self.sessions.get(body.session_id)
         new = self._new_model(session, body.model_seq_id, facts.lora)
-        return self._create(session, new, lambda: self._operations.create_from(new, facts, body.optimizer))
+        return self._create(session, new, body, lambda: self._operations.create_from(new, facts, body.optimizer))
 
     def _new_model(self, session: ClientSession, number: int, lora: LoraBody) -> Model:
         return Model(
@@ -142,10 +145,10 @@ class Door:
             gap_seconds=self.limits.gap_seconds,
         )
 
-    def _create(self, session: ClientSession, model: Model, work: Work) -> Promise:
+    def _create(self, session: ClientSession, model: Model, asked: Any, work: Work) -> Promise:
         name = f"{model.id}/create"
         return self._promise(
-            name, session.id, lambda promise: self.futures.start(promise, self._begin(session, model, work))
+            name, session.id, asked, lambda promise: self.futures.start(promise, self._begin(session, model, work))
         )
 
     async def _begin(self, session: ClientSession, model: Model, work: Work) -> FutureAnswer:
@@ -176,13 +179,15 @@ class Door:
             model = self.model(asked.model)
         except Refused:  # there is nobody whom it could hold up
             return
+        if self.futures.find(f"{model.id}/{asked.number}"):  # it was taken before, by this request or by another one
+            return
         work = self._operations.spoil if asked.trains else self._operations.refuse
-        self._in_order(model, asked.number, lambda: work(model, why))
+        self._in_order(model, asked.number, None, lambda: work(model, why))
 
     def train(self, message: Any) -> Promise:
         """A forward pass, or a forward and backward pass."""
         model, call = self.model(message.model_id), pass_of(message)
-        return self._in_order(model, message.seq_id, lambda: self._operations.run(model, call))
+        return self._in_order(model, message.seq_id, message, lambda: self._operations.run(model, call))
 
     def optim_step(self, body: OptimStep) -> Promise:
         model = self.model(body.model_id)
@@ -198,11 +203,11 @@ class Door:
             weight_decay=adam.weight_decay,
             grad_clip_norm=max(adam.grad_clip_norm, 0.0),
         )
-        return self._in_order(model, body.seq_id, lambda: self._operations.step(model, call))
+        return self._in_order(model, body.seq_id, body, lambda: self._operations.step(model, call))
 
     def save_weights(self, body: SaveWeights) -> Promise:
         model = self.model(body.model_id)
-        return self._in_order(model, body.seq_id, lambda: self._operations.save(model, body))
+        return self._in_order(model, body.seq_id, body, lambda: self._operations.save(model, body))
 
     def save_for_sampler(self, body: SaveForSampler) -> Promise:
         model = self.model(body.model_id)
@@ -212,6 +217,7 @@ class Door:
         return self._in_order(
             model,
             body.seq_id,
+            body,
             lambda: self._operations.save_for_sampler(session, model, body, self._inflight(session, model)),
         )
 
@@ -247,10 +253,13 @@ class Door:
     def create_sampler(self, body: CreateSampler) -> Sampler:
         session = self.sessions.get(body.session_id)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        if name not in session.samplers:
+        there = session.samplers.get(name)
+        if there is None:
             weights = self._weights(body.model_path, body.base_model)
-            session.samplers[name] = Sampler(id=name, session=session.id, path=body.model_path, weights=weights)
-        return session.samplers[name]
+            there = session.samplers[name] = Sampler(id=name, session=session.id, path=body.model_path, weights=weights)
+        elif (there.path, there.weights is None) != (body.model_path or None, not body.model_path):
+            raise Refused(400, number_used(there), "number_used")
+        return there
 
     def _weights(self, path: str | None, base: str | None) -> SavedAdapter | None:
         if base is not None:
@@ -261,7 +270,8 @@ class Door:
         """Also returns the mark of the weights. Raises Refused (429) where too many samples are under way."""
         if body.sampling_session_id is not None:
             sampler = self.sampler(body.sampling_session_id)
-            name, owner = f"{sampler.id}/{body.seq_id or 0}", sampler.session
+            number = uuid.uuid4() if body.seq_id is None else body.seq_id
+            name, owner = f"{sampler.id}/{number}", sampler.session
         else:
             name, owner = f"direct:{uuid.uuid4()}", ""
             weights = self._weights(body.model_path, body.base_model)
@@ -276,25 +286,35 @@ class Door:
             )
             self.futures.start(promise, work)
 
-        return self._promise(name, owner, begin), sampler.mark
+        return self._promise(name, owner, body, begin), sampler.mark
 
     # -- promises -----------------------------------------------------------------------------------------------------------
 
-    def _promise(self, name: str, owner: str, begin: Callable[[Promise], None]) -> Promise:
-        """A request that was sent before is not begun again."""
-        if there := self.futures.find(name):
+    def _promise(self, name: str, owner: str, asked: Any, begin: Callable[[Promise], None]) -> Promise:
+        """A request that was sent before is not begun again. `asked`: its message; None where it could not be read."""
+        content = _digest_of(asked)
+        if there := self.futures.sent_before(name, content):
             return there
-        promise = self.futures.open(name, owner)
+        promise = self.futures.open(name, owner, content)
         begin(promise)
         return promise
 
-    def _in_order(self, model: Model, number: int, work: Work) -> Promise:
+    def _in_order(self, model: Model, number: int, asked: Any, work: Work) -> Promise:
         name = f"{model.id}/{number}"
-        return self._promise(name, model.session, lambda promise: model.submit(number, promise, work))
+        return self._promise(name, model.session, asked, lambda promise: model.submit(number, promise, work))
 
     def _check_base(self, name: str) -> None:
         if name not in (self.serving.name, str(self.directory)):
             raise Refused(404, f"there is no model {name} here; there is: {self.serving.name}", "model_not_found")
+
+
+def _digest_of(asked: Any) -> bytes:
+    """Tells requests apart that have one number: a JSON body, or a message of protobuf."""
+    if asked is None:
+        return b""
+    json = isinstance(asked, msgspec.Struct)
+    whole = msgspec.json.encode(asked) if json else asked.SerializeToString(deterministic=True)
+    return blake2b(whole, digest_size=16).digest()
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -50,6 +50,8 @@ class Promise:
     id: str
     owner: str
     """The session that asked."""
+    content: bytes = b""
+    """A digest of what it asked for; empty where that was refused, which is then the answer."""
     waiting_for: str = ""
     """Set while it cannot run, with the reason."""
     task: asyncio.Task[None] | None = None
@@ -91,7 +93,16 @@ class Futures:
     def find(self, name: str) -> Promise | None:
         return self._promises.get(name)
 
-    def open(self, name: str, owner: str) -> Promise:
+    def sent_before(self, name: str, content: bytes) -> Promise | None:
+        """Returns the promise of a request that is sent again. Raises Refused for another request with its number, which would be answered with what
+        was never asked for: clients that share a session, or one that counts wrongly."""
+        there = self._promises.get(name)
+        if there is not None and there.content not in (b"", content):
+            said = f"the number of {name} was used before, by another request; give every request a number of its own"
+            raise Refused(400, said, "number_used")
+        return there
+
+    def open(self, name: str, owner: str, content: bytes = b"") -> Promise:
         """A new promise. Raises Refused (429) where too many are pending; the client tries again later."""
         assert name not in self._promises, "look for it before"
         self._forget_old()
@@ -99,7 +110,7 @@ class Futures:
             raise Refused(
                 429, f"{self.pending} requests are pending, and {self._limits.pending} may be; try again", "busy"
             )
-        promise = self._promises[name] = Promise(id=name, owner=owner)
+        promise = self._promises[name] = Promise(id=name, owner=owner, content=content)
         return promise
 
     def start(self, promise: Promise, work: Coroutine[Any, Any, FutureAnswer]) -> None:

@@ -16,7 +16,7 @@ from headrace.serve.training.futures import FutureAnswer
 from headrace.serve.training.messages.json_bodies import SaveForSampler, SaveWeights
 from headrace.serve.training.messages.protobuf import pass_output
 from headrace.serve.training.models import Model
-from headrace.serve.training.samplers import Sampler
+from headrace.serve.training.samplers import Sampler, number_used
 from headrace.serve.training.sessions import ClientSession
 from headrace.serve.training.shelf import SavedAdapter
 from headrace.serve.training.store import CheckpointFacts, Kind, Store, path_of
@@ -85,6 +85,9 @@ class Operations:
     ) -> FutureAnswer:
         """Saves weights to be sampled from by whoever knows their name, or, without a name, makes a sampler for this session."""
         changes = body.path is None and body.kind == "inflight"
+        id = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if body.path is None and (there := session.samplers.get(id)):
+            raise Refused(400, number_used(there), "number_used")
         name = body.path or f"{body.kind}-{body.sampling_session_seq_id}"
         path = path_of(model.id, "sampler_weights", name)
         update = await self._publish(model, path, f"{model.id}/inflight" if changes else path, body)
@@ -94,7 +97,7 @@ class Operations:
         weights = inflight if changes and inflight else SavedAdapter(update)
         weights.update = update
         sampler = Sampler(
-            id=f"{session.id}:sample:{body.sampling_session_seq_id}",
+            id=id,
             session=session.id,
             path=None if changes else path,
             weights=weights,

@@ -61,18 +61,26 @@ class Sampler:
         }
 
 
+def number_used(sampler: Sampler) -> str:
+    return (
+        f"the sampler {sampler.id} is there already, and samples from {sampler.path or sampler.mark}; give another sampling_session_seq_id to "
+        "one for other weights"
+    )
+
+
 def requests_of(serving: Serving, sampler: Sampler, body: SampleBody, name: str) -> list[Request]:
     """Raises Refused for what is not served, or cannot be."""
     for field, values in UNSERVED.items():
         if getattr(body, field) not in values:
             raise Refused(400, f"{field} is not served; leave it out", "unsupported_parameter")
-    prompt = tokens_of(body)
-    room = serving.engine.capabilities.context_length - len(prompt)
+    size, longest = sum(len(chunk.tokens) for chunk in body.prompt.chunks), serving.engine.capabilities.context_length
+    prompt = tokens_of(body) if size < longest else ()
+    room = longest - size
     most = room if body.sampling_params.max_tokens is None else body.sampling_params.max_tokens
     if most > room or room < 1:
         raise Refused(
             400,
-            f"a prompt of {len(prompt)} tokens leaves room for {max(room, 0)}, and max_tokens = {most}; prompt and sample together may have "
+            f"a prompt of {size} tokens leaves room for {max(room, 0)}, and max_tokens = {most}; prompt and sample together may have "
             f"{serving.engine.capabilities.context_length} tokens",
             "context_length_exceeded",
         )

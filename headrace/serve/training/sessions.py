@@ -8,10 +8,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.models import Model
 from headrace.serve.training.samplers import Sampler
 from headrace.web.errors import Refused
+
+MOST_OVER = 1024
+"""Sessions that are over and whose end is still remembered."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +43,11 @@ class Sessions:
         return iter([one for one in self._sessions.values() if not one.ending])
 
     def begin(self, wishes: CreateSession) -> ClientSession:
-        session = ClientSession(id=str(uuid.uuid4()), wishes=wishes)
+        kept = msgspec.structs.replace(wishes, user_metadata=None, tags=[])  # they have no effect, and any size
+        session = ClientSession(id=str(uuid.uuid4()), wishes=kept)
+        over = [one.id for one in self._sessions.values() if one.ending]
+        for old in over[: max(0, len(over) - MOST_OVER)]:
+            del self._sessions[old]
         self._sessions[session.id] = session
         self._wind(session)
         return session

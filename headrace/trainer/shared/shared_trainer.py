@@ -44,6 +44,8 @@ class Tenant:
     version: int = 0
     spoiled: str = ""
     """The reason why the next optimizer step is refused: a pass before it failed, and its gradient would lack a part."""
+    broken: str = ""
+    """The reason why only `restore` can be done: a step has made weights that are no numbers."""
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +110,9 @@ class SharedTrainer:
     def _tenant(self, name: str) -> Tenant:
         if name not in self._tenants:
             raise ValueError(f"no model {name} is trained here")
-        return self._tenants[name]
+        if (tenant := self._tenants[name]).broken:
+            raise ValueError(tenant.broken)
+        return tenant
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
@@ -181,6 +185,12 @@ class SharedTrainer:
             }
         tenant.optimizer.step()
         tenant.forget()
+        if not all(bool(torch.isfinite(p).all()) for p in tenant.parameters.values()):
+            said = (
+                f"learning_rate = {call.learning_rate:g} and eps = {call.eps:g} have made weights that are not finite"
+            )
+            tenant.broken = f"{said}; load_state what was saved before, or begin a new model"
+            raise ValueError(tenant.broken)
         tenant.version += 1
         return StepDone(version=tenant.version, grad_norm=float(norm))
 
@@ -213,11 +223,12 @@ class SharedTrainer:
 
     def restore(self, call: Checkpoint) -> int:
         """Returns the version. Raises CheckpointError, with nothing changed."""
-        tenant = self._tenant(call.model)
+        if (tenant := self._tenants.get(call.model)) is None:
+            raise ValueError(f"no model {call.model} is trained here")
         contents = self._contents(call.model)
         tenant.version = checkpoint.restore(Path(call.directory), contents, tenant.optimizer, self._placement)
         tenant.forget()
-        tenant.spoiled = ""
+        tenant.spoiled = tenant.broken = ""
         if not call.optimizer:
             tenant.optimizer.state.clear()
         return tenant.version

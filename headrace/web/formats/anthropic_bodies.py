@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
-from headrace.web.bodies import OpenBody
+from headrace.web.bodies import MOST_STOPS, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
 
@@ -52,7 +52,7 @@ class Messages(CountTokens, kw_only=True):
     """`/v1/messages`"""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None

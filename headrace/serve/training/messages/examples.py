@@ -13,6 +13,11 @@ from headrace.serve.training.messages.protobuf import FLOAT32, INT32, INT64
 from headrace.trainer.shared.calls import Example, TrainingPass
 from headrace.web.errors import Refused
 
+MOST_EXAMPLES = 4096
+"""Examples of one request. Its client sends 1024 at most."""
+MOST_PLACES, MOST_BYTES = 1 << 24, 1 << 28
+"""Numbers of one tensor that is sent as a sparse one, and bytes of all of a request when they are dense."""
+
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
@@ -27,11 +32,23 @@ def pass_of(message: Any) -> TrainingPass:
         )
     if not message.data:
         raise Refused(400, "data is empty; send one example at least")
+    if len(message.data) > MOST_EXAMPLES:
+        raise Refused(
+            400, f"data has {len(message.data)} examples, and one request may have {MOST_EXAMPLES}; send several"
+        )
     try:
         constants = loss.with_constants(_constants(message))
     except ValueError as error:
         raise Refused(400, f"{name}: {error}") from None
-    examples = [_example(f"data[{number}]", datum, name, loss) for number, datum in enumerate(message.data)]
+    examples, size = [], 0
+    for number, datum in enumerate(message.data):
+        examples.append(example := _example(f"data[{number}]", datum, name, loss))
+        size += len(example.targets) + sum(map(len, example.inputs.values()))
+        if size > MOST_BYTES:
+            raise Refused(
+                400,
+                f"the tensors of data are larger than {MOST_BYTES} bytes when they are dense; send several requests",
+            )
     return TrainingPass(
         model=message.model_id,
         examples=examples,
@@ -118,10 +135,15 @@ def _tensor(place: str, message: Any) -> NDArray[Any]:
 
 
 def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > 1 << 24:
+    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MOST_PLACES:
         raise ValueError("a sparse tensor has two dimensions, and 2^24 places at most")
     values = np.frombuffer(sparse.values, dtype)
     rows, columns = np.frombuffer(sparse.crow_indices, "<i8"), np.frombuffer(sparse.col_indices, "<i8")
+    ends = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
+    if not ends or rows.min() < 0 or rows.max() > len(values) or (np.diff(rows) < 0).any():
+        raise ValueError("its rows do not count its values")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise ValueError("it names a column that it does not have")
     whole = np.zeros(shape, dtype)
     whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return whole

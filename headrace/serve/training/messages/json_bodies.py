@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.web.bodies import Body, Count, Few, Seed, Token
+from headrace.web.bodies import MOST_STOPS, Body, Count, Few, Seed, Token
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """The name of a checkpoint, which becomes that of a directory."""
 Sequence = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Rate = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0, le=1e6)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Metadata = dict[str, Any] | None
 Lifetime = Annotated[int, Meta(ge=3600, le=10 * 366 * 86400)]
@@ -155,7 +155,7 @@ class SamplePrompt(Body, kw_only=True):
 class Params(Body, kw_only=True):
     max_tokens: Count | None = None
     seed: Seed | None = None
-    stop: str | list[str | Token] | None = None
+    stop: str | Annotated[list[str | Token], Meta(max_length=MOST_STOPS)] | None = None
     """Left out: the model's own end token stops. An empty list: nothing does."""
     temperature: float = 1.0
     top_k: int = -1
