@@ -151,7 +151,7 @@ class RolloutKey(Struct, frozen=True):
     adapter: str = ""
     """The adapter that is trained; empty where all weights are."""
     context: str = ""
-    """A digest of the tokens before the turn (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
+    """A digest of the tokens before the turn, and of a constraint of its own (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
     found again by the tokens that it was sampled after, and never used after others (C5)."""
 
     def __str__(self) -> str:

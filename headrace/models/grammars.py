@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ def loaded() -> Any:
     return llguidance
 
 
+@lru_cache(KEPT)
 def check_constraint(constraint: Constraint) -> None:
     """Takes up to half a second: do it off an event loop. Raises ValueError with the reason for a constraint that cannot be expressed, that
     nothing satisfies, or that is too large."""

@@ -18,9 +18,9 @@ from headrace.observe.health.waits import Waits
 from headrace.playing import TokenListener
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.sampling_masks import joined_masks, shortened_mask
 from headrace.settings.strict import STRICT
 from headrace.steps import StepOutput
-from headrace.sampling_masks import joined_masks, shortened_mask
 from headrace.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 

@@ -19,8 +19,8 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
-from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.compiling import Compiling
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.requests import RequestLimits
 from headrace.engine.native.sampling.guides import Guides
 from headrace.engine.native.sampling.stopping import Stopper

@@ -13,7 +13,6 @@ from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
 from headrace.chat.thinking import MARKS, ThoughtReader, end_of_thought, is_open_in
 from headrace.models.chat import ChatEncoder
-from headrace.types import Request
 from headrace.web.bodies import Chat
 
 _ID = string.ascii_letters + string.digits
@@ -87,7 +86,7 @@ class CompletionText:
         return made
 
 
-def begins_thinking(encoder: ChatEncoder, request: Request, chat: Chat) -> bool | None:
+def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> bool | None:
     """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
     if not encoder.thinks:
         return None
@@ -96,4 +95,4 @@ def begins_thinking(encoder: ChatEncoder, request: Request, chat: Chat) -> bool 
         return is_open_in(
             content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
         )
-    return is_open_in(encoder.written(request.prompt[-_LAST:]))
+    return is_open_in(encoder.written(prompt[-_LAST:]))

@@ -98,7 +98,7 @@ async def chat(request: HttpRequest) -> Response:
         logprobs=bool(body.logprobs),
         stops=stops(body),
         format=serving.encoder.call_format if offered_tools(body) else None,
-        thinking=begins_thinking(serving.encoder, requests[0], body),
+        thinking=begins_thinking(serving.encoder, requests[0].prompt, body),
         tools=offered_tools(body),
     )
     return await _answer(request, body, answering)

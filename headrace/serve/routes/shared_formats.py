@@ -37,6 +37,9 @@ async def responses(request: HttpRequest) -> Response:
         model=body.model,
         messages=[*openai_responses.system_of(body), *history],
         tools=openai_responses.offered_functions(body) or None,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=(body.text or {}).get("format"),
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -65,6 +68,8 @@ async def messages(request: HttpRequest) -> Response:
         model=body.model,
         messages=anthropic.messages_of(body),
         tools=anthropic.tools_of(body) or None,
+        tool_choice=anthropic.choice_of(body),
+        parallel_tool_calls=anthropic.parallel_of(body),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -85,7 +90,7 @@ async def _begun(serving: Serving, chat: Chat, name: str) -> ServedTurn:
     serving.room_for(1)
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
-    thinking = begins_thinking(encoder, request, chat)
+    thinking = begins_thinking(encoder, request.prompt, chat)
     return ServedTurn(serving, request, CompletionText(encoder, stops(chat), format, thinking, chat.tools or ()))
 
 

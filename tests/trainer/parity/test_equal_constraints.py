@@ -131,7 +131,7 @@ def test_gradients_are_those_of_a_reference_in_float64_that_knows_the_language(d
     weight = head.detach().to(dtype).double().requires_grad_()
     logits = hidden.to(dtype).double() @ weight.t()
     logprobs = []
-    for place, (row, position) in enumerate((row, position) for row in chosen for position in range(len(row.tokens))):
+    for place, (row, position) in enumerate((one, at) for one in chosen for at in range(len(one.tokens))):
         possible = may_follow("".join(LETTERS[token] for token in row.tokens[:position]))
         logprobs.append(logits[place, possible].log_softmax(0)[possible.index(row.tokens[position])])
     theirs = torch.autograd.grad(torch.stack(logprobs).sum(), weight)[0]

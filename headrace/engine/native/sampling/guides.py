@@ -142,7 +142,7 @@ class Guides:
             guide.problem = "the constraint leaves no token of this tokenizer to go on with"
             return
         bits = np.packbits(flags, bitorder="little")
-        guide.allowed = AllowedSet(hashlib.blake2b(bits, digest_size=8).digest(), bits, count)
+        guide.allowed = AllowedSet(hashlib.blake2b(bits.tobytes(), digest_size=8).digest(), bits, count)
 
     # -- logits -------------------------------------------------------------------------------------------------------------
 
