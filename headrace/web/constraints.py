@@ -15,7 +15,7 @@ from headrace.types import Constraint
 from headrace.web.errors import Refused
 
 _OBJECT = '{"type": "object"}'
-_NEUTRAL_OUTPUTS: tuple[Any, ...] = (None, False, "", [], {})
+_NEUTRAL_OUTPUTS: tuple[Any, ...] = (None, False, "", [])
 
 
 class CallEncoder(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
 from headrace.chat.formats import CallFormat
@@ -20,7 +21,7 @@ from headrace.errors import ConfigError, RolloutOver
 from headrace.models.chat import LONG, off_loop
 from headrace.types import Constraint
 from headrace.web.bodies import Chat, Drawing
-from headrace.web.constraints import of_answer
+from headrace.web.constraints import forces, of_answer
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
@@ -145,26 +146,25 @@ async def constraint_of(
     tool_choice: Any = None,
     several: bool | None = None,
 ) -> Constraint | None:
-    """Returns the language that an answer is held to: what it leaves is recorded, and the turn trains over it. Compiles in a thread. Raises
-    Refused."""
+    """Returns the language that an answer is held to: what it leaves is recorded, and the turn trains over it. Compiles in a thread. Strict
+    tools hold an answer to nothing unless a call is asked for: frameworks declare them by default, and answer arguments that do not fit, so
+    that the model can learn from the answer. Raises Refused."""
+    note_strict(rules, () if forces(tool_choice) else tools)
+    lenient = [replace(tool, function=replace(tool.function, strict=None)) for tool in tools]
     make = partial(
         of_answer,
         rules.encoder,
         response_format=response_format,
         outputs=outputs,
-        tools=tools,
+        tools=lenient,
         tool_choice=tool_choice,
         several=several,
     )
-    constraint = await off_loop(LONG, make) if response_format or outputs or tools or tool_choice else None
-    if constraint is None:
-        note_strict(rules, tools)
-    return constraint
+    return await off_loop(LONG, make) if response_format or outputs or tools or tool_choice else None
 
 
 def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
-    """Notes that arguments of tools are what the model writes. A strict tool whose calls have no grammar is not refused: frameworks ask for
-    strict ones by default, and answer arguments that do not fit, so that the model can learn from the answer."""
+    """Notes that arguments of tools are what the model writes."""
     if any(tool.function.strict for tool in tools):
         said = "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
         rules.remark("strict", said)
