@@ -155,6 +155,7 @@ class Conversation:
         tools: Sequence[Message] | None,
         most: int = 0,
         stream: TurnStream | None = None,
+        *,
         asked: TemplateUse = ROW,
         constraint: Constraint | None = None,
     ) -> ChatReply:

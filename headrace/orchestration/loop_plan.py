@@ -77,7 +77,7 @@ class LoopPlan:
             (key.turn,) if key.turn else ()
         )  # first turns keep the seeds that they had before there were several turns
         seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
-        return self.rollout.request(str(key), context, seed, key.ticket, self.adapter, constraint)
+        return self.rollout.request(str(key), context, seed, key.ticket, self.adapter, constraint=constraint)
 
     def environment_seeds(self, ticket: int, prompt: Prompt) -> list[int]:
         """The seeds of a group's environments, one for each rollout."""

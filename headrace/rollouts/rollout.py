@@ -138,6 +138,7 @@ class RolloutConfig:
         seed: int,
         priority: int,
         adapter: str = "",
+        *,
         constraint: Constraint | None = None,
     ) -> Request:
         """The request for a turn that will be trained on. `context`: the tokens before it. `constraint`: in place of the setting."""
@@ -158,6 +159,7 @@ class RolloutConfig:
         seed: int,
         temperature: float,
         adapter: str = "",
+        *,
         constraint: Constraint | None = None,
     ) -> Request:
         """The request for a turn that is only scored: nothing is recorded, and it goes before those of training."""

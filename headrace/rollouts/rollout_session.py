@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ class TurnAsked:
     """The most tokens of its completion, if fewer than rollout.max_tokens; 0: as many."""
     heard: TokenListener | None = None
     """Called with the tokens as they are sampled, by an engine that can do so."""
+    _: KW_ONLY
     constraint: Constraint | None = None
-    """In place of the run's own."""
+    """Its language, in place of the run's own."""
 
     def limited(self, request: Request) -> Request:
         """Returns the request with at most `most` tokens."""
@@ -160,7 +161,7 @@ class RolloutSession:
         clock = asyncio.get_running_loop().time
         asked = clock()
         path = self._path_to(context, parent)
-        done = await self._sampled(TurnAsked(self._rollout, number, path, most, heard, constraint))
+        done = await self._sampled(TurnAsked(self._rollout, number, path, most, heard, constraint=constraint))
         done = self._own_routing(done, parent)
         reply = read(done) if read else {}
         self._turns[number] = Turn(

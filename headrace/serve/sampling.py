@@ -10,15 +10,19 @@ import msgspec
 
 from headrace.chat.messages import described, for_template, uses_tools
 from headrace.chat.rendering import with_effort
-from headrace.models.chat import LONG
+from headrace.chat.thinking import is_open_in
+from headrace.models.chat import LONG, ChatEncoder
 from headrace.models.control_tokens import texts_of
-from headrace.serve.routes.completion_text import begins_thinking
+from headrace.models.grammars import check_constraint
 from headrace.serve.serving import Serving
 from headrace.types import Constraint, Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
 from headrace.web.constraints import checked, of_answer, of_format
 from headrace.web.errors import Refused
 from headrace.web.unserved import continues_last, offered_tools, refuse_unserved, stops
+
+_LAST = 8
+"""Tokens of a prompt in which a template opens the thinking."""
 
 
 def _sampling(body: Drawing, max_tokens: int, index: int, constraint: Constraint | None = None) -> Sampling:
@@ -92,7 +96,7 @@ def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
     )
     constraint = body.constraint or of_format(drawing.response_format, drawing.structured_outputs)
     if constraint is not None:
-        checked(constraint, "the constraint")
+        checked(constraint, "the constraint", check_constraint)
     samplings = [_sampling(drawing, most, index, constraint) for index in range(drawing.n)]
     cuts = samplings[0].top_p < 1 or samplings[0].top_k > 0 or samplings[0].min_p > 0 or constraint is not None
     mask = cuts and can.masks if body.return_sampling_mask is None else body.return_sampling_mask
@@ -144,7 +148,7 @@ def of_completions(serving: Serving, body: Completions, name: str) -> list[Reque
     most = 16 if body.max_tokens is None else body.max_tokens
     scores = body.echo and (body.logprobs is not None or not most)
     if constraint := of_format(body.response_format, body.structured_outputs):
-        checked(constraint, "response_format" if body.response_format else "structured_outputs")
+        checked(constraint, "response_format" if body.response_format else "structured_outputs", check_constraint)
     top = body.logprobs or 0
     return list(
         _requests(serving, body, prompts=prompts, name=name, most=most, top=top, scores=scores, constraint=constraint)
@@ -199,6 +203,7 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     most = _room(serving, prompt) if most is None else most
     constraint = of_answer(
         serving.encoder,
+        check_constraint,
         response_format=body.response_format,
         outputs=body.structured_outputs,
         tools=tools,
@@ -262,3 +267,15 @@ def _requests(
                 prompt_logprobs=scores,
                 top_logprobs=top,
             )
+
+
+def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> bool | None:
+    """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
+    if not encoder.thinks:
+        return None
+    if chat.continue_final_message:
+        content = chat.messages[-1].content
+        return is_open_in(
+            content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
+        )
+    return is_open_in(encoder.written(prompt[-_LAST:]))

@@ -49,7 +49,7 @@ class Drawing(OpenBody, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
-    """By token, as text. It changes the distribution, so that completions with it cannot be trained on."""
+    """Numbers by token, as text. They change the distribution, so that completions with them cannot be trained on."""
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's form of a constraint, with json, regex, choice or grammar."""
@@ -93,7 +93,7 @@ class Generate(Body, kw_only=True):
     prefix_token_ids: list[Token] = []
     """Sampled before for this very request: they are forwarded, count towards max_tokens, and are not in the answer."""
     constraint: Constraint | None = None
-    """As a run's own engines get it; `structured_outputs` is vLLM's form."""
+    """The form that a run's own engines get; `structured_outputs` is vLLM's form."""
     return_sampling_mask: bool | None = None
     """Left out: where a constraint, top_p, top_k or min_p cut something off."""
     return_routed_experts: bool | None = None

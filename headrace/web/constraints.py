@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.chat.call_grammars import call_grammar
 from headrace.chat.formats import CallFormat
 from headrace.chat.messages import Tool
 from headrace.chat.thinking import CLOSING
-from headrace.models.grammars import check_constraint
 from headrace.types import Constraint
 from headrace.web.errors import Refused
+
+Check = Callable[[Constraint], None]
+"""Raises ValueError with the reason for a constraint that cannot be followed (`models.grammars.check_constraint`)."""
 
 _OBJECT = '{"type": "object"}'
 _NEUTRAL_OUTPUTS: tuple[Any, ...] = (None, False, "", [])
@@ -98,7 +100,9 @@ def _named(tool_choice: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def of_tools(encoder: CallEncoder, tools: Sequence[Tool], tool_choice: Any, several: bool | None) -> Constraint | None:
+def of_tools(
+    encoder: CallEncoder, check: Check, tools: Sequence[Tool], tool_choice: Any, several: bool | None
+) -> Constraint | None:
     """The constraint of an answer that may or must call tools. None where all answers are allowed, or where strict tools are only offered
     and the model's format of calls has no grammar here. `several`: `parallel_tool_calls`. Raises Refused."""
     forced = forces(tool_choice)
@@ -118,7 +122,7 @@ def of_tools(encoder: CallEncoder, tools: Sequence[Tool], tool_choice: Any, seve
     ]
     if made[0]:
         # a special token is spelled out for the check, whose tokenizer has none
-        checked(Constraint("grammar", made[1]), "a tool's parameters")
+        checked(Constraint("grammar", made[1]), "a tool's parameters", check)
         return Constraint("grammar", made[0])
     if forced or several is False:
         what = "a forced call" if forced else "parallel_tool_calls = false"
@@ -126,10 +130,10 @@ def of_tools(encoder: CallEncoder, tools: Sequence[Tool], tool_choice: Any, seve
     return None
 
 
-def checked(constraint: Constraint, what: str) -> Constraint:
+def checked(constraint: Constraint, what: str, check: Check) -> Constraint:
     """Returns the constraint. Takes up to half a second. Raises Refused with the reason for one that cannot be followed."""
     try:
-        check_constraint(constraint)
+        check(constraint)
     except ValueError as error:
         raise _refused(f"{what}: {error}") from None
     return constraint
@@ -137,6 +141,7 @@ def checked(constraint: Constraint, what: str) -> Constraint:
 
 def of_answer(
     encoder: CallEncoder,
+    check: Check,
     *,
     response_format: Mapping[str, Any] | None = None,
     outputs: Mapping[str, Any] | None = None,
@@ -150,9 +155,9 @@ def of_answer(
     if constraint is not None:
         if forces(tool_choice):
             raise _refused("response_format and a forced tool_choice exclude each other; leave one out")
-        checked(constraint, "response_format" if response_format else "structured_outputs")
+        checked(constraint, "response_format" if response_format else "structured_outputs", check)
     else:
-        constraint = of_tools(encoder, tools, tool_choice, several)
+        constraint = of_tools(encoder, check, tools, tool_choice, several)
     if constraint is None or not thinking:
         return constraint
     return Constraint(constraint.kind, constraint.text, after=CLOSING)

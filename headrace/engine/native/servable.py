@@ -32,7 +32,7 @@ class ServableModel:
     decode: Decode | None
     """Tokens to text; None without a tokenizer."""
     tokenizer: Any = None
-    """Of transformers; None without one."""
+    """That of transformers; None without one."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter, by name."""
     dtype: torch.dtype

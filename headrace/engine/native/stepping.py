@@ -163,7 +163,7 @@ class Stepper:
         settings = running.settings(rows if plan.chunks else None)
         left = self._adjust(plan, forward, ends)
         columns = running.columns[rows]
-        drawn = draw(forward, settings, plan.drawn, columns["mask"], columns["top"], left)
+        drawn = draw(forward, settings, plan.drawn, columns["mask"], columns["top"], left=left)
         if ends.stuck:
             drawn.finite[:] &= [running.sequences[row] not in ends.stuck for row in rows.tolist()]
         return drawn

@@ -67,7 +67,7 @@ class ChatTree:
         known = self._known(digests)
         talk = self._after[digests[known]].branch() if known else self._begin()
         talk.limit_said = self._limit_replies >= LIMIT_REPLIES
-        reply = await talk.say(given[known:], list(tools), most, stream, asked, constraint)
+        reply = await talk.say(given[known:], list(tools), most, stream, asked=asked, constraint=constraint)
         if reply.over:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)

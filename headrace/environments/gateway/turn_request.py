@@ -19,6 +19,7 @@ from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speake
 from headrace.environments.turn_stream import TurnStream
 from headrace.errors import ConfigError, RolloutOver
 from headrace.models.chat import LONG, off_loop
+from headrace.models.grammars import check_constraint
 from headrace.types import Constraint
 from headrace.web.bodies import Chat, Drawing
 from headrace.web.constraints import forces, of_answer
@@ -154,6 +155,7 @@ async def constraint_of(
     make = partial(
         of_answer,
         rules.encoder,
+        check_constraint,
         response_format=response_format,
         outputs=outputs,
         tools=lenient,

@@ -21,10 +21,10 @@ from headrace.chat.formats import CallFormat
 from headrace.chat.messages import Tool
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.routes.completion_text import CompletionText, SaidPiece, begins_thinking
+from headrace.serve.routes.completion_text import CompletionText, SaidPiece
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
-from headrace.serve.sampling import given_prompts, of_chat, of_completions, size_of
+from headrace.serve.sampling import begins_thinking, given_prompts, of_chat, of_completions, size_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat, Completions

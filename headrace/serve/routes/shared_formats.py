@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
-from headrace.serve.routes.completion_text import CompletionText, begins_thinking
-from headrace.serve.sampling import of_chat, size_of
+from headrace.serve.routes.completion_text import CompletionText
+from headrace.serve.sampling import begins_thinking, of_chat, size_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat

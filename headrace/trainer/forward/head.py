@@ -144,7 +144,7 @@ def token_logprobs(
         place, ids = torch.cat([place, behind]), torch.cat([ids, target[among_sets.target]])
     scale = Scale(temperature, softcap)
     counts = None if kept is None else kept.offsets.diff()
-    how = _How(scale, dtype, None if softcap else packed, share, counts, among_sets)
+    how = _How(scale, dtype, None if softcap else packed, share=share, counts=counts, sets=among_sets)
     values, entropy, among = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
     return _compose(values, entropy[which], target=target, kept=kept, among_sets=among_sets, among=among)
 

@@ -22,6 +22,7 @@ def draw(
     places: np.ndarray | None,
     masks: np.ndarray,
     tops: np.ndarray,
+    *,
     left: np.ndarray | None = None,
 ) -> Drawn:
     """`places` [R]: where the rows are among the logits, None for all in order. `masks` [R] bool and `tops` [R]: whose kept
@@ -29,14 +30,14 @@ def draw(
     special = masks | (tops > 0) | settings.filters().on()
     at = np.arange(len(special)) if places is None else places
     if forward.draw is None or special.all():
-        return _sample(forward, settings, places, masks, tops, left)
+        return _sample(forward, settings, places, masks, tops, left=left)
     plain, rest = np.flatnonzero(~special), np.flatnonzero(special)
     u = uniforms(settings.seed[plain], settings.counter[plain])
     tokens, logprobs = forward.draw(settings.temperature[plain], u, at[plain])
     if not len(rest):
         return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(logprobs))
     part = _sample(
-        forward, _only(settings, rest), at[rest], masks[rest], tops[rest], None if left is None else left[rest]
+        forward, _only(settings, rest), at[rest], masks[rest], tops[rest], left=None if left is None else left[rest]
     )
     drawn = Drawn(
         tokens=_spread(part.tokens, rest, len(special), 0),
@@ -56,6 +57,7 @@ def _sample(
     places: np.ndarray | None,
     masks: np.ndarray,
     tops: np.ndarray,
+    *,
     left: np.ndarray | None,
 ) -> Drawn:
     logits = forward.logits

@@ -46,7 +46,7 @@ class Guide:
     """One sequence's place in its language."""
 
     matcher: Any
-    """Of llguidance. It is used by one thread at a time."""
+    """An `llguidance.LLMatcher`, which one thread uses at a time."""
     opening: Stopper | None
     """Finds the text behind which the constraint holds; None once it does."""
     allowed: AllowedSet | None = None

@@ -158,8 +158,8 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
             array("i", [top["token_id"] for top in one["top_logprobs"]]).tobytes(),
             array("f", [_number(top["logprob"]) for top in one["top_logprobs"]]).tobytes(),
             array("i", mask).tobytes(),
-            bytes.fromhex(set_name),
-            base64.b64decode(one_set),
+            set_name=bytes.fromhex(set_name),
+            set=base64.b64decode(one_set),
         )
         for one, mask, (set_name, one_set) in zip(content, masks, sets, strict=True)
     ]
