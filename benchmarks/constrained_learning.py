@@ -14,10 +14,13 @@ import argparse
 import json
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.durable.journal import ReadyRecord, read_journal
+from headrace.observe.records import StepRow, read_metrics
 
 SCHEMA = {
     "type": "object",
@@ -100,34 +103,76 @@ def train(directory: Path, arm: str, seed: int, steps: int) -> None:
 
 
 def table(directory: Path) -> None:
-    """Prints a row for each arm: means over seeds, and over the last five steps where a run learns."""
-    from headrace.observe.records import StepRow, read_metrics
-
+    """Prints a row for each arm, means over its runs and their spread, and draws the curves."""
     print(
-        "| arm | runs | reward, first 3 steps | last 5 | mean ratio, first 3 | last 5 | KL (k3), first 3 | last 5 | clipped |"
+        "| arm | runs | valid, first third | last third | reward, first 3 steps | last 5 | ratio, first 3 | last 5 | KL, first 3 | last 5 | clipped, first 3 |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    found = {}
     for arm in ARMS:
-        runs = [
-            [fact for fact in read_metrics(run) if isinstance(fact, StepRow)]
-            for run in sorted(directory.glob(f"{arm}-*"))
-        ]
+        places = sorted(directory.glob(f"{arm}-*"))
+        runs = [[fact for fact in read_metrics(run) if isinstance(fact, StepRow)] for run in places]
         if runs:
-            print(f"| {arm} | {len(runs)} | {' | '.join(_numbers(runs))} |")
+            found[arm] = runs
+            print(f"| {arm} | {len(runs)} | {' | '.join([*_validity(places), *_numbers(runs)])} |")
+    curves(found, directory / "curves.png")
 
 
-def _numbers(runs: list[list[Any]]) -> list[str]:
-    def of(read: Any, part: slice) -> str:
-        means = [statistics.mean(read(step) for step in run[part]) for run in runs]
-        spread = statistics.stdev(means) if len(means) > 1 else 0.0
-        return f"{statistics.mean(means):.3f} ± {spread:.3f}"
+def _validity(places: list[Path]) -> list[str]:
+    """The share of completions that have the form, in the first and the last third of the groups that were trained (without contrast, none is)."""
+    shares: list[list[float]] = [[], []]
+    for run in places:
+        groups = {record.group.ticket: record.group for record in read_journal(run) if isinstance(record, ReadyRecord)}
+        valid = [
+            statistics.mean(bool(_said(one.episode.last.text)) for one in groups[ticket].scored)
+            for ticket in sorted(groups)
+            if groups[ticket].scored
+        ]
+        third = max(1, len(valid) // 3)
+        shares[0].append(statistics.mean(valid[:third]))
+        shares[1].append(statistics.mean(valid[-third:]))
+    return [_spread(one) for one in shares]
 
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def _numbers(runs: list[list[StepRow]]) -> list[str]:
     first, last = slice(0, 3), slice(-5, None)
-    reads = [lambda step: step.reward_drawn, lambda step: step.report.ratio_mean, lambda step: step.report.kl]
-    return [
-        *(of(read, part) for read in reads for part in (first, last)),
-        of(lambda step: step.report.clip_fraction, slice(None)),
+
+    def of(read: Callable[[StepRow], float], part: slice) -> str:
+        return _spread([statistics.mean(read(step) for step in run[part]) for run in runs])
+
+    reads: list[Callable[[StepRow], float]] = [
+        lambda step: step.reward_drawn,
+        lambda step: step.report.ratio_mean,
+        lambda step: step.report.kl,
     ]
+    clipped = of(lambda step: step.report.clip_fraction, first)
+    return [*(of(read, part) for read in reads for part in (first, last)), clipped]
+
+
+def curves(found: dict[str, list[list[StepRow]]], to: Path) -> None:
+    """Draws reward and KL by step, a thin line for each run and a thick one for their mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), dpi=100)
+    for number, (arm, runs) in enumerate(found.items()):
+        for axes, read in ((left, lambda step: step.reward_drawn), (right, lambda step: step.report.kl)):
+            lines = [[read(step) for step in run] for run in runs]
+            for line in lines:
+                axes.plot(range(1, len(line) + 1), line, color=f"C{number}", linewidth=0.6, alpha=0.6)
+            mean = [statistics.mean(step) for step in zip(*lines, strict=False)]
+            axes.plot(range(1, len(mean) + 1), mean, color=f"C{number}", label=arm)
+    left.set(xlabel="step", title="reward of what was drawn")
+    right.set(xlabel="step", title="KL(sampler ‖ trainer) at lag 0, nats")
+    left.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(to)
 
 
 if __name__ == "__main__":
