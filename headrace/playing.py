@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
-from headrace.types import Completion, Prompt
+from headrace.types import Completion, Constraint, Prompt
 
 TokenListener = Callable[[int, float], None]
 """A function that is called with each token of a turn and its log-prob as soon as it is sampled. It must not raise."""
@@ -29,6 +29,7 @@ class Agent(Protocol):
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
         heard: TokenListener | None = None,
+        constraint: Constraint | None = None,
     ) -> Completion:
         """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
         a tool's result before a later turn). They are never in the loss.
@@ -38,6 +39,7 @@ class Agent(Protocol):
         extends the last turn. `most`: the most tokens of the completion, if fewer than rollout.max_tokens; 0: as many. `role`: the agent whose
         turn it is, if the rollout has several. `messages` and `read` (which returns the completion as a message) are kept with the turn for
         reward functions and people. `heard` is called with the tokens as they are sampled, in their order; it may miss some at the end.
+        `constraint`: the language that the completion is held to, in place of rollout.constraint; what it leaves is recorded and trained over.
 
         Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
 

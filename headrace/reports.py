@@ -262,6 +262,8 @@ class Capabilities(Struct, frozen=True):
     """Ends completions at strings (`Sampling.stop`)."""
     masks: bool = False
     """Returns the vocabulary that was left at each position (`Request.return_mask`)."""
+    constraints: bool = False
+    """Holds completions to a language (`Sampling.constraint`)."""
     routing: bool = False
     """Returns the experts that every position was routed to (`Request.return_routing`)."""
     adapters: int = 0

@@ -55,6 +55,10 @@ class TokenDetails(Struct, frozen=True):
     top_tokens: bytes = b""
     top_logprobs: bytes = b""
     mask: bytes = b""
+    set_name: bytes = b""
+    """A digest of the set of tokens that a constraint alone has left; empty if none has."""
+    set: bytes = b""
+    """The set itself, encoded, with the first token of the request that an engine samples from it."""
 
 
 class StepOutput(Struct, frozen=True):
@@ -149,12 +153,16 @@ class Transcript:
 
     def _mask(self) -> SamplingMask | None:
         """Returns what was recorded, even if the request does not ask for it: a resumed run may have other settings."""
-        if not self.request.return_mask and not any(one.mask for one in self.details):
+        if not self.request.return_mask and not any(one.mask or one.set_name for one in self.details):
             return None
         offsets, details = array("q", [0]), self._of_tokens()
         for one in details:
             offsets.append(offsets[-1] + len(one.mask) // 4)
-        return SamplingMask(b"".join(one.mask for one in details), offsets.tobytes())
+        # an engine that continues the request sends its sets again
+        sets = {one.set_name: one.set for one in details if one.set}
+        place = {b"": -1} | {name: number for number, name in enumerate(sets)}
+        set_of = array("i", [place[one.set_name] for one in details]).tobytes() if sets else b""
+        return SamplingMask(b"".join(one.mask for one in details), offsets.tobytes(), tuple(sets.values()), set_of)
 
     def _of_tokens(self) -> list[TokenDetails]:
         """[T] the details of each token."""

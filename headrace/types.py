@@ -45,6 +45,20 @@ class Prompt(Struct, frozen=True):
     """The number of rollouts of its group, if a curriculum has chosen it (`curriculum.largest_group`). 0: `rollout.group_size`."""
 
 
+class Constraint(Struct, frozen=True):
+    """A language that a completion must belong to. At every position only those tokens can be sampled with which it still can, and the
+    completion ends where it does.
+
+    >>> constraint = Constraint("regex", "[0-9]+")
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
+    """The schema as JSON, the regular expression, the choices as a JSON list of texts, or a grammar in llguidance's variant of Lark's format."""
+    after: str = ""
+    """The text behind which it begins to hold, such as the mark at the end of a model's thinking; empty: it holds from the first token."""
+
+
 class Sampling(Struct, frozen=True):
     """Sampling settings. The log-probs returned are always those of the distribution that these settings make.
 
@@ -67,6 +81,10 @@ class Sampling(Struct, frozen=True):
     ignore_eos: bool = False
     seed: int = 0
     """Token t of a request is drawn with a number that depends on (seed, t) alone, not on the batch or on restarts."""
+    constraint: Constraint | None = None
+    """Tokens that it rules out are taken out first: temperature, top_k, top_p and min_p see what is left."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, number added to its logit), before temperature and filters. No trainer can repeat it: such a completion is not trained on."""
 
 
 class Fork(Struct, frozen=True):
@@ -107,7 +125,7 @@ class Request(Struct, frozen=True):
     top_logprobs: int = 0
     """Return the log-probs of this many most probable tokens at every position that is sampled or scored."""
     return_mask: bool = False
-    """Return the vocabulary that top-k, top-p and min-p kept at every position (`SamplingMask`)."""
+    """Return the vocabulary that the constraint, top-k, top-p and min-p left at every position (`SamplingMask`)."""
     return_routing: bool = False
     """Return the experts that every position was routed to (`RoutingTrace`)."""
 
@@ -133,7 +151,7 @@ class RolloutKey(Struct, frozen=True):
     adapter: str = ""
     """The adapter that is trained; empty where all weights are."""
     context: str = ""
-    """A digest of the tokens before the turn (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
+    """A digest of the tokens before the turn, and of a constraint of its own (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
     found again by the tokens that it was sampled after, and never used after others (C5)."""
 
     def __str__(self) -> str:
@@ -189,9 +207,10 @@ class TopLogprobs(Struct, frozen=True):
 
 
 class SamplingMask(Struct, frozen=True):
-    """The vocabulary that top-k, top-p and min-p left at each position, as compressed sparse rows.
+    """The vocabulary that was left at each position: by top-k, top-p and min-p as compressed sparse rows, by a constraint alone as sets.
 
-    An empty row means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
+    An empty row without a set means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
+    A constraint leaves one token here and nearly all of them there, but few different sets, so each of these is written once.
 
     >>> mask = SamplingMask(array("i", [9, 20]).tobytes(), array("q", [0, 2, 2]).tobytes())  # T = 2; nothing cut at the second
     """
@@ -200,6 +219,11 @@ class SamplingMask(Struct, frozen=True):
     """[M] int32, ascending in each row"""
     offsets: bytes
     """[T + 1] int64: position t holds token_ids[offsets[t]:offsets[t + 1]]"""
+    sets: tuple[bytes, ...] = ()
+    """The different sets of tokens, encoded (`sampling_masks.encode_set`)."""
+    set_of: bytes = b""
+    """[T] int32: which of the sets was left at each position, -1 for none; empty if there are no sets. The row of a position that has one
+    is empty."""
 
 
 class RoutingTrace(Struct, frozen=True):

@@ -28,6 +28,7 @@ FLOORS = {
     "deaths": 0,
     "version": 0,
     "batches": 1,
+    "sampling_masks": 1,
     "chat": 2,
     "native": 2,
     "weights": 2,

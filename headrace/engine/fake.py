@@ -177,6 +177,10 @@ class FakeEngine(_Presence):
             raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
         if request.adapter and request.adapter not in self.adapters:
             raise ValueError(f"no adapter {request.adapter} is loaded; load it before naming it in a request")
+        if request.sampling.constraint or request.sampling.logit_bias:
+            raise ValueError(
+                "the fake engine has no logits: it follows no constraint and no logit_bias; leave them out"
+            )
         if request.fork and request.fork.of not in {earlier.id for earlier in self.requests}:
             raise ValueError(f"request {request.fork.of} is not known; give its tokens as the prompt of a new request")
 

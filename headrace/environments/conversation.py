@@ -23,6 +23,7 @@ from headrace.chat.messages import Tool, begins_answer, described
 from headrace.chat.reading import CallReader, read_calls
 from headrace.chat.rendering import TemplateUse
 from headrace.chat.streamed_text import StreamedText
+from headrace.chat.thinking import CLOSING, is_open_in
 from headrace.environments.config import ToolPlace
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
@@ -30,7 +31,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import off_loop
 from headrace.models.control_tokens import Written, texts_of
 from headrace.playing import Agent
-from headrace.types import Completion
+from headrace.types import Completion, Constraint
 
 Message = Mapping[str, Any]
 
@@ -179,10 +180,13 @@ class Conversation:
         tools: Sequence[Message] | None,
         most: int = 0,
         stream: TurnStream | None = None,
+        *,
         asked: TemplateUse = ROW,
+        constraint: Constraint | None = None,
     ) -> ChatReply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before. `most`: the most tokens of the
         answer; 0: rollout.max_tokens. `stream`: follows the answer while it is sampled. `asked`: of the template.
+        `constraint`: the language that the answer is held to, in place of the run's.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
         if problem := self._encoder.argument_problem(asked.arguments) if asked.arguments else "":
@@ -205,6 +209,8 @@ class Conversation:
             replies.append(self._read(done, format))
             return _as_message(replies[-1])
 
+        if constraint and is_open_in(place.text):
+            constraint = msgspec.structs.replace(constraint, after=CLOSING)
         done = await self._agent.turn(
             place.context,
             fresh=place.fresh,
@@ -214,6 +220,7 @@ class Conversation:
             messages=place.added,
             read=read,
             heard=stream.heard if stream else None,
+            constraint=constraint,
         )
         self.last, self.path = done, extended(before, place.context + done.tokens)
         given = place.given[:-1] if place.continues else place.given

@@ -13,7 +13,7 @@ from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.rollout_session import TurnAsked
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Prompt, Request, RolloutKey
+from headrace.types import Constraint, Prompt, Request, RolloutKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,19 @@ class LoopPlan:
 
     def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
         """The request for a turn. It is the same at every time and in every process."""
-        return asked.limited(self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context))
+        key = name_of_turn(ticket, prompt, asked, self.adapter)
+        return asked.limited(self._request(key, asked.context, asked.constraint))
 
     def recorded(self, key: RolloutKey) -> Request:
         """The request of a recorded turn, without the context tokens, which are not needed to read its records."""
         return self._request(key, ())
 
-    def _request(self, key: RolloutKey, context: tuple[int, ...]) -> Request:
+    def _request(self, key: RolloutKey, context: tuple[int, ...], constraint: Constraint | None = None) -> Request:
         later = (
             (key.turn,) if key.turn else ()
         )  # first turns keep the seeds that they had before there were several turns
         seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
-        return self.rollout.request(str(key), context, seed, priority=key.ticket, adapter=self.adapter)
+        return self.rollout.request(str(key), context, seed, key.ticket, self.adapter, constraint=constraint)
 
     def environment_seeds(self, ticket: int, prompt: Prompt) -> list[int]:
         """The seeds of a group's environments, one for each rollout."""

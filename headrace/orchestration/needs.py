@@ -44,8 +44,14 @@ NEEDS = {
     "masks": EngineNeed(
         lambda run: run.rollout.keep_mask and run.rollout.truncates,
         lambda engine, run: engine.masks,
-        "report which tokens top_p, top_k and min_p kept, which the trainer needs",
-        "remove rollout.top_p, rollout.top_k and rollout.min_p",
+        "report which tokens a constraint, top_p, top_k and min_p left, which the trainer needs",
+        "remove rollout.constraint, rollout.top_p, rollout.top_k and rollout.min_p",
+    ),
+    "constraints": EngineNeed(
+        lambda run: run.rollout.constraint.constraint is not None,
+        lambda engine, run: engine.constraints,
+        "hold completions to a language (the model has no tokenizer it can use)",
+        "remove rollout.constraint",
     ),
     "routing": EngineNeed(
         lambda run: run.rollout.keep_routing,

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.batches import Row
 from headrace.packing.pack import ROOT, Kept, Pack, Segment
 from headrace.packing.tree import Path, TreeNode, preorder
+from headrace.sampling_masks import decode_set
 from headrace.types import SamplingMask, TeacherTrace
 
 T = TypeVar("T")
@@ -90,10 +91,33 @@ def _unmixed(path: Path) -> NDArray[np.generic]:
 
 def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
     rows = [_kept_of(path.row.sampling_mask, path.loss) for path, _ in paths]
-    if not any(len(ids) for ids, _ in rows):
+    number: dict[bytes, int] = {}
+    set_of = np.concatenate([_sets_of(path.row.sampling_mask, path.loss, number) for path, _ in paths])
+    if not number and not any(len(ids) for ids, _ in rows):
         return None
     counts = np.concatenate([counts for _, counts in rows])
-    return Kept(_joined([ids for ids, _ in rows]), _joined([np.zeros(1, np.int64), counts.cumsum()]))
+    ids, offsets = _joined([ids for ids, _ in rows]), _joined([np.zeros(1, np.int64), counts.cumsum()])
+    if not number:
+        return Kept(ids, offsets)
+    return Kept(ids, offsets, _table([decode_set(one) for one in number]), torch.from_numpy(set_of))
+
+
+def _sets_of(mask: SamplingMask | None, loss: Ints, number: dict[bytes, int]) -> Ints:
+    """Returns [loss tokens] the number of each one's set, -1 for none. Sets are numbered in the order in which they are met."""
+    if mask is None or not mask.sets:
+        return np.full(len(loss), -1, np.int64)
+    used = np.frombuffer(mask.set_of, np.int32)[loss]
+    table = np.full(len(mask.sets) + 1, -1, np.int64)
+    for one in sorted(set(used.tolist()) - {-1}):
+        table[one] = number.setdefault(mask.sets[one], len(number))
+    return table[used]
+
+
+def _table(sets: Sequence[NDArray[np.uint8]]) -> Tensor:
+    table = np.zeros((len(sets), max(map(len, sets))), np.uint8)
+    for row, bits in zip(table, sets, strict=True):
+        row[: len(bits)] = bits
+    return torch.from_numpy(table)
 
 
 def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:

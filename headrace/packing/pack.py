@@ -27,31 +27,39 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kept:
-    """The ids that the sampler could choose from at each of M places, compressed by rows."""
+    """The ids that the sampler could choose from at each of M places: compressed by rows, or a set that several places may share."""
 
     ids: Tensor
     """[nnz] int64, ascending in each row"""
     offsets: Tensor
-    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row means the whole vocabulary."""
+    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row without a set means the whole vocabulary."""
+    sets: Tensor | None = None
+    """[D, W] uint8: the different sets as bits, the lowest bit of a byte first; ids behind 8 · W are in none of them. None if there are none."""
+    set_of: Tensor | None = None
+    """[M] int64: the set of each place, -1 for none. The row of a place that has one is empty."""
 
     def to(self, device: torch.device) -> Kept:
-        return Kept(self.ids.to(device), self.offsets.to(device))
+        given = (self.ids, self.offsets, self.sets, self.set_of)
+        return Kept(*(None if one is None else one.to(device) for one in given))  # type: ignore[arg-type]
 
     def rows(self, start: int, end: int) -> Kept:
         """The part for the places start:end."""
         offsets = self.offsets[start : end + 1]
-        return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+        own = None if self.set_of is None else self.set_of[start:end]
+        return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0], self.sets, own)
 
     def chosen(self, places: Tensor) -> Kept:
         """The part for these places, an index [m]."""
         counts = self.offsets.diff()[places]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         source = torch.repeat_interleave(self.offsets[places] - offsets[:-1], counts)
-        return Kept(self.ids[source + torch.arange(len(source), device=source.device)], offsets)
+        ids = self.ids[source + torch.arange(len(source), device=source.device)]
+        return Kept(ids, offsets, self.sets, None if self.set_of is None else self.set_of[places])
 
     def padded(self, count: int) -> Kept:
         """The same with `count` more places, each with the whole vocabulary."""
-        return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
+        own = None if self.set_of is None else torch.cat([self.set_of, self.set_of.new_full((count,), -1)])
+        return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]), self.sets, own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,7 @@ class Pack:
     unmixed: Tensor
     """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
-    """[M] the ids that top-k, top-p or min-p left; None where the whole vocabulary was left everywhere."""
+    """[M] the ids that a constraint, top-k, top-p or min-p left; None where the whole vocabulary was left everywhere."""
     routing: Tensor | None = None
     """[N, layers, k] int16: the experts that the sampler chose; -1 where they were not recorded."""
     teacher: Tensor | None = None

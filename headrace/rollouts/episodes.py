@@ -31,7 +31,9 @@ OpenPage = Callable[[int, Sequence[Note]], Page]
 
 def name_of_turn(ticket: int, prompt: Prompt, asked: TurnAsked, adapter: str = "") -> RolloutKey:
     """The key under which a turn is sampled and recorded."""
-    context = "" if asked.context == prompt.tokens else xxhash.xxh3_64_hexdigest(array("q", asked.context).tobytes())
+    held = msgspec.json.encode(asked.constraint) if asked.constraint else b""
+    plain = asked.context == prompt.tokens and not held
+    context = "" if plain else xxhash.xxh3_64_hexdigest(array("q", asked.context).tobytes() + held)
     return RolloutKey(ticket, asked.rollout, asked.turn, adapter, context)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass as plain
 from typing import Literal
@@ -19,9 +18,10 @@ from headrace.observe.health.waits import Waits
 from headrace.playing import TokenListener
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.sampling_masks import joined_masks, shortened_mask
 from headrace.settings.strict import STRICT
 from headrace.steps import StepOutput
-from headrace.types import Completion, Request, RolloutKey, SamplingMask, TopLogprobs, VersionSpan
+from headrace.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40
@@ -346,7 +346,7 @@ def joined(first: Completion, second: Completion) -> Completion:
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
         prompt_top=first.prompt_top or second.prompt_top,
         top=_joined_top(first, second),
-        mask=_joined_mask(first, second),
+        mask=joined_masks([(one.mask, len(one.tokens)) for one in (first, second)]),
         routing=second.routing
         or first.routing,  # the later one covers all positions, with the KV entries in use at its end
     )
@@ -359,8 +359,7 @@ def shortened(done: Completion, count: int) -> Completion:
     if top:
         top = TopLogprobs(top.k, top.tokens[: 4 * top.k * count], top.logprobs[: 4 * top.k * count])
     if mask:
-        offsets = array("q", mask.offsets)[: count + 1]
-        mask = SamplingMask(mask.token_ids[: 4 * offsets[-1]], offsets.tobytes())
+        mask = shortened_mask(mask, count)
     if routing:
         routing = msgspec.structs.replace(
             routing, experts=routing.experts[: -over * routing.layers * routing.k * routing.width]
@@ -391,16 +390,3 @@ def _joined_top(first: Completion, second: Completion) -> TopLogprobs | None:
             values[:, : part.top.k] = np.frombuffer(part.top.logprobs, np.float32).reshape(-1, part.top.k)
         tokens, logprobs = tokens + ids.tobytes(), logprobs + values.tobytes()
     return TopLogprobs(k, tokens, logprobs)
-
-
-def _joined_mask(first: Completion, second: Completion) -> SamplingMask | None:
-    """A part without a mask was sampled from the whole vocabulary, which is an empty row for each of its tokens."""
-    if first.mask is None and second.mask is None:
-        return None
-    offsets, token_ids = array("q", [0]), b""
-    for part in (first, second):
-        behind = offsets[-1]
-        more = array("q", part.mask.offsets)[1:] if part.mask else [0] * len(part.tokens)
-        offsets.extend(behind + offset for offset in more)
-        token_ids += part.mask.token_ids if part.mask else b""
-    return SamplingMask(token_ids, offsets.tobytes())

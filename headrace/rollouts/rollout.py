@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.models.grammars import check_constraint
 from headrace.settings.strict import STRICT
-from headrace.types import Prompt, Request, Sampling
+from headrace.types import Constraint, Prompt, Request, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -22,6 +24,43 @@ class ForksConfig:
     turn: Literal["first", "last", "random", "entropy"] = "random"
     """The turn at which a rollout branches: its first, its last, any, or the one whose tokens were the least probable on
     average, which estimates the entropy."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ConstraintConfig:
+    json_schema: dict[str, Any] = Field(default_factory=dict)
+    """A JSON schema that every completion must satisfy, as a table. Needs llguidance (docs/constraints.md)."""
+    regex: str = ""
+    """A regular expression that every completion must match as a whole."""
+    choice: tuple[str, ...] = ()
+    """Texts of which every completion must be one."""
+    grammar: str = ""
+    """A grammar in llguidance's variant of Lark's format, whose start is `start`."""
+
+    @model_validator(mode="after")
+    def _can_be_followed(self) -> ConstraintConfig:
+        given = [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(
+                f"rollout.constraint has {' and '.join(given)}; a completion is held to one of them: remove the others"
+            )
+        if (constraint := self.constraint) is not None:
+            try:
+                check_constraint(constraint)
+            except ValueError as error:
+                raise ValueError(f"rollout.constraint.{given[0]}: {error}") from None
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """None if completions are free."""
+        if self.json_schema:
+            return Constraint("json_schema", json.dumps(self.json_schema))
+        if self.choice:
+            return Constraint("choice", json.dumps(self.choice))
+        if self.regex:
+            return Constraint("regex", self.regex)
+        return Constraint("grammar", self.grammar) if self.grammar else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -41,8 +80,10 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a completion, with the token that completes one: its text, which rewards and environments read, keeps the string,
     and what else that token holds (docs/scoring.md)."""
+    constraint: ConstraintConfig = Field(default_factory=ConstraintConfig)
+    """The language that completions are held to while they are sampled."""
     keep_mask: bool = True
-    """Record the tokens that top_p, top_k and min_p kept, and train the distribution that was sampled from.
+    """Record the tokens that the constraint, top_p, top_k and min_p left, and train the distribution that was sampled from.
     If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
     keep_routing: bool = False
     """Record which experts every token was routed to, and route it to the same ones in the trainer. For
@@ -78,7 +119,7 @@ class RolloutConfig:
     @property
     def truncates(self) -> bool:
         """Whether tokens are cut out of the distribution."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.constraint.constraint is not None
 
     @property
     def caveats(self) -> list[str]:
@@ -90,25 +131,41 @@ class RolloutConfig:
             "is not the distribution that was sampled from; set it to true unless that is what you want to see"
         ]
 
-    def request(self, name: str, context: Sequence[int], seed: int, priority: int, adapter: str = "") -> Request:
-        """The request for a turn that will be trained on. `context`: the tokens before it."""
+    def request(
+        self,
+        name: str,
+        context: Sequence[int],
+        seed: int,
+        priority: int,
+        adapter: str = "",
+        *,
+        constraint: Constraint | None = None,
+    ) -> Request:
+        """The request for a turn that will be trained on. `context`: the tokens before it. `constraint`: in place of the setting."""
         return Request(
             name,
             tuple(context),
-            self._sampling(seed, self.temperature),
+            self._sampling(seed, self.temperature, constraint),
             priority=priority,
             adapter=adapter,
-            return_mask=self.keep_mask and self.truncates,
+            return_mask=self.keep_mask and (self.truncates or constraint is not None),
             return_routing=self.keep_routing,
         )
 
     def evaluation(
-        self, name: str, context: Sequence[int], seed: int, temperature: float, adapter: str = ""
+        self,
+        name: str,
+        context: Sequence[int],
+        seed: int,
+        temperature: float,
+        adapter: str = "",
+        *,
+        constraint: Constraint | None = None,
     ) -> Request:
         """The request for a turn that is only scored: nothing is recorded, and it goes before those of training."""
-        return Request(name, tuple(context), self._sampling(seed, temperature), adapter=adapter)
+        return Request(name, tuple(context), self._sampling(seed, temperature, constraint), adapter=adapter)
 
-    def _sampling(self, seed: int, temperature: float) -> Sampling:
+    def _sampling(self, seed: int, temperature: float, constraint: Constraint | None) -> Sampling:
         return Sampling(
             max_tokens=self.max_tokens,
             temperature=temperature,
@@ -117,6 +174,7 @@ class RolloutConfig:
             min_p=self.min_p,
             stop=self.stop,
             seed=seed,
+            constraint=constraint or self.constraint.constraint,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from headrace.rewards import Unusable, number_of
 from headrace.rollouts.branching import moved
 from headrace.rollouts.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
-from headrace.types import Completion, Episode, Prompt, Request, Turn
+from headrace.types import Completion, Constraint, Episode, Prompt, Request, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request, TokenListener | None], Awaitable[Completion]]
@@ -37,6 +37,9 @@ class TurnAsked:
     """The most tokens of its completion, if fewer than rollout.max_tokens; 0: as many."""
     heard: TokenListener | None = None
     """Called with the tokens as they are sampled, by an engine that can do so."""
+    _: KW_ONLY
+    constraint: Constraint | None = None
+    """Its language, in place of the run's own."""
 
     def limited(self, request: Request) -> Request:
         """Returns the request with at most `most` tokens."""
@@ -160,6 +163,7 @@ class RolloutSession:
         messages: Sequence[Mapping[str, Any]] = (),
         read: Callable[[Completion], dict[str, Any]] | None = None,
         heard: TokenListener | None = None,
+        constraint: Constraint | None = None,
     ) -> Completion:
         if self._sampling and after is None and not fresh:
             raise RuntimeError("an environment asks for one turn at a time: await the one before")
@@ -172,7 +176,8 @@ class RolloutSession:
         parent = self._parent(fresh, after)
         clock = asyncio.get_running_loop().time
         asked = clock()
-        done = await self._sampled(TurnAsked(self._rollout, number, self._path_to(context, parent), most, heard))
+        path = self._path_to(context, parent)
+        done = await self._sampled(TurnAsked(self._rollout, number, path, most, heard, constraint=constraint))
         done = self._own_routing(done, parent)
         reply = read(done) if read else {}
         self._turns[number] = Turn(

@@ -8,15 +8,22 @@ from typing import Any
 
 from headrace.chat.messages import described, for_template, uses_tools
 from headrace.chat.rendering import with_effort
+from headrace.chat.thinking import is_open_in
+from headrace.models.chat import LONG, ChatEncoder
 from headrace.models.control_tokens import texts_of
+from headrace.models.grammars import check_constraint
 from headrace.serve.serving import Serving
-from headrace.types import Request, Sampling
+from headrace.types import Constraint, Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
+from headrace.web.constraints import checked, of_answer, of_format
 from headrace.web.errors import Refused
-from headrace.web.unserved import continues_last, offered_tools, refuse_strict, refuse_unserved, stops
+from headrace.web.unserved import continues_last, offered_tools, refuse_unserved, stops
+
+_LAST = 8
+"""Tokens of a prompt in which a template opens the thinking."""
 
 
-def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
+def _sampling(body: Drawing, max_tokens: int, index: int, constraint: Constraint | None = None) -> Sampling:
     """`index`: of the completion among the `n` of its prompt."""
     seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 64)
     return Sampling(
@@ -29,7 +36,16 @@ def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         seed=seed,
+        constraint=constraint,
+        logit_bias=_bias(body),
     )
+
+
+def _bias(body: Drawing) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple(sorted((int(token), bias) for token, bias in (body.logit_bias or {}).items()))
+    except ValueError:
+        raise Refused(400, 'logit_bias has numbers by token id, such as {"50256": -100}') from None
 
 
 def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
@@ -80,8 +96,11 @@ def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
         max(drawing.logprobs or 0, drawing.prompt_logprobs or 0),
         most * drawing.n + len(body.token_ids) * scores,
     )
-    samplings = [_sampling(drawing, most, index) for index in range(drawing.n)]
-    cuts = samplings[0].top_p < 1 or samplings[0].top_k > 0 or samplings[0].min_p > 0
+    constraint = body.constraint or of_format(drawing.response_format, drawing.structured_outputs)
+    if constraint is not None:
+        checked(constraint, "the constraint", check_constraint)
+    samplings = [_sampling(drawing, most, index, constraint) for index in range(drawing.n)]
+    cuts = samplings[0].top_p < 1 or samplings[0].top_k > 0 or samplings[0].min_p > 0 or constraint is not None
     mask = cuts and can.masks if body.return_sampling_mask is None else body.return_sampling_mask
     return [
         Request(
@@ -115,6 +134,13 @@ def check_logprobs(serving: Serving, top: int, positions: int) -> None:
         )
 
 
+def work_of(body: Completions | Chat | Generate, size: int) -> int:
+    """Returns the bytes of a body, for `off_loop`; at least `LONG` for one with a constraint, which takes time to check."""
+    drawing = body.sampling_params if isinstance(body, Generate) else body
+    constrained = drawing.response_format or drawing.structured_outputs or getattr(body, "constraint", None)
+    return max(size, LONG) if constrained or getattr(body, "tools", None) else size
+
+
 def of_completions(serving: Serving, body: Completions, name: str) -> list[Request]:
     refuse_unserved(body)
     given = given_prompts(body)
@@ -122,7 +148,12 @@ def of_completions(serving: Serving, body: Completions, name: str) -> list[Reque
     prompts = [_tokens_of(serving, one) for one in given]
     most = 16 if body.max_tokens is None else body.max_tokens
     scores = body.echo and (body.logprobs is not None or not most)
-    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0, scores=scores))
+    if constraint := of_format(body.response_format, body.structured_outputs):
+        checked(constraint, "response_format" if body.response_format else "structured_outputs", check_constraint)
+    top = body.logprobs or 0
+    return list(
+        _requests(serving, body, prompts=prompts, name=name, most=most, top=top, scores=scores, constraint=constraint)
+    )
 
 
 def given_prompts(body: Completions) -> list[str | Sequence[int]]:
@@ -158,7 +189,6 @@ def _check_length(serving: Serving, text: str) -> None:
 def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     refuse_unserved(body)
     tools = offered_tools(body)
-    refuse_strict(tools)
     if tools or uses_tools(body.messages):
         _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
     messages, shown = for_template(body.messages), described(tools)
@@ -171,7 +201,17 @@ def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else 0
     most = _room(serving, prompt) if most is None else most
-    return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
+    constraint = of_answer(
+        serving.encoder,
+        check_constraint,
+        response_format=body.response_format,
+        outputs=body.structured_outputs,
+        tools=tools,
+        tool_choice=body.tool_choice,
+        several=body.parallel_tool_calls,
+        thinking=bool(begins_thinking(serving.encoder, prompt, body)),
+    )
+    return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top, constraint=constraint))
 
 
 def _check_characters(serving: Serving, given: Sequence[Mapping[str, Any]]) -> None:
@@ -206,6 +246,7 @@ def _requests(
     most: int,
     top: int,
     scores: bool = False,
+    constraint: Constraint | None = None,
 ) -> Iterator[Request]:
     """`scores`: whether the prompts are scored too."""
     adapter = serving.adapter_of(body.model)
@@ -215,7 +256,7 @@ def _requests(
         _fits(serving, prompt, most)
         check_logprobs(serving, top, (most + len(prompt) * scores) * len(prompts) * body.n)
         for index in range(body.n):
-            sampling = _sampling(body, most, index)
+            sampling = _sampling(body, most, index, constraint)
             yield Request(
                 id=f"{name}#{place * body.n + index}",
                 prompt=prompt,
@@ -225,3 +266,15 @@ def _requests(
                 prompt_logprobs=scores,
                 top_logprobs=top,
             )
+
+
+def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> bool | None:
+    """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
+    if not encoder.thinks:
+        return None
+    if chat.continue_final_message:
+        content = chat.messages[-1].content
+        return is_open_in(
+            content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
+        )
+    return is_open_in(encoder.written(prompt[-_LAST:]))

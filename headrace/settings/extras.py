@@ -40,8 +40,9 @@ EXTRAS = {
         "uvicorn",
         "uvicorn>=0.34,<1",
         "the engine behind HTTP (headrace serve), the board of runs (headrace board)",
-        ("starlette>=0.46,<2",),
+        ("starlette>=0.46,<2", "llguidance>=1.9,<2"),
     ),
+    "constrained": Extra("llguidance", "llguidance>=1.9,<2", "completions held to a JSON schema or a grammar"),
     "tinker": Extra(
         "google.protobuf",
         "protobuf>=5,<8",

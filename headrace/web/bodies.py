@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.chat.messages import Message, Tool
+from headrace.types import Constraint
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -50,7 +51,11 @@ class Drawing(OpenBody, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    """Numbers by token, as text. They change the distribution, so that completions with them cannot be trained on."""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's form of a constraint, with json, regex, choice or grammar."""
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -90,8 +95,10 @@ class Generate(Body, kw_only=True):
     # -----------------------------------------------------------------------------------------------------------------------
     prefix_token_ids: list[Token] = []
     """Sampled before for this very request: they are forwarded, count towards max_tokens, and are not in the answer."""
+    constraint: Constraint | None = None
+    """The form that a run's own engines get; `structured_outputs` is vLLM's form."""
     return_sampling_mask: bool | None = None
-    """Left out: where top_p, top_k or min_p cut something off."""
+    """Left out: where a constraint, top_p, top_k or min_p cut something off."""
     return_routed_experts: bool | None = None
     """Left out: where the server keeps them."""
 
@@ -128,11 +135,10 @@ class Chat(Drawing, kw_only=True):
     stream_options: StreamOptions | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
-    """`auto`, or `none`: the model is then shown no tools. Others would need constrained sampling."""
+    """`auto`; `none`: the model is shown no tools; `required`, or a function by its name: the answer is a call."""
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     """Given to a chat template that knows it; `none` turns thinking off in one that has enable_thinking."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -51,7 +51,7 @@ def _of_other_routes() -> dict[str, tuple[Any, ...]]:
 CHANGING: Mapping[str, tuple[Any, ...]] = {
     **_of_other_routes(),
     # constrained decoding: vLLM, SGLang, llama.cpp, TGI, Anthropic
-    **dict.fromkeys(("structured_outputs", "guided", "grammar", "json_schema", "json_object", "regex", "ebnf", "choice"), _EMPTY),
+    **dict.fromkeys(("guided", "grammar", "json_schema", "json_object", "regex", "ebnf", "choice"), _EMPTY),
     **dict.fromkeys(("structural_tag", "output_format", "output_config", "custom_logit_processor"), _EMPTY),
     **dict.fromkeys(("logits_processors", "logit_processors", "forced_decoder_ids", "logprob_token_ids"), _EMPTY),
     # the choice of tokens

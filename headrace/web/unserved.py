@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from headrace.chat.messages import Tool
@@ -14,23 +13,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
     "bad_words": (None, []),
     "include_stop_str_in_output": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
 }
 """Fields that are not served, and the values with which they ask for nothing."""
 
 REMEDIES = {
-    "tool_choice": "leave it out or choose auto or none: nothing here forces a model to call",
-    "parallel_tool_calls": "leave it out, and take the first call of an answer",
     "functions": "give them as tools",
     "function_call": "give tools and tool_choice",
 }
@@ -66,12 +59,3 @@ def continues_last(body: Chat) -> bool:
     if last.role != "assistant" or last.tool_calls:
         raise Refused(400, "continue_final_message needs a last message of the assistant with text; leave it out")
     return True
-
-
-def refuse_strict(tools: Sequence[Tool]) -> None:
-    for tool in tools:
-        if tool.function.strict:
-            raise Refused(
-                400,
-                f"strict is not served (tool {tool.function.name}); leave it out: arguments are what the model writes",
-            )

@@ -25,7 +25,6 @@ from headrace.errors import ConfigError
 from headrace.protocols import Task
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.fake import FakeTask
-from headrace.tasks.prompts import jsonable
 from headrace.tasks.reasoning_gym import BY_HASH, ReasoningGymTask
 from headrace.tasks.rows import RowsTask
 from headrace.tasks.seeds import SeedsTask

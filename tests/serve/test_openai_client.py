@@ -172,10 +172,12 @@ def test_what_is_no_call_stays_text(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice is not served; leave it out or choose auto or none"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice is not served"),
-    ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls is not served"),
-    ({"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]}, "strict is not served (tool weather)"),
+    ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice = 'always' is none; choose auto, none, required"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "tide"}}}, "tool_choice names tide, which is none"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
+    ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other"),
+    ({"response_format": {"type": "xml"}}, "response_format.type = 'xml' is none"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}}, "response_format: the JSON schema cannot be followed"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ({"functions": [{"name": "weather"}]}, "functions is not served; give them as tools"),

@@ -10,7 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from headrace.batches import Row
-from headrace.types import Completion, Episode, Prompt, RoutingTrace, SamplingMask, Scored, TeacherTrace, TopLogprobs
+from headrace.sampling_masks import joined_masks
+from headrace.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
 Overlong = Literal["train", "mask"]
 
@@ -101,7 +102,9 @@ def row_of(
         advantages=tuple(advantages),
         mask=tuple(mask),
         versions=tuple(versions),
-        sampling_mask=_sampling_mask(one.episode, pieces),
+        sampling_mask=joined_masks(
+            [(turns[piece.turn].completion.mask if piece.sampled else None, len(piece.tokens)) for piece in pieces]
+        ),
         routing=_routing(one.episode, len(opening), pieces),
         teacher=_teacher(one, pieces),
         kv_versions=tuple(kv_versions) if kv_versions != versions else (),
@@ -148,19 +151,6 @@ def _trains(completion: Completion, overlong: Overlong) -> bool:
 def _version_beside(before: Sequence[int], after: Sequence[int]) -> int:
     """Returns a version for context, which no weights sampled: that of the completion after it, or of the one before."""
     return after[0] if after else before[-1] if before else 0
-
-
-def _sampling_mask(episode: Episode, pieces: Sequence[_Piece]) -> SamplingMask | None:
-    """Concatenates the masks of the completions, with empty rows (nothing cut) for tokens without a mask."""
-    masks = [episode.turns[piece.turn].completion.mask if piece.sampled else None for piece in pieces]
-    if not any(masks):
-        return None
-    ids, counts = [], []
-    for piece, mask in zip(pieces, masks, strict=True):
-        ids.append(mask.token_ids if mask else b"")
-        counts.append(np.diff(np.frombuffer(mask.offsets, np.int64)) if mask else np.zeros(len(piece.tokens), np.int64))
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
-    return SamplingMask(b"".join(ids), offsets.tobytes())
 
 
 def _routing(episode: Episode, prompt: int, pieces: Sequence[_Piece]) -> RoutingTrace | None:

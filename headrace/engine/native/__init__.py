@@ -8,6 +8,7 @@ cache/           the blocks of the KV cache, the cached prefixes, and the sharin
 sampling/        tokens from logits: filters, draws, masks; the end of a completion
 runners/         forward passes in PyTorch: the known families, LoRA, experts, CUDA graphs; any other model
 kernels/         the known families' forward pass in C++
+compiling.py     requests whose constraint is compiled first
 sleeping.py      its memory given back while a trainer has the device
 servable.py, requests.py and served.py hold what `core.py` is made of.
 """

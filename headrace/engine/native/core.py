@@ -7,7 +7,7 @@ package's own docstring says where everything else is.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
+from headrace.engine.native.compiling import Compiling
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.requests import RequestLimits
+from headrace.engine.native.sampling.guides import Guides
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.engine.native.schedule.forks import Forks
 from headrace.engine.native.schedule.passes import Planner
@@ -31,6 +33,7 @@ from headrace.engine.native.served import Served
 from headrace.engine.native.sleeping import Sleeping
 from headrace.engine.native.stepping import Stepper
 from headrace.errors import ConfigError
+from headrace.models.grammars import Grammars
 from headrace.reports import EngineStats, SleepReport, capable
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Stop
@@ -60,6 +63,8 @@ class Core:
         self._limits = RequestLimits(
             model.context_length, model.vocabulary, stop_strings=model.decode is not None, routing=config.routing
         )
+        guides = Guides(_grammars(model), model.decode, model.vocabulary, model.ends)
+        self._compiling = Compiling(guides)
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
         planner = Planner(config.max_running, config.prefill_chunk, config.exact, config.routing)
         self._step = Stepper(
@@ -69,6 +74,7 @@ class Core:
             served=self._served,
             forks=self._forks,
             routing=routing,
+            guides=guides,
             ends=ends,
         )
         self._ended: list[Finished] = []
@@ -82,6 +88,7 @@ class Core:
             adapters=config.max_adapters,
             routing=routing is not None,
             stop_strings=model.decode is not None,
+            constraints=model.tokenizer is not None,
             exact=self._runner.exact,
             arithmetic=self._runner.arithmetic,
             rows=config.max_running,
@@ -91,7 +98,7 @@ class Core:
     # -- requests -----------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        if request.id in self._schedule:
+        if request.id in self._schedule or request.id in self._compiling:
             raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
         sequence = self._forked(request) if request.fork else self._fresh(request)
         sampling = request.sampling
@@ -101,9 +108,13 @@ class Core:
             self._ended.append(Finished(request.id, stop))
         else:
             self._arrivals += 1
-            self._schedule.add(sequence)
+            if sampling.constraint and sequence.guide is None:
+                self._compiling.add(sequence)
+            else:
+                self._schedule.add(sequence)
 
     def _fresh(self, request: Request) -> Sequence:
+        self._compiling.check(request.sampling)
         self._limits.check(request, len(request.prompt))
         self._served.require(request.adapter)
         return Sequence(
@@ -114,14 +125,18 @@ class Core:
             adapter=request.adapter,
             scored=request.prompt_logprobs,
             begun=bool(request.prefix),
+            said=request.prefix,
         )
 
     def _forked(self, request: Request) -> Sequence:
         assert request.fork is not None
+        self._compiling.check(request.sampling)
         past = self._forks.source(request.fork)
         tokens = past.tokens[: past.prompt + request.fork.at_token]
         self._limits.check(request, len(tokens))
         self._served.require(past.adapter)
+        said = tokens[past.prompt :]
+        guide = self._compiling.now(request.sampling, said)  # before it holds blocks
         pinned = self._forks.pin(request.fork, past)
         return Sequence(
             request=request,
@@ -130,16 +145,20 @@ class Core:
             arrival=self._arrivals,
             adapter=past.adapter,
             pinned=pinned,
+            said=said,
+            guide=guide,
         )
 
     def cancel(self, request_id: str) -> None:
         self._ended = [finished for finished in self._ended if finished.request_id != request_id]
+        self._compiling.cancel(request_id)
         if sequence := self._schedule.get(request_id):
             self._schedule.end(sequence)
 
     def has_work(self) -> bool:
         """False before the first weights, and while it has given its weights back: requests wait for them."""
-        return bool(self._ended) or (self._served.there and not self._paused and self._schedule.has_work())
+        waits = self._schedule.has_work() or bool(self._compiling)
+        return bool(self._ended) or (self._served.there and not self._paused and waits)
 
     # -- control ------------------------------------------------------------------------------------------------------------
 
@@ -159,13 +178,15 @@ class Core:
     @property
     def drained(self) -> bool:
         """Whether all requests that have begun are done, or draining was ended."""
-        return not self._schedule.queue.draining or not (self._schedule.has_work() or self._ended)
+        waits = self._schedule.has_work() or self._compiling.begun
+        return not self._schedule.queue.draining or not (waits or self._ended)
 
     def abort(self) -> None:
         """Ends all requests now, as interrupted; the next step reports them."""
         for sequence in list(self._schedule):
             self._ended.append(self._step.finished(sequence, "interrupted"))
             self._schedule.end(sequence)
+        self._ended += [Finished(sequence.id, "interrupted") for sequence in self._compiling.clear()]
 
     def sleep(self, keep: bool) -> SleepReport:
         """Gives the memory of the device back until `wake`: weights, and the KV cache. `keep`: entries that requests hold go to the host,
@@ -222,7 +243,7 @@ class Core:
 
     def unload(self, adapter: str) -> None:
         self._served.require(adapter)
-        users = [sequence.id for sequence in self._schedule if sequence.adapter == adapter]
+        users = [sequence.id for sequence in (*self._schedule, *self._compiling) if sequence.adapter == adapter]
         if users:
             raise ValueError(
                 f"the adapter {adapter} is in use by {len(users)} requests ({users[0]}, ...); end them first"
@@ -239,6 +260,8 @@ class Core:
         if not live and not self._ended:
             raise RuntimeError("the engine has no weights yet: prepare and swap an update before the first step")
         started = time.perf_counter()
+        if self._compiling and not self._paused:
+            self._ended += self._compiling.enter(self._schedule)
         output = self._step() if live and not self._paused else StepOutput(self._served.base)
         if self._ended:
             output = msgspec.structs.replace(output, finished=(*self._ended, *output.finished))
@@ -253,7 +276,7 @@ class Core:
         schedule, counters = self._schedule, self._step.counters
         return EngineStats(
             running=len(schedule.running),
-            waiting=len(schedule) - len(schedule.running),
+            waiting=len(schedule) - len(schedule.running) + len(self._compiling),
             kv_used=schedule.blocks.held / schedule.blocks.count,
             sampled_tokens=counters.sampled,
             prompt_tokens=counters.prompt,
@@ -278,6 +301,13 @@ class NativeEngine(Core):
     def __init__(self, model_dir: Path, config: EngineConfig, asleep: bool = False) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""
         super().__init__(read_model(model_dir, config), config, asleep)
+
+
+def _grammars(model: ServableModel) -> Callable[[], Grammars] | None:
+    """None for a model without a tokenizer."""
+    if model.tokenizer is None:
+        return None
+    return lambda: Grammars(model.tokenizer, model.vocabulary, model.ends)
 
 
 def _routing(model: ServableModel, config: EngineConfig, blocks: int) -> RecordedRouting | None:

@@ -43,6 +43,12 @@ class RequestLimits:
             raise ValueError("max_tokens = 0 samples nothing; raise it, or set prompt_logprobs to score the prompt")
 
     def _check_wishes(self, request: Request) -> None:
+        if biased := request.sampling.logit_bias:
+            _check_tokens(tuple(token for token, _ in biased), self.vocabulary)
+        if biased and request.return_mask:
+            raise ValueError(
+                "logit_bias changes the distribution, which no mask can tell a trainer: leave one of them out"
+            )
         if request.sampling.stop and not self.stop_strings:
             raise ValueError("stop strings need the model's tokenizer, which its directory lacks; use stop_token_ids")
         if not 0 <= request.top_logprobs <= self.vocabulary:
@@ -79,6 +85,7 @@ def _check_sampling(sampling: Sampling) -> None:
         (sampling.top_k >= 0, "top_k", "0 (keeps all tokens) or more"),
         (0 <= sampling.min_p <= 1, "min_p", "from 0 (keeps all tokens) to 1"),
         ("" not in sampling.stop, "stop", "strings that are not empty"),
+        (all(math.isfinite(bias) for _, bias in sampling.logit_bias), "logit_bias", "of finite numbers"),
     ]
     for ok, name, wanted in rules:
         if not ok:

@@ -31,6 +31,8 @@ class ServableModel:
     """Every end-of-sequence token."""
     decode: Decode | None
     """Tokens to text; None without a tokenizer."""
+    tokenizer: Any = None
+    """That of transformers; None without one."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter, by name."""
     dtype: torch.dtype
@@ -53,6 +55,7 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         vocabulary=model.vocabulary,
         ends=endings_of(model_dir, tokenizer).all,
         decode=_decoder(tokenizer) if tokenizer else None,
+        tokenizer=tokenizer,
         shapes=model.shapes,
         dtype=dtype,
         device=device,

@@ -13,6 +13,7 @@ from headrace.engine.native.cache.recorded_routing import RecordedRouting
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.sampling import details
 from headrace.engine.native.sampling.drawing import draw
+from headrace.engine.native.sampling.guides import Guides
 from headrace.engine.native.sampling.sampler import Drawn
 from headrace.engine.native.schedule.forks import Forks
 from headrace.engine.native.schedule.passes import Chunk, Plan, Planner
@@ -39,6 +40,8 @@ class Ends:
     stops: dict[Sequence, Stop] = field(default_factory=dict)
     poisoned: list[Sequence] = field(default_factory=list)
     """Sequences whose logits are not finite."""
+    stuck: dict[Sequence, str] = field(default_factory=dict)
+    """Sequences whose constraint cannot be followed further, and why."""
 
 
 class Stepper:
@@ -51,9 +54,11 @@ class Stepper:
         served: Served,
         forks: Forks,
         routing: RecordedRouting | None,
+        guides: Guides,
         ends: np.ndarray,
     ) -> None:
         """`ends` [V] bool: end-of-sequence tokens."""
+        self._guides = guides
         self._runner, self._schedule, self._planner = runner, schedule, planner
         self._served, self._forks, self._routing = served, forks, routing
         self._running, self._ends = schedule.running, ends
@@ -90,7 +95,7 @@ class Stepper:
 
     def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
-        drawn = self._draw(plan, forward)
+        drawn = self._draw(plan, forward, ends)
         self._advance(plan)
         scores = self._score(plan, forward.logits, ends)
         kept = plan.rows[drawn.finite]
@@ -107,17 +112,61 @@ class Stepper:
             scores=scores,
             mixed=self._served.mixed,
         )
+        self._guide(kept, drawn, ends)
         self.counters.sampled += len(kept)
         finished = self._take_out(plan, ends)
         return msgspec.structs.replace(output, finished=lost + finished) if lost or finished else output
 
-    def _draw(self, plan: Plan, forward: ForwardOutput) -> Drawn:
+    def _adjust(self, plan: Plan, forward: ForwardOutput, ends: Ends) -> np.ndarray | None:
+        """Changes the logits that are drawn from as constraints and biases say. Returns the number of tokens that constraints left of each
+        row; None if there are no such rows."""
+        self._guides.wait()
+        adjusted = np.flatnonzero(self._running.columns["adjusted"][plan.rows])
+        if not len(adjusted):
+            return None
+        places, sets = [], []
+        left = np.full(len(plan.rows), forward.logits.shape[1])
+        for row in adjusted.tolist():
+            sequence = self._running.sequences[plan.rows[row]]
+            place, guide = row if plan.drawn is None else int(plan.drawn[row]), sequence.guide
+            if guide is not None and guide.problem:
+                ends.stuck[sequence] = guide.problem
+            elif guide is not None:
+                assert guide.allowed is not None, "a guide knows what may follow, or why nothing can"
+                places.append(place)
+                sets.append(guide.allowed)
+                left[row] = guide.allowed.count
+            if biases := sequence.request.sampling.logit_bias:
+                tokens, numbers = zip(*biases, strict=True)
+                forward.logits[place, list(tokens)] += torch.tensor(numbers).to(forward.logits)
+        if places:
+            self._guides.rule_out(forward.logits, places, sets)
+        return left
+
+    def _guide(self, kept: np.ndarray, drawn: Drawn, ends: Ends) -> None:
+        """Begins to compute what may follow the tokens that were drawn, for rows `kept`."""
+        sequences = [self._running.sequences[row] for row in kept.tolist()]
+        tokens = drawn.tokens[drawn.finite].tolist()
+        self._guides.advance(
+            [
+                (sequence.guide, token)
+                for sequence, token in zip(sequences, tokens, strict=True)
+                if sequence.guide is not None and sequence not in ends.stops
+            ]
+        )
+
+    def _draw(self, plan: Plan, forward: ForwardOutput, ends: Ends) -> Drawn:
         running, rows = self._running, plan.rows
         if not len(rows):
             nothing = np.zeros(0)
             return Drawn(tokens=nothing.astype(np.int64), logprobs=nothing, finite=nothing.astype(bool))
         settings = running.settings(rows if plan.chunks else None)
-        return draw(forward, settings, plan.drawn, running.columns["mask"][rows], running.columns["top"][rows])
+        left = self._adjust(plan, forward, ends)
+        columns = running.columns[rows]
+        drawn = draw(forward, settings, plan.drawn, columns["mask"], columns["top"], left=left)
+        if ends.stuck:
+            drawn.finite[:] &= [running.sequences[row] not in ends.stuck for row in rows.tolist()]
+        return drawn
 
     def _advance(self, plan: Plan) -> None:
         """Records the tokens that the pass has put into the cache."""
@@ -183,7 +232,7 @@ class Stepper:
             sequence = self._running.sequences[rows[place]]
             if drawn.finite[place]:
                 ends.stops[sequence] = "stop" if stopped[place] else "length"
-            elif sequence not in ends.poisoned:
+            elif sequence not in ends.poisoned and sequence not in ends.stuck:
                 ends.poisoned.append(sequence)
 
     def _versions(self, rows: np.ndarray) -> tuple[int, ...]:
@@ -206,6 +255,9 @@ class Stepper:
             for sequence, error in zip(ends.poisoned, errors, strict=True):
                 finished.append(Finished(sequence.id, "error", error))
                 self._schedule.end(sequence, poisoned=True)
+        for sequence, problem in ends.stuck.items():
+            finished.append(Finished(sequence.id, "error", problem))
+            self._schedule.end(sequence)
         for sequence, stop in ends.stops.items():
             if not sequence.gone:
                 finished.append(self.finished(sequence, stop))

@@ -26,6 +26,7 @@ from headrace.environments.gateway.turn_request import (
     TurnRequest,
     asked_of,
     check_drawing,
+    constraint_of,
     is_cut,
     most_tokens,
 )
@@ -78,12 +79,25 @@ class InferenceRoutes:
         count = self._count(body)
         _refuse_stream(body.stream)
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        most, shown = most_tokens("max_tokens", asked), [schema(one) for one in offered_tools(body)]
+        most, tools = most_tokens("max_tokens", asked), offered_tools(body)
+        shown = [schema(one) for one in tools]
+        constraint = await constraint_of(
+            self._rules,
+            tools,
+            response_format=body.response_format,
+            outputs=body.structured_outputs,
+            tool_choice=body.tool_choice,
+            several=body.parallel_tool_calls,
+        )
         known = [one for one in self._rollouts.playing() if one.served.speaker().chats.continues(body.messages)]
         first = blake2b(msgspec.json.encode([for_template(body.messages), shown]), digest_size=16).digest()
         use = asked_of(body, self._rules)
         answers = await self._sampled(
-            request, known, first, count, lambda one: one.chats.ask(body.messages, shown, most, asked=use)
+            request,
+            known,
+            first,
+            count,
+            lambda one: one.chats.ask(body.messages, shown, most, asked=use, constraint=constraint),
         )
         made = ChatAnswer(
             model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=self._rules.encoder.token_bytes
@@ -97,7 +111,12 @@ class InferenceRoutes:
         prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens)
         known = [one for one in self._rollouts.playing() if one.served.speaker().texts.continues(prompt)]
         first = blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
-        answers = await self._sampled(request, known, first, count, lambda one: one.texts.ask(prompt, most))
+        constraint = await constraint_of(
+            self._rules, response_format=body.response_format, outputs=body.structured_outputs
+        )
+        answers = await self._sampled(
+            request, known, first, count, lambda one: one.texts.ask(prompt, most, constraint=constraint)
+        )
         made = TextAnswer(
             model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=self._rules.encoder.token_bytes
         )

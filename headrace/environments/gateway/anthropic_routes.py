@@ -12,15 +12,17 @@ from headrace.environments.gateway.turn_request import (
     GatewayRules,
     TurnRequest,
     check_sampling,
-    note_strict,
+    constraint_of,
     speaker_of,
     turn_of,
 )
 from headrace.web.formats.anthropic_bodies import (
     Messages,
+    choice_of,
     events_of,
     message_of,
     messages_of,
+    parallel_of,
     refuse_unserved_messages,
     tools_of,
 )
@@ -34,11 +36,14 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
         rules, body.stop_sequences or (), {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     )
     speaker = speaker_of(request, rollout, rules, body.model)
-    offered = tools_of(body)
-    note_strict(rules, offered)
-    talk, tools = messages_of(body), [schema(one) for one in offered]
+    talk, offered = messages_of(body), tools_of(body)
+    constraint = await constraint_of(rules, offered, tool_choice=choice_of(body), several=parallel_of(body))
+    tools = [schema(one) for one in offered]
     asked = TemplateUse(continues=body.messages[-1].role == "assistant")
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream, asked=asked))
+    turn = TurnRequest(
+        speaker,
+        lambda stream: speaker.chats.ask(talk, tools, body.max_tokens, stream, asked=asked, constraint=constraint),
+    )
     if body.stream:
         return Events(events_of(turn, body.model), named=True)
     answer = await turn.whole(request)

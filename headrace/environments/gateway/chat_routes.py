@@ -17,8 +17,8 @@ from headrace.environments.gateway.turn_request import (
     TurnRequest,
     asked_of,
     check_drawing,
+    constraint_of,
     most_tokens,
-    note_strict,
     speaker_of,
 )
 from headrace.web.bodies import Chat
@@ -54,10 +54,20 @@ async def chat(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRule
         "max_tokens", body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
     tools = offered_tools(body)
-    note_strict(rules, tools)
+    constraint = await constraint_of(
+        rules,
+        tools,
+        response_format=body.response_format,
+        outputs=body.structured_outputs,
+        tool_choice=body.tool_choice,
+        several=body.parallel_tool_calls,
+    )
     shown = [schema(one) for one in tools]
     asked = asked_of(body, rules)
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(body.messages, shown, most, stream, asked=asked))
+    turn = TurnRequest(
+        speaker,
+        lambda stream: speaker.chats.ask(body.messages, shown, most, stream, asked=asked, constraint=constraint),
+    )
     made = ChatAnswer(model=body.model or MODEL, logprobs=bool(body.logprobs), token_bytes=rules.encoder.token_bytes)
     if body.stream:
         return Events(made.events(turn, body.stream_options is not None and body.stream_options.include_usage))

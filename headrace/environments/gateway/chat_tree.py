@@ -21,7 +21,7 @@ from headrace.chat.rendering import TemplateUse
 from headrace.environments.conversation import Conversation, TokenPath
 from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
-from headrace.types import Completion
+from headrace.types import Completion, Constraint
 
 ANSWER = TemplateUse(continues=False)
 """An answer of its own, also after a message of the assistant, which may be another agent's."""
@@ -57,9 +57,11 @@ class ChatTree:
         stream: TurnStream | None = None,
         *,
         asked: TemplateUse = ANSWER,
+        constraint: Constraint | None = None,
     ) -> TreeReply:
         """Samples the answer to the last message. `tools`: their schemas; `most`: the most tokens of the answer, 0 for rollout.max_tokens;
-        `stream`: follows the answer while it is sampled; `asked`: of the template.
+        `stream`: follows the answer while it is sampled; `asked`: of the template; `constraint`: the language
+        of the answer.
 
         Raises ConfigError for messages that the chat template refuses, and what `Agent.turn` raises."""
         given = for_template(messages)
@@ -67,7 +69,7 @@ class ChatTree:
         known = self._known(digests)
         talk = self._after[digests[known]].branch() if known else self._begin()
         talk.limit_said = self._limit_replies >= LIMIT_REPLIES
-        reply = await talk.say(given[known:], list(tools), most, stream, asked)
+        reply = await talk.say(given[known:], list(tools), most, stream, asked=asked, constraint=constraint)
         if reply.over:
             self._limit_replies += 1
             return TreeReply(reply, None, talk.prompt_tokens)

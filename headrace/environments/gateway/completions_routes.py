@@ -25,6 +25,7 @@ from headrace.environments.gateway.turn_request import (
     GatewayRules,
     TurnRequest,
     check_drawing,
+    constraint_of,
     is_cut,
     most_tokens,
     speaker_of,
@@ -46,7 +47,8 @@ async def completions(request: HttpRequest, rollout: GatewayRollout, rules: Gate
         said = f"logprobs = {body.logprobs} is not served; 0 asks for the log-probs of the sampled tokens"
         raise Refused(400, said, "unsupported_parameter")
     prompt, most = prompt_of(body), most_tokens("max_tokens", body.max_tokens) or DEFAULT
-    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream))
+    constraint = await constraint_of(rules, response_format=body.response_format, outputs=body.structured_outputs)
+    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream, constraint))
     made = TextAnswer(
         model=body.model or MODEL, logprobs=body.logprobs is not None, token_bytes=rules.encoder.token_bytes
     )
@@ -61,7 +63,9 @@ async def generate(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     _check_generate(body, rules)
     speaker = speaker_of(request, rollout, rules, body.model)
     prompt, most = tuple(body.token_ids), most_tokens("max_tokens", body.sampling_params.max_tokens)
-    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream))
+    drawing = body.sampling_params
+    constraint = await constraint_of(rules, response_format=drawing.response_format, outputs=drawing.structured_outputs)
+    turn = TurnRequest(speaker, lambda stream: speaker.texts.ask(prompt, most, stream, constraint))
     answer = await turn.whole(request)
     if answer is None:
         return GONE
@@ -93,6 +97,7 @@ def _check_generate(body: Generate, rules: GatewayRules) -> None:
         "logprobs": (drawing.logprobs or 0) > 1,
         "prompt_logprobs": drawing.prompt_logprobs is not None,
         "stream": body.stream,
+        "constraint": body.constraint is not None,
         "prefix_token_ids": bool(body.prefix_token_ids),
         "return_sampling_mask": bool(body.return_sampling_mask),
         "return_routed_experts": bool(body.return_routed_experts),

@@ -12,8 +12,8 @@ from headrace.environments.gateway.turn_request import (
     GatewayRules,
     TurnRequest,
     check_sampling,
+    constraint_of,
     most_tokens,
-    note_strict,
     speaker_of,
     turn_of,
 )
@@ -36,12 +36,20 @@ async def responses(request: HttpRequest, rollout: GatewayRollout, rules: Gatewa
     check_sampling(rules, (), {"temperature": body.temperature, "top_p": body.top_p})
     most = most_tokens("max_output_tokens", body.max_output_tokens)
     tools = offered_functions(body)
-    note_strict(rules, tools)
+    constraint = await constraint_of(
+        rules,
+        tools,
+        response_format=(body.text or {}).get("format"),
+        tool_choice=body.tool_choice,
+        several=body.parallel_tool_calls,
+    )
     shown = [schema(one) for one in tools]
     history = history_of(body, rollout.responses)
     asked = asked_of_template(body, rules.encoder.variables)
     given = [*system_of(body), *history]
-    turn = TurnRequest(speaker, lambda stream: speaker.chats.ask(given, shown, most, stream, asked=asked))
+    turn = TurnRequest(
+        speaker, lambda stream: speaker.chats.ask(given, shown, most, stream, asked=asked, constraint=constraint)
+    )
     made = ResponseWriter(
         body,
         model=body.model or MODEL,

@@ -19,7 +19,7 @@ from headrace.environments.turn_stream import TurnStream
 from headrace.environments.workers.episode_frames import ChatReply
 from headrace.models.chat import off_loop
 from headrace.playing import Agent
-from headrace.types import Completion
+from headrace.types import Completion, Constraint
 from headrace.web.errors import Refused
 
 
@@ -71,8 +71,14 @@ class TextTree:
         self._paths: list[_Path] = []
         self._limit_replies = 0
 
-    async def ask(self, prompt: str | Sequence[int], most: int, stream: TurnStream | None = None) -> TreeReply:
-        """Samples the completion of a text or of tokens. `most`: the most tokens of it, 0 for rollout.max_tokens.
+    async def ask(
+        self,
+        prompt: str | Sequence[int],
+        most: int,
+        stream: TurnStream | None = None,
+        constraint: Constraint | None = None,
+    ) -> TreeReply:
+        """Samples the completion of a text or of tokens. `most`: the most tokens of it, 0 for rollout.max_tokens. `constraint`: its language.
 
         Raises Refused for an empty prompt, and what `Agent.turn` raises."""
         place, count, size = await off_loop(len(prompt), partial(self._place, prompt))
@@ -94,6 +100,7 @@ class TextTree:
             messages=[{"role": "user", "content": self._encoder.written(place.context)}],
             read=self._as_message,
             heard=stream.heard if stream else None,
+            constraint=constraint,
         )
         self._keep(prompt, place, done)
         stop = "length" if done.stop == "length" else "stop"

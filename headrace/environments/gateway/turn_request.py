@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
+from headrace.chat.formats import CallFormat
 from headrace.chat.messages import Tool
 from headrace.chat.rendering import TemplateUse, with_effort
 from headrace.environments.gateway.chat_tree import TreeReply
 from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
 from headrace.environments.turn_stream import TurnStream
 from headrace.errors import ConfigError, RolloutOver
+from headrace.models.chat import LONG, off_loop
+from headrace.models.grammars import check_constraint
+from headrace.types import Constraint
 from headrace.web.bodies import Chat, Drawing
+from headrace.web.constraints import forces, of_answer
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.limits import ServerLimits
@@ -41,6 +48,10 @@ _OF_THE_RUN: dict[str, tuple[tuple[Any, ...], str]] = {
     "ignore_eos": ((False,), "leave it out: a turn ends where the model ends it"),
     "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
     "echo": ((None, False), "leave it out: an answer has only what was sampled"),
+    "logit_bias": (
+        (None, {}),
+        "leave it out: with it tokens are drawn from another distribution than the one that is trained",
+    ),
 }
 """Fields of requests -> the values with which they ask for nothing, and the remedy for others."""
 
@@ -50,6 +61,12 @@ class AnswerEncoder(Protocol):
 
     @property
     def variables(self) -> frozenset[str]: ...
+
+    @property
+    def call_format(self) -> CallFormat: ...
+
+    @property
+    def special(self) -> Mapping[int, str]: ...
 
     def end_tokens(self) -> frozenset[int]: ...
 
@@ -121,9 +138,35 @@ def _replaced(rules: GatewayRules, name: str, value: object) -> None:
         )
 
 
+async def constraint_of(
+    rules: GatewayRules,
+    tools: Sequence[Tool] = (),
+    *,
+    response_format: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
+    tool_choice: Any = None,
+    several: bool | None = None,
+) -> Constraint | None:
+    """Returns the language that an answer is held to: what it leaves is recorded, and the turn trains over it. Compiles in a thread. Strict
+    tools hold an answer to nothing unless a call is asked for: frameworks declare them by default, and answer arguments that do not fit, so
+    that the model can learn from the answer. Raises Refused."""
+    note_strict(rules, () if forces(tool_choice) else tools)
+    lenient = [replace(tool, function=replace(tool.function, strict=None)) for tool in tools]
+    make = partial(
+        of_answer,
+        rules.encoder,
+        check_constraint,
+        response_format=response_format,
+        outputs=outputs,
+        tools=lenient,
+        tool_choice=tool_choice,
+        several=several,
+    )
+    return await off_loop(LONG, make) if response_format or outputs or tools or tool_choice else None
+
+
 def note_strict(rules: GatewayRules, tools: Sequence[Tool]) -> None:
-    """Notes that arguments of tools are what the model writes. A strict tool is not refused: frameworks ask for strict ones by default,
-    and answer arguments that do not fit, so that the model can learn from the answer."""
+    """Notes that arguments of tools are what the model writes."""
     if any(tool.function.strict for tool in tools):
         said = "the agent declares strict tools; their arguments are what the model writes, and need not fit the schema"
         rules.remark("strict", said)

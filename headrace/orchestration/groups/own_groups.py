@@ -114,6 +114,7 @@ class OwnGroups:
             seed_of("held-out", index, asked.rollout, *turn),
             self.evaluation.temperature,
             adapter,
+            constraint=asked.constraint,
         )
         return asked.limited(request)
 

@@ -78,7 +78,12 @@ def _punishment(config: RunConfig) -> Any:
 
 def _unmasked(config: RunConfig) -> Any:
     rollout = config.rollout
-    return None if rollout.keep_mask or not rollout.truncates else (rollout.top_p, rollout.top_k, rollout.min_p)
+    constraint = rollout.constraint.constraint
+    return (
+        None
+        if rollout.keep_mask or not rollout.truncates
+        else (rollout.top_p, rollout.top_k, rollout.min_p, constraint)
+    )
 
 
 def _forks(config: RunConfig) -> Any:
@@ -165,6 +170,7 @@ RULES = (
         "rollout.max_tokens", "set aside", "kept", "cut", "they end at the new limit, as if they had begun with it"
     ),
     CarryRule("rollout.stop rollout.keep_routing", "set aside", "kept", "begun anew"),
+    CarryRule("rollout.constraint.*", "set aside", "kept", "begun anew", "a row carries its sampling mask"),
     CarryRule("rollout.group_size", "set aside", why="groups that are finished keep their size"),
     CarryRule("rollout.forks.*", "set aside", "kept", "begun anew", "with rollout.group_size", value=_forks),
     CarryRule("algo.advantage", "set aside", "dropped"),

@@ -59,6 +59,7 @@ class VllmSampling(Body, kw_only=True):
     logprobs: Annotated[int, Meta(ge=-1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     detokenize: bool = True
+    structured_outputs: dict[str, Any] | None = None
 
 
 class VllmGenerate(Body, kw_only=True):

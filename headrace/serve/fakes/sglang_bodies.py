@@ -22,6 +22,8 @@ class SglangSamplingParams(Body, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
 
 
 class SglangGenerate(Body, kw_only=True):

@@ -11,16 +11,12 @@ from headrace.chat.formats import CallFormat, ToolCall
 from headrace.chat.messages import Tool, described
 from headrace.chat.reading import CallReader
 from headrace.chat.streamed_text import StreamedText
-from headrace.chat.thinking import MARKS, ThoughtReader, end_of_thought, is_open_in
+from headrace.chat.thinking import MARKS, ThoughtReader, end_of_thought
 from headrace.models.chat import ChatEncoder
-from headrace.types import Request
-from headrace.web.bodies import Chat
 
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Mistral's templates take ids of nine letters and digits only; the others take any."""
-_LAST = 8
-"""Tokens of a prompt in which a template opens the thinking."""
 
 
 class SaidPiece(NamedTuple):
@@ -85,15 +81,3 @@ class CompletionText:
         }
         self._calls += 1
         return made
-
-
-def begins_thinking(encoder: ChatEncoder, request: Request, chat: Chat) -> bool | None:
-    """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
-    if not encoder.thinks:
-        return None
-    if chat.continue_final_message:
-        content = chat.messages[-1].content
-        return is_open_in(
-            content if isinstance(content, str) else "".join(one.get("text", "") for one in content or ())
-        )
-    return is_open_in(encoder.written(request.prompt[-_LAST:]))

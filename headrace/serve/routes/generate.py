@@ -22,13 +22,13 @@ from starlette.responses import Response
 from headrace.engine.remote.dialects.headrace import LOWEST
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.sampling import of_generate
+from headrace.serve.sampling import of_generate, work_of
 from headrace.serve.serving import Serving
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Request, RoutingTrace, Stop
 from headrace.web.bodies import Generate
 from headrace.web.errors import without_paths
-from headrace.web.sending import GONE, Events, json_response, read_body, while_there
+from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
 
 REASONS: dict[Stop, str] = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
 
@@ -37,7 +37,7 @@ async def generate(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
     body = await read_body(request, Generate, serving.limits)
     name = body.request_id or uuid.uuid4().hex
-    requests = of_generate(serving, body, name)
+    requests = await off_loop(work_of(body, body_bytes(request)), partial(of_generate, serving, body, name))
     serving.room_for(len(requests))
     usage = body.stream_options is not None and body.stream_options.include_usage
     if body.stream:
@@ -108,6 +108,8 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
     }
     if stream.request.return_mask:
         body["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
+        if any(one.set_name for one in details):
+            body["sampling_sets"] = [[one.set_name.hex(), base64.b64encode(one.set).decode()] for one in details]
     if piece.ended:
         body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:

@@ -21,10 +21,10 @@ from headrace.chat.formats import CallFormat
 from headrace.chat.messages import Tool
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.routes.completion_text import CompletionText, SaidPiece, begins_thinking
+from headrace.serve.routes.completion_text import CompletionText, SaidPiece
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
-from headrace.serve.sampling import given_prompts, of_chat, of_completions
+from headrace.serve.sampling import begins_thinking, given_prompts, of_chat, of_completions, work_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat, Completions
@@ -63,7 +63,7 @@ async def completions(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
     body = await read_body(request, Completions, serving.limits)
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
-    requests = await off_loop(body_bytes(request), partial(of_completions, serving, body, name))
+    requests = await off_loop(work_of(body, body_bytes(request)), partial(of_completions, serving, body, name))
     top = body.logprobs is not None
     return await _answer(
         request,
@@ -89,7 +89,7 @@ async def chat(request: HttpRequest) -> Response:
     serving: Serving = request.app.state.serving
     body = await read_body(request, Chat, serving.limits)
     name = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
-    requests = await off_loop(body_bytes(request), partial(of_chat, serving, body, name))
+    requests = await off_loop(work_of(body, body_bytes(request)), partial(of_chat, serving, body, name))
     answering = Answering(
         serving=serving,
         requests=requests,
@@ -98,7 +98,7 @@ async def chat(request: HttpRequest) -> Response:
         logprobs=bool(body.logprobs),
         stops=stops(body),
         format=serving.encoder.call_format if offered_tools(body) else None,
-        thinking=begins_thinking(serving.encoder, requests[0], body),
+        thinking=begins_thinking(serving.encoder, requests[0].prompt, body),
         tools=offered_tools(body),
     )
     return await _answer(request, body, answering)

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
-from headrace.serve.routes.completion_text import CompletionText, begins_thinking
-from headrace.serve.sampling import of_chat
+from headrace.serve.routes.completion_text import CompletionText
+from headrace.serve.sampling import begins_thinking, of_chat, work_of
 from headrace.serve.serving import Serving
 from headrace.types import Request
 from headrace.web.bodies import Chat
@@ -37,6 +37,9 @@ async def responses(request: HttpRequest) -> Response:
         model=body.model,
         messages=[*openai_responses.system_of(body), *history],
         tools=openai_responses.offered_functions(body) or None,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=(body.text or {}).get("format"),
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -65,6 +68,8 @@ async def messages(request: HttpRequest) -> Response:
         model=body.model,
         messages=anthropic.messages_of(body),
         tools=anthropic.tools_of(body) or None,
+        tool_choice=anthropic.choice_of(body),
+        parallel_tool_calls=anthropic.parallel_of(body),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -89,17 +94,17 @@ async def count_tokens(request: HttpRequest) -> Response:
         tools=anthropic.tools_of(body) or None,
         continue_final_message=body.messages[-1].role == "assistant",
     )
-    (counted,) = await off_loop(body_bytes(request), partial(of_chat, serving, chat, "counted"))
+    (counted,) = await off_loop(work_of(chat, body_bytes(request)), partial(of_chat, serving, chat, "counted"))
     return json_response({"input_tokens": len(counted.prompt)})
 
 
 async def _begun(request: HttpRequest, serving: Serving, chat: Chat, name: str) -> ServedTurn:
     """Returns the turn that is to be sampled. Raises Refused."""
-    (asked,) = await off_loop(body_bytes(request), partial(of_chat, serving, chat, name))
+    (asked,) = await off_loop(work_of(chat, body_bytes(request)), partial(of_chat, serving, chat, name))
     serving.room_for(1)
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
-    thinking = begins_thinking(encoder, asked, chat)
+    thinking = begins_thinking(encoder, asked.prompt, chat)
     return ServedTurn(serving, asked, CompletionText(encoder, stops(chat), format, thinking, chat.tools or ()))
 
 

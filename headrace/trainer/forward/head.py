@@ -4,7 +4,8 @@ The vocabulary is walked in blocks. (Blocks of tokens would do too, but each of 
 matrix; a block of the vocabulary writes its own rows of it once.)
 
 What is wanted of the logits is few numbers: the log-probs of certain (place, id) pairs - the targets, and the ids that the
-sampler kept. Everything else is made of these by plain operations on short vectors.
+sampler kept. Everything else is made of these by plain operations on short vectors. A set that a constraint left may be nearly the whole
+vocabulary: a place that has one is walked once more, as a place of its own behind the others whose other logits are ruled out.
 
 A vocabulary may be split over ranks, each of which holds some rows of the head's matrix (arXiv 1909.08053): every rank walks its
 own rows, and they exchange a few numbers per place instead of the matrix.
@@ -63,6 +64,44 @@ class Scale(NamedTuple):
         return (1 - (scaled * (self.temperature / self.softcap)).square_()).div_(self.temperature)
 
 
+RULED_OUT = -1e30
+"""The logit of an id outside a set: it adds nothing to a sum, and unlike -inf it makes no NaN where a block has none of the set."""
+
+
+class Restricted(NamedTuple):
+    """Places among a set: place U + i of a head is place `place[i]` of its U, with the logits outside its set ruled out."""
+
+    place: Tensor
+    """[S] in 0..U-1"""
+    target: Tensor
+    """[S] which of the M targets it is for, ascending"""
+    bits: Tensor
+    """[D, W] uint8, as in `Kept.sets`"""
+    which: Tensor
+    """[S] the set of each"""
+
+    def has(self, ids: Tensor) -> Tensor:
+        """[S] whether an id each is in the sets."""
+        byte = (ids >> 3).clamp(max=self.bits.shape[1] - 1)
+        return (ids < 8 * self.bits.shape[1]) & ((self.bits[self.which, byte] >> (ids & 7)) & 1 > 0)
+
+    def beside(self, logits: Tensor, start: int) -> Tensor:
+        """[U + S, block] the logits [U, block] of the ids from `start` on, and those among the sets."""
+        stop, first = start + logits.shape[1], start // 8
+        some = self.bits[:, first : -(-stop // 8)]
+        flags = (some[:, :, None] >> torch.arange(8, device=some.device, dtype=torch.uint8)) & 1
+        inside = logits.new_zeros(len(some), logits.shape[1], dtype=torch.bool)
+        found = flags.flatten(1)[:, start - 8 * first :][:, : logits.shape[1]]
+        inside[:, : found.shape[1]] = found.bool()
+        return torch.cat([logits, logits[self.place].masked_fill_(~inside[self.which], RULED_OUT)])
+
+    def folded(self, gradient: Tensor) -> Tensor:
+        """[U, block] the gradient of the logits, from that of what `beside` returned."""
+        own = gradient[: len(gradient) - len(self.place)]
+        # index_put rather than index_add: on CUDA its sums have an order (C8)
+        return own.index_put_((self.place,), gradient[len(own) :], accumulate=True)
+
+
 class OwnRows(NamedTuple):
     """The rows of the head's matrix that this rank holds, of those that a group of ranks holds together. All of them have the same places
     and targets."""
@@ -98,12 +137,16 @@ def token_logprobs(
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
+    among_sets = _restricted(which, kept)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
+    if among_sets is not None:
+        behind = torch.arange(len(places), len(places) + len(among_sets.place), device=place.device)
+        place, ids = torch.cat([place, behind]), torch.cat([ids, target[among_sets.target]])
     scale = Scale(temperature, softcap)
     counts = None if kept is None else kept.offsets.diff()
-    how = _How(scale, dtype, None if softcap else packed, share, counts)
+    how = _How(scale, dtype, None if softcap else packed, share=share, counts=counts, sets=among_sets)
     values, entropy, among = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
-    return _compose(values, entropy, which=which, target=target, kept=kept, among=among)
+    return _compose(values, entropy[which], target=target, kept=kept, among_sets=among_sets, among=among)
 
 
 def _held(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, OwnRows | None]:
@@ -136,7 +179,19 @@ def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept
     log_p = logits.log_softmax(-1)
     finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
     entropy = -(finite.exp() * finite).sum(-1)
-    return _compose(log_p[place, ids], entropy, which=which, target=target, kept=kept)
+    values, among_sets = log_p[place, ids], _restricted(which, kept)
+    if among_sets is not None:
+        own = among_sets.beside(logits, 0)[len(logits) :].log_softmax(-1)
+        values = torch.cat([values, own.gather(1, target[among_sets.target, None])[:, 0]])
+    return _compose(values, entropy, target=target, kept=kept, among_sets=among_sets)
+
+
+def _restricted(which: Tensor, kept: Kept | None) -> Restricted | None:
+    """`which` [M]: the place of each target."""
+    if kept is None or kept.sets is None or kept.set_of is None:
+        return None
+    own = (kept.set_of >= 0).nonzero()[:, 0]
+    return Restricted(which[own], own, kept.sets, kept.set_of[own]) if len(own) else None
 
 
 def _pairs(which: Tensor, target: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -150,13 +205,19 @@ def _rows(kept: Kept) -> Tensor:
 
 
 def _compose(
-    values: Tensor, entropy: Tensor, *, which: Tensor, target: Tensor, kept: Kept | None, among: Tensor | None = None
+    values: Tensor,
+    entropy: Tensor,
+    *,
+    target: Tensor,
+    kept: Kept | None,
+    among_sets: Restricted | None,
+    among: Tensor | None = None,
 ) -> Head:
-    """values: log-probs of the targets [M], then of the ids that were kept [nnz]; entropy of each place. `among` [M]: the log-probs
-    of the targets among the ids kept for them, if they are known more exactly than from these values."""
+    """values: log-probs of the targets [M], then of the ids that were kept [nnz], then of targets among their sets [S]; entropy [M].
+    `among` [M]: the log-probs of the targets among what was kept for them, if they are known more exactly than from these values."""
     if kept is None:
-        return Head(values, entropy[which], 0)
-    chosen, cut = values.split([len(target), len(kept.ids)])
+        return Head(values, entropy, 0)
+    chosen, cut, in_sets = values.split([len(target), len(kept.ids), len(values) - len(target) - len(kept.ids)])
     rows = _rows(kept)
     inside = torch.zeros_like(target).index_add_(0, rows, (kept.ids == target[rows]).long()) > 0
     outside = int(((kept.offsets.diff() > 0) & ~inside).sum())
@@ -165,14 +226,20 @@ def _compose(
     mass = torch.zeros_like(chosen).index_put((rows,), (cut - top[rows]).exp(), accumulate=True)
     restricted = top + torch.where(inside, mass, 1.0).log()
     logprob = chosen - torch.where(inside, restricted, 0.0)
+    if among_sets is not None:
+        own = among_sets.target
+        allowed = among_sets.has(target[own])
+        inside = inside.index_copy(0, own, allowed)
+        outside += int((~allowed).sum())
+        logprob = logprob.index_copy(0, own, torch.where(allowed, in_sets, chosen[own]))
     if among is not None:
         logprob = valued(logprob, torch.where(inside, among, chosen.detach()))
-    return Head(logprob, entropy[which], outside)
+    return Head(logprob, entropy, outside)
 
 
 class _Pairs(NamedTuple):
     place: Tensor
-    """[P] in 0..U-1"""
+    """[P] in 0..U-1, and U..U+S-1 for places among sets"""
     ids: Tensor
     """[P]"""
 
@@ -184,11 +251,13 @@ class _How(NamedTuple):
     share: OwnRows | None = None
     counts: Tensor | None = None
     """[M] how many ids were kept for each target. Targets are the first of the pairs, and what was kept follows in their order."""
+    sets: Restricted | None = None
+    """Places among sets. Their pairs are the last ones, in their order."""
 
 
 class _LogProbs(torch.autograd.Function):
-    """hidden [U, H], place [P] in 0..U-1, ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient), and by kernels
-    those of targets among the ids kept for them [M], else None (no gradient).
+    """hidden [U, H], place [P], ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient), and by kernels
+    those of targets among what was kept for them [M], else None (no gradient).
 
     The backward pass computes the logits of each block again.
     """
@@ -211,7 +280,7 @@ class _LogProbs(torch.autograd.Function):
             found, among, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
-        ctx.scale, ctx.share, ctx.dtypes = how.scale, how.share, (hidden.dtype, weight.dtype)
+        ctx.scale, ctx.share, ctx.sets, ctx.dtypes = how.scale, how.share, how.sets, (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(*(one for one in (entropy, among) if one is not None))
         return found, entropy, among
 
@@ -232,8 +301,12 @@ class _LogProbs(torch.autograd.Function):
         for block, mine in _blocks(len(hidden), len(weight), ids):
             d_logits = _block_logits(hidden, weight, bias, block, ctx.scale)
             slope = ctx.scale.slope(d_logits)
+            if ctx.sets is not None:
+                d_logits = ctx.sets.beside(d_logits, _first_id(block, ctx.share))
             d_logits.sub_(logsumexp[:, None]).exp_().mul_(grad_total[:, None])
             d_logits.index_put_((place[mine], ids[mine] - block.start), grad_values[mine], accumulate=True)
+            if ctx.sets is not None:
+                d_logits = ctx.sets.folded(d_logits)
             if isinstance(slope, Tensor) or slope != 1:
                 d_logits.mul_(slope)
             if len(bias):
@@ -250,16 +323,30 @@ class _LogProbs(torch.autograd.Function):
 def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> FoundLogprobs:
     """Computes the same as `_by_blocks`, without a bias and with logits in float32; and log-probs among what was kept."""
     assert how.packed is not None
-    order, offsets = _by_place(pairs.place, len(hidden))
-    asked, first = Asked(offsets, pairs.ids[order]), None
+    real = len(pairs.place) - (len(how.sets.place) if how.sets else 0)
+    place, ids = pairs.place[:real], pairs.ids[:real]
+    order, offsets = _by_place(place, len(hidden))
+    asked, first = Asked(offsets, ids[order]), None
     if how.counts is not None:
-        first, targets = _by_place(pairs.place[: len(how.counts)], len(hidden))
+        first, targets = _by_place(place[: len(how.counts)], len(hidden))
         asked = asked._replace(targets=targets, counts=how.counts[first])
+    if how.sets is not None and first is not None:
+        set_of = torch.full((len(first),), -1).index_copy_(0, how.sets.target, how.sets.which)
+        asked = asked._replace(set_of=set_of[first], sets=how.sets.bits.contiguous())
     found = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
     among = found.among
     if first is not None and among is not None:
         among = torch.empty_like(among).index_copy_(0, first, among)
-    return found._replace(values=torch.empty_like(found.values).index_copy_(0, order, found.values), among=among)
+    found = found._replace(values=torch.empty_like(found.values).index_copy_(0, order, found.values), among=among)
+    return found if how.sets is None else _with_sets(found, how.sets)
+
+
+def _with_sets(found: FoundLogprobs, sets: Restricted) -> FoundLogprobs:
+    """Appends the places among sets, whose log-sum-exp is known by the difference of the two log-probs of their targets."""
+    assert found.among is not None
+    own = found.among[sets.target]
+    logsumexp = found.logsumexp[sets.place] + found.values[sets.target] - own
+    return found._replace(values=torch.cat([found.values, own]), logsumexp=torch.cat([found.logsumexp, logsumexp]))
 
 
 def _by_place(place: Tensor, places: int) -> tuple[Tensor, Tensor]:
@@ -269,17 +356,20 @@ def _by_place(place: Tensor, places: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the pairs, log-sum-exp and entropy of each place."""
+    """Log-probs of the pairs, log-sum-exp of each place, those among sets included, and entropy of the others."""
     order = pairs.ids.argsort(stable=True)
     own, ids = _own(pairs.ids[order], len(weight), how.share)
     order = order[own]
     place = pairs.place[order]
     found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
     # Running maximum, sum of exp(l - maximum), and that sum weighted by l: softmax online (arXiv 1805.02867).
-    top = torch.full((len(hidden), 1), -torch.inf, device=hidden.device)
+    places = len(hidden) + (len(how.sets.place) if how.sets else 0)
+    top = torch.full((places, 1), -torch.inf, device=hidden.device)
     mass, moment = torch.zeros_like(top), torch.zeros_like(top)
     for block, mine in _blocks(len(hidden), len(weight), ids):
         logits = _block_logits(hidden, weight, bias, block, how.scale)
+        if how.sets is not None:
+            logits = how.sets.beside(logits, _first_id(block, how.share))
         found[mine] = logits[place[mine], ids[mine] - block.start]
         higher = torch.maximum(top, logits.amax(1, keepdim=True))
         shrink, top = torch.exp(top - higher), higher
@@ -290,8 +380,13 @@ def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how:
     if how.share:
         top, mass, moment, chosen = _of_all(how.share, top, mass, moment, chosen)
     logsumexp = (top + mass.log())[:, 0]
-    entropy = logsumexp - (moment / mass)[:, 0]
+    entropy = (logsumexp - (moment / mass)[:, 0])[: len(hidden)]
     return chosen - logsumexp[pairs.place], logsumexp, entropy
+
+
+def _first_id(block: slice, share: OwnRows | None) -> int:
+    """The id of the first row of a block of this rank's."""
+    return block.start + (share.start if share else 0)
 
 
 def _own(ids: Tensor, rows: int, share: OwnRows | None) -> tuple[slice, Tensor]:

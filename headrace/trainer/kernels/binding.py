@@ -46,7 +46,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_linear_input_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_weight_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_gated": (None, [c_void_p, c_int, c_int, _POINTERS, _POINTERS, c_void_p, c_int]),
-    "headrace_log_probabilities": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 8]),
+    "headrace_log_probabilities": (
+        None,
+        [c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 6, c_int64, *[c_void_p] * 4],
+    ),
     "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_float, c_float, c_void_p]),
     "headrace_norm_backward": (None, [c_int, c_int, *[c_void_p] * 7, c_int, c_int, c_float]),
     "headrace_gated": (None, [c_int, *[c_void_p] * 3, c_int64, c_int]),

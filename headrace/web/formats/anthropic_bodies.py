@@ -42,7 +42,7 @@ class CountTokens(OpenBody, kw_only=True):
     system: Blocks | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: dict[str, Any] | None = None
-    """`auto`, or `none`: the model is then shown no tools."""
+    """`auto`; `none`: the model is shown no tools; `any`, or `tool` with its name: the reply is a call."""
     thinking: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
     """A conversation that the server holds, of which a request sends only what is new."""
@@ -68,13 +68,26 @@ def refuse_unserved_messages(body: CountTokens) -> None:
     ):  # by these details the tool runner of Anthropic's client knows that it has to send all messages
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         raise Refused(400, "thread is not served; send all messages with each request", details=details)
-    kind = (body.tool_choice or {}).get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise Refused(400, f"tool_choice = {kind} is not served; leave it out or choose auto or none")
-    if (body.tool_choice or {}).get("disable_parallel_tool_use"):
-        raise Refused(400, "disable_parallel_tool_use is not served; leave it out, and take the first call of a reply")
     if (body.thinking or {}).get("type", "disabled") != "disabled":
         raise Refused(400, "thinking is not served; leave it out: the model thinks as it was trained to")
+
+
+def choice_of(body: CountTokens) -> Any:
+    """Returns `tool_choice` as chats have it. Raises Refused."""
+    given = body.tool_choice or {}
+    match given.get("type", "auto"):
+        case "auto" | "none" as kind:
+            return kind
+        case "any":
+            return "required"
+        case "tool" if isinstance(given.get("name"), str):
+            return {"type": "function", "function": {"name": given["name"]}}
+    raise Refused(400, f"tool_choice = {given!r:.100} is none; choose auto, none, any, or a tool by its name")
+
+
+def parallel_of(body: CountTokens) -> bool | None:
+    """Whether several calls are allowed; None where the body does not say."""
+    return False if (body.tool_choice or {}).get("disable_parallel_tool_use") else None
 
 
 def tools_of(body: CountTokens) -> list[Tool]:

@@ -72,8 +72,6 @@ class Responses(OpenBody, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tool_choice": ((None, "auto", "none"), "leave it out or choose auto or none: nothing here forces a model to call"),
-    "parallel_tool_calls": ((None, True), "leave it out, and take the first call of a response"),
     "top_logprobs": ((None, 0), "leave it out: there are log-probs of the sampled tokens only"),
     "truncation": ((None, "disabled"), "leave it out: no item of the input is dropped"),
     "background": ((None, False), "leave it out"),
@@ -90,8 +88,6 @@ def refuse_unserved_responses(body: Responses) -> None:
     for name, (neutral, remedy) in _NEUTRAL.items():
         if getattr(body, name) not in neutral:
             raise _unserved(name, remedy)
-    if (body.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
-        raise _unserved("text.format", "leave it out, and ask for the format in the instructions")
     if (body.text or {}).get("verbosity") not in (None, "medium"):
         raise _unserved("text.verbosity", "leave it out")
     if any(value not in (None, "none") for name, value in (body.reasoning or {}).items() if name != "effort"):

@@ -179,7 +179,8 @@ def test_what_the_run_decides_is_replaced_and_said_and_what_cannot_be_had_is_ref
             ({"n": 2}, "send as many requests"),
             ({"stop": ["Observation:"]}, "set rollout.stop = ['Observation:']"),
             ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
-            ({"response_format": {"type": "json_object"}}, "response_format is not served"),
+            ({"response_format": {"type": "xml"}}, "response_format.type = 'xml' is none"),
+            ({"logit_bias": {"3": 1}}, "drawn from another distribution than the one that is trained"),
             ({"tools": [ADD]}, "does not show tools"),
             ({"max_tokens": 0}, "asks for nothing"),
             ({"seed": 7}, "all rollouts of a prompt would be equal"),
@@ -388,7 +389,10 @@ def test_what_anthropics_client_cannot_have_is_refused(tmp_path: Path) -> None:
     model = Model(encoder_of(tmp_path, tool_chats.HERMES), [])
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     refused: list[tuple[Any, str]] = [
-        ({"tool_choice": {"type": "any"}, "tools": [ANTHROPIC_ADD]}, "tool_choice = any is not served"),
+        (
+            {"tool_choice": {"type": "tool", "name": "sub"}, "tools": [ANTHROPIC_ADD]},
+            "tool_choice names sub, which is none",
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not served"),
         ({"stop_sequences": ["END"]}, "is not a stop string of the run"),
         ({"messages": [{"role": "user", "content": [image]}]}, "of type image"),

@@ -130,11 +130,10 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
     model = Model(encoder_of(tmp_path, tool_chats.HERMES), [])
     image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}
     refused: list[tuple[Any, str]] = [
-        ({"tool_choice": "required", "tools": [ADD]}, "tool_choice is not served"),
+        ({"tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "web_search"}]}, "a tool of type web_search is not served"),
-        ({"parallel_tool_calls": False}, "take the first call of a response"),
         ({"reasoning": {"effort": "high"}}, "reasoning is not served"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format is not served"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format.type = 'xml' is none"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is not served"),
         ({"include": ["file_search_call.results"]}, "include = file_search_call.results is not served"),
         ({"background": True}, "background is not served"),

@@ -184,10 +184,18 @@ def head_numbers(split: int | None) -> list[Tensor]:
         weight = distribute_tensor(weight, mesh, [Shard(split)], src_data_rank=None)
         bias = distribute_tensor(bias, mesh, [Replicate() if split else Shard(0)], src_data_rank=None)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    predictor, target = torch.tensor([0, 0, 2, 3, 5]), torch.tensor([19, 4, 9, 10, 0])
-    kept = Kept(ids=torch.tensor([4, 12, 19, 9, 11, 3, 10, 7]), offsets=torch.tensor([0, 3, 3, 5, 7, 8]))
+    predictor, target = torch.tensor([0, 0, 2, 3, 5, 2, 4, 1]), torch.tensor([19, 4, 9, 10, 0, 12, 3, 18])
+    sets = torch.tensor(
+        [[0b00000000, 0b00010010, 0b00001000], [0b00001100, 0, 0]], dtype=torch.uint8
+    )  # 9, 12, 19; 2, 3
+    kept = Kept(
+        ids=torch.tensor([4, 12, 19, 9, 11, 3, 10, 7]),
+        offsets=torch.tensor([0, 3, 3, 5, 7, 8, 8, 8, 8]),
+        sets=sets,
+        set_of=torch.tensor([-1, -1, -1, -1, -1, 0, 1, 1]),
+    )
     head = token_logprobs(*inputs, predictor, target, temperature=0.7, dtype=torch.float32, kept=kept, softcap=2.0)
-    (head.logprob * torch.tensor([0.5, -1.0, 2.0, 0.25, 1.0])).sum().backward()
+    (head.logprob * torch.tensor([0.5, -1.0, 2.0, 0.25, 1.0, 0.75, -0.5, 1.5])).sum().backward()
     gradients = [one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in inputs]
     return [head.logprob.detach(), head.entropy, torch.tensor(head.outside), *gradients]
 
@@ -195,7 +203,7 @@ def head_numbers(split: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("split", [0, 1], ids=["rows", "columns"])
 def test_a_split_head_computes_what_a_whole_one_does(split: int, two: RankProcesses) -> None:
     expected = head_numbers(None)
-    assert int(expected[2]) == 1
+    assert int(expected[2]) == 2
     for found in two.run(head_numbers, split):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.engine.native.sampling.guides import reported
 from headrace.engine.native.sampling.sampler import Drawn, RowScores, token_logprobs
 from headrace.engine.native.schedule.passes import Chunk
 from headrace.engine.native.schedule.sequences import Running, Sequence
@@ -20,7 +21,7 @@ def of_tokens(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDe
         TokenDetails(
             running.sequences[rows[place]].id,
             *(_row_of_top(drawn, place, int(top[place])) if top[place] else (b"", b"")),
-            _row_of_mask(drawn, place) if mask[place] else b"",
+            **(_mask_of(running.sequences[rows[place]], drawn, place) if mask[place] else {}),
         )
         for place in wanted.tolist()
     )
@@ -34,10 +35,17 @@ def _row_of_top(drawn: Drawn, place: int, k: int) -> tuple[bytes, bytes]:
     )
 
 
-def _row_of_mask(drawn: Drawn, place: int) -> bytes:
+def _mask_of(sequence: Sequence, drawn: Drawn, place: int) -> dict[str, bytes]:
+    """The tokens that filters kept, or name and encoding of the set that they were drawn from if filters cut nothing more: fields of
+    `TokenDetails`."""
     assert drawn.mask is not None
     offsets = drawn.mask.offsets
-    return drawn.mask.token_ids[offsets[place] : offsets[place + 1]].tobytes()
+    kept = drawn.mask.token_ids[offsets[place] : offsets[place + 1]]
+    guide = sequence.guide
+    if guide is not None and guide.allowed is not None and not len(kept):
+        name, encoded = reported(guide)
+        return {"set_name": name, "set": encoded}
+    return {"mask": kept.tobytes()}
 
 
 def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:

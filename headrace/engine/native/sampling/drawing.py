@@ -17,20 +17,28 @@ from headrace.native.memory import uploaded
 
 
 def draw(
-    forward: ForwardOutput, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
+    forward: ForwardOutput,
+    settings: Settings,
+    places: np.ndarray | None,
+    masks: np.ndarray,
+    tops: np.ndarray,
+    *,
+    left: np.ndarray | None = None,
 ) -> Drawn:
     """`places` [R]: where the rows are among the logits, None for all in order. `masks` [R] bool and `tops` [R]: whose kept
-    vocabulary, and how many of whose most probable tokens, are wanted."""
+    vocabulary, and how many of whose most probable tokens, are wanted. `left` [R]: as for `sample`."""
     special = masks | (tops > 0) | settings.filters().on()
     at = np.arange(len(special)) if places is None else places
     if forward.draw is None or special.all():
-        return _sample(forward, settings, places, masks, tops)
+        return _sample(forward, settings, places, masks, tops, left=left)
     plain, rest = np.flatnonzero(~special), np.flatnonzero(special)
     u = uniforms(settings.seed[plain], settings.counter[plain])
     tokens, logprobs = forward.draw(settings.temperature[plain], u, at[plain])
     if not len(rest):
         return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(logprobs))
-    part = _sample(forward, _only(settings, rest), at[rest], masks[rest], tops[rest])
+    part = _sample(
+        forward, _only(settings, rest), at[rest], masks[rest], tops[rest], left=None if left is None else left[rest]
+    )
     drawn = Drawn(
         tokens=_spread(part.tokens, rest, len(special), 0),
         logprobs=_spread(part.logprobs, rest, len(special), 0.0),
@@ -44,12 +52,18 @@ def draw(
 
 
 def _sample(
-    forward: ForwardOutput, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
+    forward: ForwardOutput,
+    settings: Settings,
+    places: np.ndarray | None,
+    masks: np.ndarray,
+    tops: np.ndarray,
+    *,
+    left: np.ndarray | None,
 ) -> Drawn:
     logits = forward.logits
     if places is not None:
         logits = logits[uploaded(places, logits.device)]
-    drawn = sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)))
+    drawn = sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)), left)
     if forward.score is None or drawn.mask is None:
         return drawn
     rows = np.flatnonzero(masks)  # the others kept nothing, so that what these kept adjoins

@@ -61,7 +61,7 @@ class Settings:
 class Mask(NamedTuple):
     """The vocabulary that filters kept: the tokens over which the distribution of each row was normalised.
 
-    An empty row is one from which nothing was cut: one without filters, a greedy one, one whose filters kept everything, one that
+    An empty row is one from which filters cut nothing: one without filters, a greedy one, one whose filters kept everything, one that
     was not asked for. It cannot be mistaken for a row that keeps nothing, because at least one token is always kept. A row that is
     not finite is empty too.
     """
@@ -97,10 +97,17 @@ class RowScores(NamedTuple):
     top_logprobs: np.ndarray | None
 
 
-def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | None = None, top: int = 0) -> Drawn:
+def sample(
+    logits: torch.Tensor,
+    settings: Settings,
+    want_mask: np.ndarray | None = None,
+    top: int = 0,
+    left: np.ndarray | None = None,
+) -> Drawn:
     """One token per row of `logits` [R, V].
 
-    `want_mask` [R] bool: rows whose kept vocabulary is returned. `top`: the number of most probable tokens to return, under
+    `want_mask` [R] bool: rows whose kept vocabulary is returned. `left` [R]: the tokens that constraints have left of each row, V where there
+    is none; None: V everywhere. A row from which filters cut nothing more has an empty mask. `top`: the number of most probable tokens to return, under
     the distribution sampled from (that of temperature 1 for greedy rows).
     """
     filters = settings.filters()
@@ -120,7 +127,7 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     with np.errstate(divide="ignore", invalid="ignore"):
         base = peak + filters.temperature * np.log(norm)
         logprobs = (chosen - base) / filters.temperature
-    mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1])
+    mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1] if left is None else left)
     ids, best = _top(kept, base, filters.temperature, top)
     return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask, top_ids=ids, top_logprobs=best)
 
@@ -293,8 +300,8 @@ def _draw_kept(
 # -- details on request ------------------------------------------------------------------------------------------------------
 
 
-def _mask(kept: Ragged, rows: np.ndarray, vocabulary: int) -> Mask:
-    masked = kept.rows(rows & (kept.counts() < vocabulary))
+def _mask(kept: Ragged, rows: np.ndarray, left: np.ndarray | int) -> Mask:
+    masked = kept.rows(rows & (kept.counts() < left))
     return Mask(masked.ids.astype(np.int32), masked.offsets)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.engine.native.cache.prefixes import PrefixNode
 from headrace.engine.native.forward_pass import BLOCK
+from headrace.engine.native.sampling.guides import Guide
 from headrace.engine.native.sampling.sampler import Settings
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.types import Request
@@ -28,6 +29,7 @@ ROW = np.dtype(
         ("scored", np.bool_),  # log-probs of its prompt are still to be computed
         ("fresh", np.bool_),  # no logits of it have been seen to be finite
         ("mask", np.bool_),  # the sampling mask is wanted
+        ("adjusted", np.bool_),  # has a constraint, or a bias, that changes its logits
         ("top", np.int32),  # most probable tokens wanted
         ("temperature", np.float64),
         ("top_k", np.int64),
@@ -51,7 +53,11 @@ class Sequence:
     """The number of `tokens` that belong to the prompt."""
     arrival: int
     adapter: str = ""
+    said: tuple[int, ...] = ()
+    """The tokens of its completion before it came here: its prefix, or what a fork keeps of its source's."""
     stopper: Stopper | None = None
+    guide: Guide | None = None
+    """Its place in the language of its constraint, after all tokens of its completion."""
     scored: bool = False
     """Log-probs of its prompt are still owed."""
     scores: list[Any] = field(default_factory=list)
@@ -135,6 +141,7 @@ class Running:
             sequence.scored,
             True,
             request.return_mask,
+            sequence.guide is not None or bool(sampling.logit_bias),
             request.top_logprobs,
             sampling.temperature,
             sampling.top_k,

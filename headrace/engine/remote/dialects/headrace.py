@@ -82,6 +82,10 @@ class HeadraceDialect:
             "return_routed_experts": request.return_routing,
             "stream": True,
         }
+        if sampling.constraint:
+            body["constraint"] = msgspec.to_builtins(sampling.constraint)
+        if sampling.logit_bias:
+            drawn["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
         return "/inference/v1/generate", body | ({"model": request.adapter} if request.adapter else {})
 
     def ended(self, request: Request) -> Stop | None:
@@ -147,14 +151,17 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
     masks = choice["sampling_mask"] if request.return_mask else [()] * len(content)
     if len(masks) != len(content):
         raise Unreachable(f"the server sent {len(content)} tokens and {len(masks)} sampling masks")
+    sets = choice.get("sampling_sets") or [("", "")] * len(content)
     return [
         TokenDetails(
             request.id,
             array("i", [top["token_id"] for top in one["top_logprobs"]]).tobytes(),
             array("f", [_number(top["logprob"]) for top in one["top_logprobs"]]).tobytes(),
             array("i", mask).tobytes(),
+            set_name=bytes.fromhex(set_name),
+            set=base64.b64decode(one_set),
         )
-        for one, mask in zip(content, masks, strict=True)
+        for one, mask, (set_name, one_set) in zip(content, masks, sets, strict=True)
     ]
 
 

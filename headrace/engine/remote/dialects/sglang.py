@@ -11,7 +11,9 @@ mode `abort`.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +57,17 @@ class SglangDialect(LabelledDialect):
         """`Sampling.seed` is not sent: a request that goes on from its prefix under the same seed would be drawn with the numbers that
         drew its first tokens."""
         unstopped = request.sampling.ignore_eos and request.sampling.stop_token_ids
-        self._refuse(request, {"stop tokens beside ignore_eos, with which it goes by none": unstopped})
+        constraint = request.sampling.constraint
+        self._refuse(
+            request,
+            {
+                "stop tokens beside ignore_eos, with which it goes by none": unstopped,
+                "a bias of logits by this name": request.sampling.logit_bias,
+                "sampling masks of a constraint": constraint and request.return_mask,
+                "a constraint from the middle of a completion on": constraint and (request.prefix or constraint.after),
+                "a grammar of this format": constraint and constraint.kind == "grammar",
+            },
+        )
         sampling, scores = request.sampling, request.prompt_logprobs
         drawn: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens - len(request.prefix),
@@ -66,6 +78,10 @@ class SglangDialect(LabelledDialect):
             "stop_token_ids": sorted(self._stops(request)),
             "ignore_eos": sampling.ignore_eos,
         }
+        if constraint:
+            choices = json.loads(constraint.text) if constraint.kind == "choice" else ()
+            name = "json_schema" if constraint.kind == "json_schema" else "regex"
+            drawn[name] = f"({'|'.join(map(re.escape, choices))})" if choices else constraint.text
         body: dict[str, Any] = {
             "rid": f"{wire_id}/",  # a request that is left takes all with it whose ids begin with its own
             "input_ids": [*request.prompt, *request.prefix],

@@ -16,6 +16,7 @@ clears the prefix cache.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -83,7 +84,16 @@ class VllmDialect(LabelledDialect):
         """vLLM draws with random numbers of its own: `Sampling.seed` is not sent, because a request that goes on from its prefix under
         the same seed would be drawn with the numbers that drew its first tokens. The tokens that end a request are all named, because
         vLLM goes by its tokenizer's for others than `ended` does."""
-        self._refuse(request, {"sampling masks": request.return_mask})
+        constraint = request.sampling.constraint
+        self._refuse(
+            request,
+            {
+                "sampling masks": request.return_mask,
+                "a bias of logits by this name": request.sampling.logit_bias,
+                "a constraint from the middle of a completion on": constraint and (request.prefix or constraint.after),
+                "a grammar of this format": constraint and constraint.kind == "grammar",
+            },
+        )
         sampling, scores = request.sampling, request.prompt_logprobs
         drawn: dict[str, Any] = {
             "max_tokens": max(
@@ -98,6 +108,10 @@ class VllmDialect(LabelledDialect):
             "logprobs": 0,
             "detokenize": False,
         }
+        if constraint:
+            name = "json" if constraint.kind == "json_schema" else constraint.kind
+            value = json.loads(constraint.text) if constraint.kind == "choice" else constraint.text
+            drawn["structured_outputs"] = {name: value}
         base = self._live[""].name if "" in self._live else self._prefix
         body: dict[str, Any] = {
             "request_id": wire_id,

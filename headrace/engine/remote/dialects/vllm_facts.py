@@ -29,6 +29,7 @@ async def meet(connection: Connection, seconds: float) -> ServerFacts:
                 path=f"vllm {version}",
                 adapters=lora["max_loras"] if lora and loads else 0,
                 spans=True,
+                constraints=True,
                 prompt_logprobs=True,
             ),
             priorities=config["scheduler_config"]["policy"] == "priority",

@@ -59,6 +59,10 @@ class Asked(NamedTuple):
     """[U + 1] int64: the first ids of row u are its targets[u]:targets[u + 1], and then follow those that were kept for each of these."""
     counts: Tensor | None = None
     """[M] int64: how many were kept for each target; 0 if nothing was cut."""
+    set_of: Tensor | None = None
+    """[M] int64: the set that was left for each target, -1 for none."""
+    sets: Tensor | None = None
+    """[D, W] uint8: these sets as bits, the lowest of a byte first."""
 
 
 class FoundLogprobs(NamedTuple):
@@ -67,7 +71,7 @@ class FoundLogprobs(NamedTuple):
     values: Tensor
     """[P] the log-probs asked for."""
     among: Tensor | None
-    """[M] log-probs of the targets among the ids kept for them; anything for those without any."""
+    """[M] log-probs of the targets among what was kept for them; anything for those from which nothing was cut."""
     logsumexp: Tensor
     """[U] of each row's logits over the temperature."""
     entropy: Tensor
@@ -81,6 +85,7 @@ def log_probabilities(
     among = None if asked.counts is None else torch.empty(len(asked.counts))
     found = FoundLogprobs(torch.empty(len(asked.ids)), among, *torch.empty(2, len(hidden)).unbind())
     across = packed.packed(weight, backward=False)[0] if hidden.dtype == torch.bfloat16 else packed_in_room(weight)
-    given = (address(across), len(weight), 1 / temperature, *map(address, (*asked, *found)))
+    width = 0 if asked.sets is None else asked.sets.shape[1]
+    given = (address(across), len(weight), 1 / temperature, *map(address, asked), width, *map(address, found))
     kernels().headrace_log_probabilities(hidden.dtype == torch.float32, address(hidden), *hidden.shape, *given)
     return found

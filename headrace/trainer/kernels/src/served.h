@@ -117,13 +117,26 @@ struct Served {
 
 // What is asked of each row of logits: the log-probs of ids [offsets[r], offsets[r + 1]). If filters left less than the vocabulary, the
 // first of these are the row's targets [targets[r], targets[r + 1]), and behind them lies what was kept for each, counts[i] for target i.
+// A target may have a set instead, sets[set_of[i]] as `width` bytes of bits.
 struct Asked {
-    const int64_t *offsets, *ids, *targets, *counts;  // the latter two may be null
+    const int64_t *offsets, *ids, *targets, *counts, *set_of;  // all but the first two may be null
+    const uint8_t* sets;
+    int64_t width;
 
-    void among_kept(int row, const float* logits, float inverse_temperature, float* among) const {
+    void among_kept(int row, const float* logits, int vocabulary, float inverse_temperature, float* among) const {
         int64_t at = offsets[row], kept = at + targets[row + 1] - targets[row];
         for (int64_t i = targets[row]; i < targets[row + 1]; kept += counts[i++], at++)
-            if (counts[i]) among[i] = (float)log_probability_among(logits, ids + kept, counts[i], logits[ids[at]], inverse_temperature);
+            if (set_of && set_of[i] >= 0) among[i] = (float)among_set(logits, vocabulary, set_of[i], logits[ids[at]], inverse_temperature);
+            else if (counts[i]) among[i] = (float)log_probability_among(logits, ids + kept, counts[i], logits[ids[at]], inverse_temperature);
+    }
+    // As the engine computes it: from a row of logits in which the others are ruled out.
+    double among_set(const float* logits, int vocabulary, int64_t set, float logit, float inverse_temperature) const {
+        const uint8_t* bits = sets + set * width;
+        float* left = team::room<float>(vocabulary + 16, 9);
+        for (int i = 0; i < vocabulary; i++) left[i] = i < 8 * width && bits[i / 8] >> i % 8 & 1 ? logits[i] : -INFINITY;
+        const float peak = peak_of(left, vocabulary);
+        const double mass = mass_of(left, vocabulary, peak, inverse_temperature * 1.44269504f, team::room<double>(vocabulary / SEARCH + 1, 10), [](f16x, f16x) {});
+        return log_probability(logit, peak, inverse_temperature, mass);
     }
 };
 
@@ -153,7 +166,7 @@ static void log_probabilities(const T* hidden, int rows, int k, const T* packed,
                                         [&](f16x term, f16x below) { moment += term * max16(below, splat(-1e30f)); });
             for (int64_t i = asked.offsets[begin + r]; i < asked.offsets[begin + r + 1]; i++)
                 found[i] = (float)log_probability(mine[asked.ids[i]], peak, inverse_temperature, mass);
-            if (asked.targets) asked.among_kept(begin + r, mine, inverse_temperature, among);
+            if (asked.targets) asked.among_kept(begin + r, mine, vocabulary, inverse_temperature, among);
             logsumexp[begin + r] = (float)((double)peak * inverse_temperature + std::log(mass));
             entropy[begin + r] = (float)(std::log(mass) - (double)sum(moment) * inverse_temperature / mass);
         });

@@ -61,10 +61,10 @@ void headrace_linear_gated(const bf16* x, int rows, int k, const void* gate, con
     linear_gated(x, rows, k, *(const Weight<bf16>*)gate, *(const Weight<bf16>*)up, y, gelu);
 }
 void headrace_log_probabilities(int wide, const void* hidden, int rows, int k, const void* packed, int vocabulary, float inverse_temperature,
-                                const int64_t* offsets, const int64_t* ids, const int64_t* targets, const int64_t* counts, float* found, float* among,
-                                float* logsumexp, float* entropy) {
+                                const int64_t* offsets, const int64_t* ids, const int64_t* targets, const int64_t* counts, const int64_t* set_of,
+                                const uint8_t* sets, int64_t width, float* found, float* among, float* logsumexp, float* entropy) {
 #define DO(T) \
-    log_probabilities((const T*)hidden, rows, k, (const T*)packed, vocabulary, inverse_temperature, {offsets, ids, targets, counts}, found, among, logsumexp, entropy)
+    log_probabilities((const T*)hidden, rows, k, (const T*)packed, vocabulary, inverse_temperature, {offsets, ids, targets, counts, set_of, sets, width}, found, among, logsumexp, entropy)
     EITHER(DO);
 #undef DO
 }

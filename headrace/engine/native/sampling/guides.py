@@ -1,0 +1,172 @@
+"""Guides: the state of each constrained sequence in its language, and the tokens that may follow.
+
+    token drawn ──▶ advance: a thread reads it and computes the next set ──┐
+    next forward pass ─────────────────────────────────────────────────────┴─▶ ruled out: -inf added to the other logits ──▶ draw
+
+The work runs beside the forward pass, and is awaited before the draw. A guide is a function of the constraint and of the tokens since its
+beginning: one that is preempted keeps it, one that is continued by another engine reads its prefix again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.native.sampling.stopping import Decode, Stopper
+from headrace.models.grammars import Grammars
+from headrace.native.memory import uploaded
+from headrace.sampling_masks import Bits, encode_set
+from headrace.types import Constraint, Sampling
+
+KEPT = 64
+"""Different sets that are kept as numbers to add: 4 bytes a token of the vocabulary each."""
+
+
+@dataclass(frozen=True)
+class AllowedSet:
+    """The tokens that may come next."""
+
+    name: bytes
+    """A digest of them."""
+    bits: Bits
+    """[vocabulary / 8]"""
+    count: int
+
+
+@dataclass(eq=False)
+class Guide:
+    """One sequence's place in its language."""
+
+    matcher: Any
+    """An `llguidance.LLMatcher`, which one thread uses at a time."""
+    opening: Stopper | None
+    """Finds the text behind which the constraint holds; None once it does."""
+    allowed: AllowedSet | None = None
+    """None before the first set is known, and for a guide with a problem."""
+    problem: str = ""
+    """The reason why no token can follow; empty if one can."""
+    sent: set[bytes] = field(default_factory=set)
+    """Names of the sets that were reported."""
+
+
+class Guides:
+    """The guides of an engine."""
+
+    def __init__(
+        self, grammars: Callable[[], Grammars] | None, decode: Decode | None, vocabulary: int, ends: frozenset[int]
+    ) -> None:
+        """`grammars`: None for a model without a tokenizer. It is called in a thread, at the first constraint."""
+        self._make, self._decode, self._vocabulary = grammars, decode, vocabulary
+        self._ends = np.array(sorted(ends), np.int64)
+        self._grammars: Grammars | None = None
+        self._compilers = ThreadPoolExecutor(max(1, min(2, (os.cpu_count() or 1) - 1)), "constraints")
+        self._steps = ThreadPoolExecutor(1, "masks")
+        self._step: Future[None] | None = None
+        self._rows: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    # -- beginnings ---------------------------------------------------------------------------------------------------------
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises ValueError if no constraint can be followed here."""
+        if sampling.constraint and self._make is None:
+            raise ValueError("a constraint needs the model's tokenizer, which its directory lacks; leave it out")
+        if sampling.constraint and sampling.ignore_eos:
+            raise ValueError("a constraint ends a completion where it is satisfied; leave ignore_eos out")
+
+    def begin(self, constraint: Constraint, tokens: Sequence[int]) -> Future[Guide]:
+        """Compiles in a thread. `tokens`: those of its completion so far. The future raises ValueError with the reason for a constraint that
+        cannot be followed, or that the tokens do not fit."""
+        return self._compilers.submit(self._begun, constraint, tokens)
+
+    def _begun(self, constraint: Constraint, tokens: Sequence[int]) -> Guide:
+        if self._grammars is None:
+            assert self._make is not None
+            self._grammars = self._make()
+        opening = Stopper((), (constraint.after,), self._decode) if constraint.after else None
+        guide = Guide(self._grammars.matcher(constraint), opening)
+        for token in tokens:
+            self._read(guide, token)
+        self._look(guide)
+        if tokens and guide.problem:
+            raise ValueError(f"the {len(tokens)} tokens before do not fit the constraint: {guide.problem}")
+        return guide
+
+    # -- steps --------------------------------------------------------------------------------------------------------------
+
+    def advance(self, drawn: Sequence[tuple[Guide, int]]) -> None:
+        """Begins to compute what may follow each one's token."""
+        if drawn:
+            self._step = self._steps.submit(self._advance, drawn)
+
+    def _advance(self, drawn: Sequence[tuple[Guide, int]]) -> None:
+        for guide, token in drawn:
+            self._read(guide, token)
+            self._look(guide)
+
+    def wait(self) -> None:
+        """Waits until what may follow is known."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.result()
+
+    def _read(self, guide: Guide, token: int) -> None:
+        if guide.opening is None:
+            guide.matcher.consume_token(token)
+        elif guide.opening.push(token):
+            guide.opening = None
+
+    def _look(self, guide: Guide) -> None:
+        matcher = guide.matcher
+        guide.allowed = None
+        flags = np.zeros(-(-self._vocabulary // 8) * 8, np.uint8)
+        if guide.opening is not None:
+            flags[: self._vocabulary] = 1
+            flags[self._ends] = 0
+        else:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if matcher.is_error():
+                guide.problem = f"the constraint cannot be followed further: {matcher.get_error().strip()[:400]}"
+                return
+            found = np.unpackbits(mask, bitorder="little")[: self._vocabulary]
+            flags[: len(found)] = found
+            flags[self._ends] = matcher.is_accepting()
+        if not (count := int(flags.sum())):
+            guide.problem = "the constraint leaves no token of this tokenizer to go on with"
+            return
+        bits = np.packbits(flags, bitorder="little")
+        guide.allowed = AllowedSet(hashlib.blake2b(bits.tobytes(), digest_size=8).digest(), bits, count)
+
+    # -- logits -------------------------------------------------------------------------------------------------------------
+
+    def rule_out(self, logits: torch.Tensor, places: Sequence[int], sets: Sequence[AllowedSet]) -> None:
+        """Adds -inf to the logits [R, V] of rows `places`, in place, except where their sets are. What is not a number stays none."""
+        rows = torch.stack([self._row(one, logits.device) for one in sets]).to(logits.dtype)
+        logits.index_add_(0, uploaded(np.array(places, np.int64), logits.device), rows)
+
+    def _row(self, allowed: AllowedSet, device: torch.device) -> torch.Tensor:
+        row = self._rows.pop(allowed.name, None)
+        if row is None:
+            flags = np.unpackbits(allowed.bits, bitorder="little")[: self._vocabulary]
+            row = torch.from_numpy(np.where(flags, np.float32(0), np.float32(-np.inf))).to(device)
+        self._rows[allowed.name] = row
+        if len(self._rows) > KEPT:
+            self._rows.popitem(last=False)
+        return row
+
+
+def reported(guide: Guide) -> tuple[bytes, bytes]:
+    """Returns name and encoding of the set that was drawn from; the encoding is empty if it was reported before."""
+    assert guide.allowed is not None
+    name = guide.allowed.name
+    if name in guide.sent:
+        return name, b""
+    guide.sent.add(name)
+    return name, encode_set(guide.allowed.bits)

@@ -1,0 +1,148 @@
+"""Languages that completions are held to, by the library llguidance: checked at a door, and compiled for a model's tokenizer.
+
+llguidance was chosen by measurement (docs/design-notes.md, "Constrained decoding"): it refuses what it cannot express, where others leave
+parts of a schema out without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from headrace.settings.extras import absent
+from headrace.types import Constraint
+
+LONGEST = 1 << 17
+"""Characters of a constraint. A schema of that length compiles in about 0.2 s; one of 3 MB took four."""
+LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "max_grammar_size": 200_000,
+    "max_lexer_states": 50_000,
+}
+"""Limits of llguidance that bound the time to compile (50,000 fuel a millisecond), the time of a mask (14,000), and memory (2 kB a state)."""
+JSON = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+"""Between two tokens of JSON. A weak model that may write any number of spaces writes them to its limit of tokens."""
+KEPT = 64
+"""Compiled constraints that are kept."""
+
+
+def loaded() -> Any:
+    """Returns the library. Raises ValueError with the command that installs it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        asked = "a constraint on completions (response_format, a forced tool call)"
+        raise ValueError(absent(asked, "llguidance", "llguidance", error, "constrained")) from None
+    return llguidance
+
+
+@lru_cache(KEPT)
+def check_constraint(constraint: Constraint) -> None:
+    """Takes up to half a second: do it off an event loop. Raises ValueError with the reason for a constraint that cannot be expressed, that
+    nothing satisfies, or that is too large."""
+    _matcher(_of_bytes(), constraint)
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer. Threads may share it."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]) -> None:
+        """`tokenizer`: of transformers. `vocabulary`: the model's, which may be larger. Raises ValueError if it does not fit the library."""
+        self.vocabulary, self.ends = vocabulary, sorted(ends)
+        if not self.ends:
+            raise ValueError("a constraint needs a model with an end-of-sequence token, which ends what satisfies it")
+        self._tokenizer = _wrapped(tokenizer, vocabulary, self.ends)
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> Any:
+        """Returns an `llguidance.LLMatcher` at its start. Raises ValueError with the reason."""
+        with self._lock:
+            compiled = self._compiled.pop(constraint, None)
+        if compiled is None:
+            compiled = _matcher(self._tokenizer, constraint)
+        with self._lock:
+            self._compiled[constraint] = compiled
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return compiled.deep_copy()
+
+
+def _matcher(tokenizer: Any, constraint: Constraint) -> Any:
+    try:
+        return _compiled(tokenizer, constraint)
+    except ValueError:
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ValueError(f"{_NAMES[constraint.kind]} made llguidance fail: {_shortened(repr(error))}") from None
+
+
+def _compiled(tokenizer: Any, constraint: Constraint) -> Any:
+    if len(constraint.text) > LONGEST:
+        raise ValueError(
+            f"{_NAMES[constraint.kind]} of {len(constraint.text)} characters is too long; it may have {LONGEST}: shorten it"
+        )
+    library = loaded()
+    limits = library.LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = library.LLMatcher(tokenizer, _grammar(library, constraint), log_level=0, limits=limits)
+    if not matcher.is_error():
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or not (matcher.is_accepting() or np.frombuffer(mask, np.uint8).any()):
+            raise ValueError(f"{_NAMES[constraint.kind]} is not satisfied by any text; correct it")
+        return matcher
+    said = matcher.get_error().strip().split("\n<state>")[0]
+    raise ValueError(f"{_NAMES[constraint.kind]} cannot be followed: {_shortened(said)}")
+
+
+_NAMES = {
+    "json_schema": "the JSON schema",
+    "regex": "the regular expression",
+    "choice": "the list of choices",
+    "grammar": "the grammar",
+}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:400]} ..."
+
+
+def _grammar(library: Any, constraint: Constraint) -> str:
+    make = library.LLMatcher
+    match constraint.kind:
+        case "json_schema":
+            return str(make.grammar_from_json_schema(constraint.text, overrides=JSON))
+        case "regex":
+            return str(make.grammar_from_regex(constraint.text))
+        case "choice":
+            choices = json.loads(constraint.text)
+            # JSON's escapes are Lark's
+            return str(make.grammar_from_lark(f"start: {' | '.join(json.dumps(one) for one in choices)}"))
+        case "grammar":
+            return str(make.grammar_from_lark(constraint.text))
+
+
+@cache
+def _of_bytes() -> Any:
+    """A tokenizer of single bytes: what it can spell, any other can."""
+    return loaded().LLTokenizer("byte")
+
+
+def _wrapped(tokenizer: Any, vocabulary: int, ends: list[int]) -> Any:
+    library = loaded()
+    from llguidance import hf
+
+    try:
+        return hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=ends)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__}) cannot be used with constraints by llguidance {library.__version__}: {error}"
+        ) from None
