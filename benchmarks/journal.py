@@ -10,26 +10,30 @@ All data is written to a real file system, in --dir (default: the working direct
 ticket and group, one flush to the disk per step, one frame per forward pass, and the state of groups in flight for a
 checkpoint. A synthetic step has its groups sampled in one batch: as many forward passes as the longest completion has
 tokens. Medians over steps. A run of some age has 4 groups x 4 rollouts x 64 tokens a step and a checkpoint five steps before its end; the
-seconds are CPU time.
+seconds are CPU time. What is opened is all that a controller reads before its workers start, and what it sets aside.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from headrace.batches import Group, Row
 from headrace.commands.looking.inspect import find_step
+from headrace.config import read_config
 from headrace.durable.journal import (
     DrawnRecord,
     Journal,
@@ -40,14 +44,22 @@ from headrace.durable.journal import (
     read_steps,
 )
 from headrace.durable.pass_log import PassLog
-from headrace.observe.facts import Accounting
+from headrace.observe.facts import Accounting, EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.observe.index.digest import DIGEST
+from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, read_metrics
+from headrace.orchestration.runs.lane import Lane, open_lane
+from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import read_saved_run
-from headrace.orchestration.store.snapshots import ControllerState
-from headrace.reports import TokenNumbers, TrainReport
+from headrace.orchestration.store.resume_rules import meaning
+from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.orchestration.store.snapshots import CONTROLLER, ControllerState
+from headrace.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
 from headrace.rollouts.buffer import BufferState
 from headrace.steps import StepOutput
 from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 COLUMNS = ("journal: encode, write", "journal: flush", "passes", "checkpoint: state in flight")
@@ -173,27 +185,125 @@ def _save(directory: Path, state: ControllerState) -> None:
 def of_ages(ages: Sequence[int], place: Path) -> None:
     """Prints what a resume and the search for one step cost in runs of some ages."""
     print(
-        "| steps | journal, MB | B a token | read and open at a resume, s | find one step, s |\n|---:|---:|---:|---:|---:|"
+        "| steps | journal, MB | B a token | metrics, MB | open a resume, s | of it: journal | metrics | the same, all metrics read | find one step, s |\n"
+        + "|---:" * 9
+        + "|"
     )
     for age in ages:
-        run_dir = place / str(age)
-        run_dir.mkdir()
-        journal, position = Journal(run_dir), 0
-        for step in synthetic(4, 4, 64, age):
-            position = journal.position if step.step == age - 5 else position
-            _write(journal, step)
-        journal.close()
-        nbytes = sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
-        state = ControllerState(age - 5, 0.0, {}, BufferState(0, (), {}, Accounting()), {}, position)
-        resume, saved = _cpu_seconds(lambda: read_saved_run(run_dir, state, True))  # noqa: B023
-        opened, journal = _cpu_seconds(lambda: Journal(run_dir))  # noqa: B023
-        journal.close()
+        run_dir = place / "runs" / str(age)
+        run_dir.mkdir(parents=True)
+        state = _old_run(run_dir, age)
+        sizes = [
+            sum(one.stat().st_size for one in run_dir.glob(name))
+            for name in ("journal/*", "journal.*", "metrics.jsonl")
+        ]
+        nbytes, metrics = sum(sizes[:2]), sizes[2]
+        opened, lane = _cpu_seconds(lambda: _open(run_dir))  # noqa: B023
+        assert lane.storage.recorder.state.step == age and not lane.storage.recorder.state.whole
+        lane.storage.close()
+        read, saved = _cpu_seconds(lambda: read_saved_run(run_dir, state, True))  # noqa: B023
+        digest = run_dir / "checkpoints" / f"step-{age - 5:06d}" / DIGEST
+        quick, slow = (
+            _cpu_seconds(lambda: Recorder(run_dir, (), resume, waits=True, index=NumbersIndex(run_dir)))[0]  # noqa: B023
+            for resume in (dataclasses.replace(saved.resume, digest=digest), saved.resume)
+        )
         find, found = _cpu_seconds(lambda: find_step(run_dir, age // 2, None))  # noqa: B023
         assert saved.step == age and not saved.complaints and found.step == age // 2 - 1
         print(
-            f"| {age:,} | {nbytes / 1e6:,.1f} | {nbytes / (age * 4 * 4 * 64):.1f} | {resume + opened:.3f} | {find:.3f} |",
+            f"| {age:,} | {nbytes / 1e6:,.1f} | {nbytes / (age * 4 * 4 * 64):.1f} | {metrics / 1e6:,.1f} | {opened:.3f} | {read:.3f} | {quick:.3f} | {slow:.3f} | {find:.3f} |",
             flush=True,
         )
+
+
+def _old_run(run_dir: Path, age: int) -> ControllerState:
+    """Writes the directory of a run that was killed five steps after its last checkpoint. Returns the controller's state in that."""
+    (run_dir / "config.toml").write_text(AGED.format(name=run_dir.name, steps=age + 10))
+    journal, recorder = Journal(run_dir, flushes=False), Recorder(run_dir, index=NumbersIndex(run_dir))
+    checkpoints, state = Checkpoints(run_dir / "checkpoints", keep=2), None
+    recorder.record(_started(age))
+    for step in synthetic(4, 4, 64, age):
+        _write(journal, step)
+        for fact in _facts(step):
+            recorder.record(fact)
+        if step.version in (age - 5, *range(0, age - 5, max(10, age // 100))):
+            buffer = BufferState(4 * step.version, (), {}, Accounting())
+            made_by = meaning(read_config(run_dir / "config.toml"), {})
+            state = ControllerState(step.version, step.t, {}, buffer, {}, journal.position, made_by=made_by)
+            asyncio.run(checkpoints.save(step.version, partial(_checkpoint, state, recorder.digest())))
+    journal.close()
+    assert state is not None
+    return state
+
+
+async def _checkpoint(state: ControllerState, digest: bytes, directory: Path) -> None:
+    (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))
+    (directory / DIGEST).write_bytes(digest)
+
+
+def _open(run_dir: Path) -> Lane:
+    """Does all that a controller does with its files before it starts its workers."""
+    config = read_config(run_dir / "config.toml")
+    with RunDirectory.reopen(run_dir) as directory:
+        lane = open_lane(config, directory, True)
+        lane.storage.begin()
+        return lane
+
+
+AGED = """
+name = "{name}"
+[model]
+path = "fake"
+[task]
+kind = "reasoning_gym"
+name = "chain_sum"
+[rollout]
+group_size = 4
+max_tokens = 64
+[train]
+steps = {steps}
+learning_rate = 1e-5
+[staleness]
+groups_per_step = 4
+[observe]
+terminal = "off"
+"""
+
+
+def _started(steps: int) -> RunStarted:
+    return RunStarted(
+        0.0,
+        "aged",
+        "synthetic",
+        seed=0,
+        steps=steps,
+        groups_per_step=4,
+        group_size=4,
+        slots=8,
+        window=1,
+        max_lag=1,
+        where={},
+    )
+
+
+def _facts(step: JournalStep) -> Iterator[Any]:
+    """Yields what a run records of a step, a second for every sample of the engine."""
+    number, t, rng = step.step, 4.0 * step.step, random.Random(step.step)
+    lengths = tuple(len(row.tokens) for group in step.groups for row in group.rows)
+    for group in step.groups:
+        yield TicketDrawn(t, group.ticket, group.prompt.id)
+    for second in range(4):
+        stats = EngineStats(16, 3, 0.4, number * 900 + second, number * 300, number * 90, 3.6 * number + second, 0)
+        yield EngineSample(t + second, stats)
+    for group in step.groups:
+        rewards, own = tuple(rng.random() for _ in group.rows), tuple(len(row.tokens) for row in group.rows)
+        times = tuple((t + 3.2, t + 1 + rng.random()) for _ in own)
+        yield GroupEnded(t + 3.2, group.ticket, group.prompt.id, "ready", rewards=rewards, lengths=own, times=times)
+    lags = tuple(LagStats(str(lag), 512, 1.0, rng.random(), 0.9, 0.1, 0.01, {}, {"p50": 0.01, "max": rng.random()}) for lag in (0, 1))  # fmt: skip
+    report = TrainReport(number, step.version, loss=rng.random(), grad_norm=rng.random(), lr=1e-5, entropy=rng.random(), kl=rng.random(), loss_tokens=sum(lengths), seconds=0.7, lags=lags)  # fmt: skip
+    tickets = tuple(group.ticket for group in step.groups)
+    yield StepRow(t + 4, report, {0: 512, 1: 512}, rng.random(), 0.4, rng.random(), 0.2, tickets, {"right": rng.random()}, lengths, 3)  # fmt: skip
+    update = WeightUpdate(version=step.version, kind="full", fingerprint=f"{number:032x}", nbytes=1, seconds=0.1)
+    yield WeightsLive(t + 4, update, LoadReport(step.version, 0.1, 0.001))
 
 
 def _cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:

@@ -22,7 +22,7 @@ from headrace.durable.atomic_files import replace_file
 from headrace.models.resolve import cache_dir
 from headrace.observe.machine_mark import cpu_model
 from headrace.printing import echo
-from headrace.version import __version__
+from headrace.version import PACKAGE, __version__
 
 SECONDS = 300
 """Timeout of a measurement. It takes about ten seconds on an idle machine."""
@@ -100,9 +100,8 @@ def fingerprint(config: Mapping[str, Any]) -> str:
         json.dumps(CANDIDATES),
         json.dumps(config, sort_keys=True, default=str),
     ]
-    package = Path(__file__).parent.parent
     for folder in SOURCES:
-        for path in sorted((package / folder).rglob("*")):
+        for path in sorted((PACKAGE / folder).rglob("*")):
             if path.suffix in (".cpp", ".h", ".py"):
                 parts.append(path.read_text(encoding="utf-8"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

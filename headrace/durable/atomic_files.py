@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +141,12 @@ def _write(file: Any, data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """The complete lines, without their newlines. A last line that a kill cut off is left out."""
+def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The complete lines behind the first `start` bytes, without their newlines. A last line that a kill cut off is left out."""
     if not path.is_file():
         return
     with path.open("rb") as file:
+        file.seek(start)
         for line in file:
             if line.endswith(b"\n"):
                 yield line[:-1]
@@ -164,31 +164,51 @@ def whole_lines(path: Path) -> int:
         return position + tail.rfind(b"\n") + 1
 
 
-def keep_lines(path: Path, kept: Iterable[bool]) -> None:
-    """Keeps the lines marked True, and moves the others (also those beyond the end of `kept`) to `*.discarded`.
+def keep_lines(path: Path, kept: Sequence[bool], start: int = 0) -> None:
+    """Keeps the lines marked True, and moves the others (also those beyond the end of `kept`) to `*.discarded`. `kept` begins behind the first
+    `start` bytes, which stay. What is before the first line that goes is neither read nor written.
 
-    If it is killed in the middle, it can be repeated: the file is replaced in one step, after the others were written and flushed.
+    If it is killed in the middle, it can be repeated: lines go when they were written to the other file and flushed. Lines that stay and lie behind one that
+    goes are written over it in one step; after a kill before the rest was cut off, they are there twice.
     """
     if not path.is_file():
         return
+    moved, staying, place, cut = bytearray(), bytearray(), start, -1
     marks = iter(kept)
+    for line in read_lines(path, start):
+        stays = next(marks, False)
+        if not stays and cut < 0:
+            cut = place
+        place += len(line) + 1
+        if cut >= 0:
+            (staying if stays else moved).extend(line + b"\n")
+    if cut < 0:
+        return
     discarded = AppendFile(path.with_name(path.name + ".discarded"))
     try:
-        with replacing(path) as keep:
-            for chosen, lines in groupby(read_lines(path), lambda _: next(marks, False)):
-                for chunk in _chunks(lines):
-                    (keep if chosen else discarded.append)(chunk)
-            discarded.flush()
+        discarded.append(bytes(moved))
+        discarded.flush()
     finally:
         discarded.close()
+    _replace_end(path, cut, bytes(staying))
 
 
-def _chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Joins lines, with their newlines, into chunks of about 1 MiB."""
-    chunk = bytearray()
-    for line in lines:
-        chunk += line + b"\n"
-        if len(chunk) > 1 << 20:
-            yield bytes(chunk)
-            chunk.clear()
-    yield bytes(chunk)
+def _replace_end(path: Path, place: int, data: bytes) -> None:
+    try:
+        with path.open("r+b", buffering=0) as file:
+            if len(data) <= AT_ONCE:
+                file.seek(place)
+                _write(file, data)
+                file.truncate(place + len(data))
+                os.fsync(file.fileno())
+                return
+            with replacing(path) as keep:
+                while chunk := file.read(min(AT_ONCE, place - file.tell())):
+                    keep(chunk)
+                keep(data)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+AT_ONCE = 1 << 20
+"""Bytes that are written in one step; more replace their file."""

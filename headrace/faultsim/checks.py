@@ -61,6 +61,8 @@ class RunHistory:
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
         """The trained tickets and prompts, by step."""
         self.killed = self.facts = 0
+        self.from_sums = 0
+        """Lives that went on from the sums of their checkpoint, rather than from all facts."""
         self.stopped: list[str] = []
         self.befell: list[Fault] = []
         self.reached: Counter[str] = Counter()

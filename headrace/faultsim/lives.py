@@ -8,6 +8,7 @@ disk until it has finished; `checks.py` checks every fact of it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import tempfile
 from contextlib import suppress
@@ -32,6 +33,8 @@ from headrace.faultsim.scorer import SeededScorer, ServedScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
+from headrace.observe.index.digest import DIGEST, frozen, thinned
+from headrace.observe.index.index_sink import NumbersIndex
 from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
@@ -139,7 +142,7 @@ class Life:
         self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
         checkpoint, saved = self._behind() if self._number else (None, None)
         self._clock = run_clock(saved.seconds if saved else 0.0)
-        self._recorder = Recorder(directory, (), saved.resume if saved else None, waits=True)
+        self._recorder = self._recorded(checkpoint, saved)
         self._storage = Storage(
             run_dir=directory,
             recorder=self._recorder,
@@ -153,6 +156,19 @@ class Life:
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
         waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
         self._telemetry = Telemetry(self._referee.record, self._clock, waits)
+
+    def _recorded(self, checkpoint: Path | None, saved: SavedRun | None) -> Recorder:
+        """Opens the metrics from the sums of the checkpoint, which are those of reading everything."""
+        if saved is None:
+            return Recorder(self._directory, waits=True, index=NumbersIndex(self._directory))
+        sums = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
+        recorder = Recorder(self._directory, (), sums, waits=True, index=NumbersIndex(self._directory))
+        read = Recorder(self._directory, (), saved.resume, waits=True)
+        known, counted = (msgspec.msgpack.encode(frozen(thinned(one.state))) for one in (recorder, read))
+        damaged = recorder.unreadable != read.unreadable  # before the checkpoint
+        assert known == counted or damaged, "C7: other sums than those of all facts"
+        self._history.from_sums += not recorder.state.whole
+        return recorder
 
     def _behind(self) -> tuple[Path | None, SavedRun]:
         """Returns what the lives before this one left on the disk."""
@@ -241,7 +257,13 @@ class Life:
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: "",
             journal=cast(Journal, referee.journal),
-            snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
+            snapshots=Snapshots(
+                storage.checkpoints,
+                storage.passes,
+                self._telemetry,
+                saved_step=storage.saved_step,
+                digest=storage.recorder.digest,
+            ),
             probe=IdentityProbe([1, 2, 3], 2, "float32", self._telemetry),
             turns=self._turns(trainer, engine),
         )

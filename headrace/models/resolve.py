@@ -29,6 +29,7 @@ from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import check_model_dir
 from headrace.printing import echo
 from headrace.settings.strict import STRICT
+from headrace.version import PACKAGE
 
 Say = Callable[[str], None]
 
@@ -250,7 +251,7 @@ def _convert(gguf: Path, to: Path) -> None:
     code = "import sys; from headrace.models.resolve import dequantise; dequantise(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(gguf), str(to)]
     environment = dict(os.environ)
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(PACKAGE.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

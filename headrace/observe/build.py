@@ -8,15 +8,18 @@ from pathlib import Path
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.observe.facts import Warned
 from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder, Sink
 from headrace.observe.resume import Resume
 from headrace.observe.sinks.queued import QueuedSink
 
 
-def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
+def open_recorder(
+    config: ObserveConfig, run_dir: Path, resume: Resume | None = None, *, over: bool = False
+) -> Recorder:
     """Returns a recorder with the sinks that `config` asks for. The terminal view starts at once, everything else with `Recorder.begin`.
 
-    `resume`: None for a fresh run.
+    `resume`: None for a fresh run. `over`: whether all steps of that run are done; there is no view of one that has recorded its end.
     Raises `ConfigError` if a sink's package is missing, or the directory already holds a run.
     """
     check_installed(config)
@@ -26,12 +29,19 @@ def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = 
         for name in config.sinks:
             dashboard = import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step)
             recorder.add(QueuedSink(name, dashboard, lambda words: recorder.record(Warned(recorder.state.now, words))))
-        if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
+        if (
+            terminal := None if over and has_finished(recorder.state) else _terminal(config)
+        ):  # last: nothing may fail once the live view owns the screen
             recorder.add(terminal)
     except BaseException:
         recorder.close()
         raise
     return recorder
+
+
+def has_finished(state: RunState) -> bool:
+    """Returns whether the last process of a run recorded that it finished."""
+    return state.ended is not None and state.ended.reason == "finished"
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:

@@ -240,9 +240,9 @@ def steps_done(run_dir: Path) -> int:
     return max(counts)
 
 
-def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:
-    """Returns the fact of every complete line; None for a line that cannot be read."""
-    return [decode_metrics(line) for line in read_lines(run_dir / METRICS)]
+def read_metrics_lines(run_dir: Path, start: int = 0) -> list[MetricsFact | None]:
+    """Returns the fact of every complete line behind the first `start` bytes; None for a line that cannot be read."""
+    return [decode_metrics(line) for line in read_lines(run_dir / METRICS, start)]
 
 
 def decode_metrics(line: bytes) -> MetricsFact | None:

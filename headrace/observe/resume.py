@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, PromptChosen, TicketDrawn, WeightsLive
 from headrace.observe.records import MetricsFact, StepRow
@@ -28,6 +29,8 @@ class Resume:
     """Tickets whose groups wait for a step."""
     anew: bool = False
     """Whether all earlier metrics are discarded."""
+    digest: Path | None = None
+    """The file with the sums of the facts until the checkpoint, all of which are kept; None if there is no checkpoint."""
 
     def knows(self, fact: MetricsFact | None) -> bool:
         """Returns whether checkpoint and journal confirm this fact."""
@@ -54,7 +57,10 @@ def kept_of(facts: Sequence[MetricsFact | None], resume: Resume) -> list[bool]:
     if resume.anew:
         return [False] * len(facts)
     end = next((i for i, fact in enumerate(facts) if not resume.knows(fact)), len(facts))
-    return [fact is not None and (i < end or _is_of(fact, resume.saved)) for i, fact in enumerate(facts)]
+    saved = next(
+        (i for i, fact in enumerate(facts) if fact and _is_of(fact, resume.saved)), -1
+    )  # the first, if a kill left two
+    return [fact is not None and (i < end or i == saved) for i, fact in enumerate(facts)]
 
 
 def _is_of(fact: MetricsFact, saved: int | None) -> bool:

@@ -29,12 +29,12 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import RestoredState, assemble, go_live, restore_state
 from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
+from headrace.orchestration.planned_loops import plan_of
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.store.snapshots import Snapshots
@@ -237,7 +237,7 @@ async def join(
     )
     pools.teaching = await open_teaching(config, prepared.planned_teachers, student, telemetry)
     restored = restore_state(
-        plan=LoopPlan.of(config, adapter),
+        plan=plan_of(config, adapter),
         task=prepared.task,
         engine=pools.engine,
         partial=config.partial,
@@ -273,7 +273,7 @@ def _built(
     restored: RestoredState,
     telemetry: Telemetry,
 ) -> BuiltRun:
-    encoder, plan, saved = prepared.encoder, LoopPlan.of(config, adapter), storage.saved
+    encoder, plan, saved = prepared.encoder, plan_of(config, adapter), storage.saved
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = assemble(
@@ -299,6 +299,7 @@ def _built(
             adapter=adapter,
             saved_step=storage.saved_step,
             made_by=storage.made_by,
+            digest=storage.recorder.digest,
         ),
         probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,

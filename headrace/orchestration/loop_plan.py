@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.batches import Batch, Group
-from headrace.config import RunConfig
 from headrace.curriculum.config import CurriculumConfig
 from headrace.durable.journal import JournalStep
 from headrace.rollouts.episodes import name_of_turn
@@ -36,23 +35,6 @@ class LoopPlan:
     """How many failures are allowed before the run pauses."""
     save_patience: float = 300.0
     """Seconds for which a failed last checkpoint is tried again."""
-
-    @classmethod
-    def of(cls, config: RunConfig, adapter: str) -> LoopPlan:
-        """The plan of a run. `adapter`: the one that its loops train; empty if they train all weights."""
-        return cls(
-            steps=config.train.steps,
-            staleness=config.staleness,
-            rollout=config.rollout,
-            seed=config.seed,
-            max_skipped_steps=config.train.max_skipped_steps,
-            checkpoint_every=config.checkpoint.every,
-            evaluate_every=config.eval.every,
-            adapter=adapter,
-            curriculum=config.curriculum,
-            watch=config.watch,
-            save_patience=config.checkpoint.patience,
-        )
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""

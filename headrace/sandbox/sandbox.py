@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from headrace.observe.health.owned_directory import OwnedDirectory
 from headrace.sandbox.inside import json_frames
 from headrace.sandbox.sandbox_limits import SandboxLimits
 from headrace.types import Struct
+from headrace.version import PACKAGE
 
 _ZYGOTE = ("-P", "-m", "headrace.sandbox.zygote")
 _GRACE = 30.0
@@ -152,7 +152,7 @@ class _Process:
 
 def _environment() -> dict[str, str]:
     """Nothing of the user's environment: it may hold tokens."""
-    package = str(Path(__file__).resolve().parents[2])
+    package = str(PACKAGE.parent)
     return {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

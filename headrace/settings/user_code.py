@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.errors import ConfigError, encodable
+from headrace.version import PACKAGE
 
 
 def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
@@ -124,7 +125,7 @@ def _headline(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}{': ' if said else ''}{said}")
 
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = str(PACKAGE)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAMES = 8
 _UNREACHABLE = (

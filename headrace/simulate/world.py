@@ -33,9 +33,9 @@ from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import SharedDevices, Turns
+from headrace.orchestration.store.changed_settings import UNCHANGED, ChangedSettings
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.resume_rules import ChangedSettings, changes
 from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
 from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
@@ -178,7 +178,9 @@ class World:
         assert self.directory is not None, "nothing was written that could be resumed"
         checkpoint, _ = Checkpoints(self.directory / "checkpoints", keep=2).newest_good()
         state = load_controller(checkpoint) if checkpoint else None
-        changed = changes(state.made_by, self._made_by) if state else ChangedSettings()
+        made_by = state.made_by if state else {}
+        other = tuple(name for name, value in self._made_by.items() if made_by.get(name, value) != value)
+        changed = ChangedSettings(steps=other, groups=other) if other else UNCHANGED
         saved = read_saved_run(self.directory, state, True, changed, self.rollout.max_tokens)
         assert not saved.complaints, saved.complaints
         return saved
@@ -225,7 +227,7 @@ class _Unsaved(Snapshots):
         self.saved_step = -1
 
     async def capture(self, step: int, parts: Any) -> Moment:
-        return Moment(step=step, seconds=0.0, stopped=0.0, state=b"", short="", save=parts.trainer.save)
+        return Moment(step=step, seconds=0.0, stopped=0.0, state=b"", digest=b"", short="", save=parts.trainer.save)
 
     async def write(self, moment: Moment) -> str:
         self.saved_step = moment.step

@@ -18,7 +18,8 @@ from pydantic.dataclasses import dataclass
 
 from headrace.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.store.resume_rules import ChangedSettings, changes, check_bound, meaning
+from headrace.orchestration.store.changed_settings import ChangedSettings
+from headrace.orchestration.store.resume_rules import changes, check_bound, meaning
 from headrace.settings import toml
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from headrace.durable.atomic_files import AppendFile, read_lines, whole_lines
+from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines, whole_lines
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.config import ObserveConfig, check_installed
@@ -223,6 +223,56 @@ def test_what_happened_while_the_checkpoint_was_written_is_not_in_it(tmp_path: P
     record(tmp_path, [before, during, saved, after])
     record(tmp_path, [], standing([before], 3))
     assert read_metrics(tmp_path) == [before, saved]
+
+
+def test_a_kill_while_facts_are_set_aside_loses_none(tmp_path: Path) -> None:
+    """The fact of the checkpoint was written over the first one that goes, and what is behind was not cut off yet."""
+    before, saved = TicketDrawn(1.0, 0, "p0"), CheckpointSaved(6.0, 3, "step-000003", 1.0)
+    during = [TicketDrawn(5.0 + ticket / 10, ticket, f"p{ticket}") for ticket in range(1, 9)]
+    record(tmp_path, [before, *during, saved, *during])
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    record(tmp_path, [], standing([before], 3))
+    kept = path.read_bytes()
+    assert kept == encode(before) + b"\n" + encode(saved) + b"\n"
+    path.write_bytes(kept + whole[len(kept) :])
+    record(tmp_path, [], standing([before], 3))
+    assert path.read_bytes() == kept
+    aside = list(read_lines(tmp_path / "metrics.jsonl.discarded"))
+    assert {encode(fact) for fact in during} <= set(aside)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=9).filter(lambda line: b"\n" not in line), st.booleans()), max_size=12), st.integers(0, 12), st.sampled_from([0, 8, 1 << 20]))  # fmt: skip
+@settings(max_examples=100)
+def test_lines_are_kept_or_set_aside(
+    tmp_path_factory: pytest.TempPathFactory, marked: list[tuple[bytes, bool]], first: int, at_once: int
+) -> None:
+    """`at_once`: bytes that are written over the end of the file; more replace it."""
+    path = tmp_path_factory.mktemp("kept") / "file"
+    lines, rest = [line for line, _ in marked], marked[first:]
+    path.write_bytes(b"".join(line + b"\n" for line in lines) + b"torn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.durable.atomic_files.AT_ONCE", at_once or 1)
+        keep_lines(path, [kept for _, kept in rest], sum(len(line) + 1 for line in lines[:first]))
+    assert list(read_lines(path)) == lines[:first] + [line for line, kept in rest if kept]
+    aside = path.with_name("file.discarded")
+    assert list(read_lines(aside)) == [line for line, kept in rest if not kept]
+
+
+def test_a_follower_notices_facts_that_were_set_aside(tmp_path: Path) -> None:
+    """Even if the file has grown beyond its place by then."""
+    facts = list(FactStream(steps=12, troubles=False).facts())
+    record(tmp_path, facts[:-40])
+    follower = Follower(tmp_path)
+    follower.look(False, 0.0)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    resume = standing(facts[:60], sum(isinstance(fact, StepTrained) for fact in facts[:60]))
+    others = [msgspec.structs.replace(fact, t=fact.t + 100) for fact in facts[60:]]
+    state = record(tmp_path, [*others, *others], resume)
+    assert (tmp_path / "metrics.jsonl").stat().st_size > size
+    follower.look(False, 0.0)
+    assert [row.t for row in follower.state.rows] == [row.t for row in state.rows]
+    assert follower.state.lags == state.lags and not follower.state.warnings
 
 
 def test_a_checkpoint_whose_fact_was_lost_still_bounds_the_history(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,6 +157,64 @@ def test_an_adapter_is_tried_alone() -> None:
     scores = trainer.end_trial([tokens], "policy")
     assert all(torch.equal(one, before[n]) for n, one in trainer.parameters("policy"))
     assert {label.split(".")[-2] for label in scores.kept if "lora" in label} == {"lora_A", "lora_B"}
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrialScores, int]]:
+    """Does a trial of a new trainer whose effects are worth keeping. Returns its scores, and how often it computed log-probs."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setattr("headrace.trainer.step.trainer.WORTH", 0)
+
+    def tried(trainer: TorchTrainer, pieces: Sequence[Sequence[int]], most: int = 0) -> tuple[TrialScores, int]:
+        count, score = itertools.count(), trainer.score
+        monkeypatch.setattr(trainer, "score", lambda *given: (next(count), score(*given))[1])
+        trainer.begin_trial()
+        return trainer.end_trial(pieces, most=most), next(count)
+
+    return tried
+
+
+@pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
+def test_effects_that_an_earlier_process_computed_are_taken(name: str, counted: Callable[..., tuple[TrialScores, int]]) -> None:  # fmt: skip
+    pieces = tokens_of(name)
+    computed, often = counted(trainer_of(name), pieces)
+    trainer = trainer_of(name)
+    before = trainer.score(pieces[0])
+    known, rarely = counted(trainer, pieces)
+    assert known == computed and rarely == len(pieces) < often
+    assert trainer.version == 0 and trainer.score(pieces[0]) == before, "the weights are as they were"
+
+
+def test_effects_of_anything_else_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: Callable[..., tuple[TrialScores, int]]) -> None:  # fmt: skip
+    name = "mixtral"
+    pieces = tokens_of(name)
+    counted(trainer_of(name), pieces)
+    (file,) = (tmp_path / "trials").iterdir()
+    whole = file.read_bytes()
+    for data in (b"", whole[:-1], whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
+        file.write_bytes(data)
+        assert counted(trainer_of(name), pieces)[1] > len(pieces), "damaged"
+    known = msgspec.msgpack.decode(whole[16:], type=TrialScores)
+    others = msgspec.msgpack.encode(
+        msgspec.structs.replace(known, changed=[known.changed[0] + 1e-6, *known.changed[1:]])
+    )
+    file.write_bytes(xxhash.xxh3_128_digest(others) + others)
+    assert counted(trainer_of(name), pieces)[1] > len(pieces), "other log-probs under the same name"
+    assert counted(trainer_of(name), pieces)[1] == len(pieces)
+    assert counted(trainer_of(name), pieces, 5)[1] > len(pieces), "fewer tokens"
+    assert counted(trainer_of(name), [pieces[0][:-1], *pieces[1:]])[1] > len(pieces), "another text"
+    assert counted(trainer_of(name, "bfloat16"), pieces)[1] > len(pieces), "another dtype"
+    for parameter in ("weight", "buffer"):
+        trainer = trainer_of(name)
+        held = dict(trainer._model.named_parameters() if parameter == "weight" else trainer._model.named_buffers())
+        with torch.no_grad():
+            list(held.values())[-1].view(-1)[0] += 1e-4
+        assert counted(trainer, pieces)[1] > len(pieces), "one other value"
+    monkeypatch.setattr("headrace.trainer.step.known_effects.__version__", "0.0")
+    assert counted(trainer_of(name), pieces)[1] > len(pieces), "another version of headrace"
+    monkeypatch.setattr("headrace.trainer.step.known_effects.MOST", 2)
+    counted(trainer_of(name), pieces, 6)
+    assert len(list((tmp_path / "trials").iterdir())) == 2
 
 
 @given(st.integers(0, 10**6))

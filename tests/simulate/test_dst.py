@@ -155,6 +155,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     histories = [trial(case) for case in cases[:40]]
     assert sum(history.killed for history in histories) > 30 and sum(len(history.stopped) for history in histories) > 2
     assert len({fault.kind for history in histories for fault in history.befell}) >= 8
+    assert sum(history.from_sums for history in histories) > 5
 
 
 def test_rollouts_of_two_turns_are_killed_in_both() -> None:

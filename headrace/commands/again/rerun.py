@@ -24,7 +24,7 @@ from headrace.native.cores import available_cores
 from headrace.observe.facts import RunStarted
 from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.loop_plan import LoopPlan
+from headrace.orchestration.planned_loops import plan_of
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
 from headrace.orchestration.store.named_logs import temporary_logs
@@ -124,7 +124,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
 
 def batch_of(config: RunConfig, journaled: JournalStep, algorithm: Algorithm) -> Batch:
     """Returns the batch that the step consumed."""
-    batch = LoopPlan.of(config, config.lora.served_name).batch_again(journaled, algorithm)
+    batch = plan_of(config, config.lora.served_name).batch_again(journaled, algorithm)
     return replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.settings.extras import install
 from headrace.settings.interpreters import Found, interpreter, look_into
-from headrace.version import __version__
+from headrace.version import PACKAGE, __version__
 
 SETTING = "engine.python"
 
@@ -98,7 +98,7 @@ def _require_version(where: str, found: Found) -> None:
 
 def _installs_this(python: str) -> str:
     """Returns the command that installs this headrace for an interpreter. It is on no package index."""
-    source = Path(__file__).resolve().parents[3]
+    source = PACKAGE.parent
     if (source / "pyproject.toml").is_file():
         return shlex.join([python, "-m", "pip", "install", str(source)])
     wheel = f"headrace-{__version__}-py3-none-any.whl"

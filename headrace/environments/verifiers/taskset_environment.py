@@ -15,6 +15,7 @@ from headrace.environments.verifiers.taskset_process import AgentRun, TasksetEnd
 from headrace.environments.verifiers.verifiers_package import require_verifiers
 from headrace.errors import RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
+from headrace.rewards import Unusable, number_of
 from headrace.types import Prompt
 from headrace.web.limits import ServerLimits
 
@@ -125,6 +126,7 @@ def _given(runs: Sequence[AgentRun], rollout: GatewayRollout, agent: Agent) -> M
     """Gives each agent its rewards, as those of its last turn, and leaves agents that are not trained out of the loss. Returns the rewards of
     the rollout: those of its only agent. An agent that was cut off before its first turn has none."""
     for run in runs:
+        rewards = {name: _number(name, value) for name, value in run.rewards.items()}
         speaker = rollout.speaker_in(run.session)
         if not run.trained:
             if speaker:
@@ -133,7 +135,15 @@ def _given(runs: Sequence[AgentRun], rollout: GatewayRollout, agent: Agent) -> M
         if speaker is None:
             raise RolloutFailed("environment_turns", "an agent of its environment ended without asking for a turn")
         if len(runs) == 1 and not speaker.name:
-            return run.rewards
-        for name, value in run.rewards.items() if speaker.last else ():
+            return rewards
+        for name, value in rewards.items() if speaker.last else ():
             agent.reward(f"{speaker.name}.{name}" if speaker.name else name, value, speaker.last)
     return {}
+
+
+def _number(name: str, sent: float | str) -> float:
+    """Raises RolloutFailed for what is not a number that training can calculate with."""
+    value = float(sent) if sent in ("nan", "inf", "-inf") else sent
+    if isinstance(number := number_of(value), Unusable):
+        raise RolloutFailed("environment_reward", f"the reward {name} {number.said}")
+    return number

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -35,8 +36,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from headrace.rewards import Unusable, number_of
 
 SETTINGS = ("name", "options", "max_turns", "held_out", "seeds", "memory", "tokenizer")
 """The taskset and the environment's config; the turns of an agent that names no number of them; the tasks that are held out; whether
@@ -123,12 +122,25 @@ class TasksetPlayer:
         return self._vf.TrainClientConfig(**place, renderer=self._renderer, renderer_model_name=self._tokenizer)
 
 
-def _rewards(trace: Any) -> dict[str, float]:
-    rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
-    for name, value in rewards.items():
-        if isinstance(number := number_of(value), Unusable):
-            raise Failed(f"the reward {name} {number.said}", reason="environment_reward")
-    return rewards
+def _rewards(trace: Any) -> dict[str, float | str]:
+    return {name: _sent(one.value) for name, one in trace.rewards.items() if one is not None}
+
+
+def _sent(value: object) -> float | str:
+    """Returns a number as JSON has it, else its text. The run decides which numbers it can train with."""
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        with suppress(Exception):
+            value = value.item()
+    try:
+        number = float(value) if isinstance(value, (bool, int, float)) else math.nan
+    except OverflowError:
+        number = math.inf
+    if math.isfinite(number):
+        return number
+    try:
+        return repr(value)[:100]
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def _tasks(view: Any, name: str) -> list[Any]:

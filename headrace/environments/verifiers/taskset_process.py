@@ -38,7 +38,8 @@ class AgentRun(msgspec.Struct, frozen=True):
 
     session: str
     """The value of its requests' session header."""
-    rewards: dict[str, float]
+    rewards: dict[str, float | str]
+    """A text is one that JSON has no number for."""
     trained: bool
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
 
-from headrace.observe.health.live_status import Follower
-from headrace.observe.index.digest import DIGEST, read_digest, write_digest
+from headrace.observe.health.live_status import Follower, end_before
+from headrace.observe.index.digest import DIGEST, digest_of, read_digest, write_digest
 from headrace.observe.index.index_file import INDEX, IndexReader, save, saved_at
 from headrace.observe.index.numbers import Numbers
 from headrace.observe.records import METRICS, MetricsFact
@@ -35,11 +34,11 @@ class FollowedRun(Follower):
         super().__init__(run_dir)
         self._read_indexes()
 
-    def _restart(self, inode: int) -> None:
+    def _restart(self) -> None:
         if getattr(self, "_offset", 0):  # the file was cut or replaced
             for index, _ in self._indexes:
                 index.restart()
-        super()._restart(inode)
+        super()._restart()
         self._own, self._begun = Numbers(), False
 
     def _read_indexes(self) -> None:
@@ -61,7 +60,8 @@ class FollowedRun(Follower):
         index.catch_up(until=digest.size)
         if index.numbers.size != digest.size:
             return
-        self._inode = os.stat(self.run_dir / METRICS).st_ino
+        with (self.run_dir / METRICS).open("rb") as file:
+            self._seen = end_before(file, digest.size)
         self.state, self._offset, self._lines = state, digest.size, digest.lines
         self._own, self._indexed = index.numbers, max(self._indexed, digest.size)
         self._own.go_on()
@@ -107,7 +107,7 @@ class FollowedRun(Follower):
                 self._indexed = self._offset
                 save(self._saved_at, self.run_dir, self._own)
                 saved = self._saved_at.with_suffix(".digest")
-                write_digest(saved, self.run_dir, self.state, size=self._offset, lines=self._lines)
+                write_digest(saved, digest_of(self.run_dir, self.state, self._own, lines=self._lines))
             self._read_indexes()
         return more
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -88,10 +88,11 @@ class Follower:
 
     _offset: int
     _lines: int
+    _seen: bytes
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._restart(0)
+        self._restart()
 
     def look(self, alive: bool, now: float) -> Status:
         """Returns the present status. `alive`: whether a process holds the run's lock. `now`: seconds since 1970."""
@@ -106,9 +107,8 @@ class Follower:
         except OSError:
             return False
         with file:
-            found = os.fstat(file.fileno())
-            if found.st_size < self._offset or found.st_ino != self._inode:  # a resumed run has cut the file
-                self._restart(found.st_ino)
+            if self._offset and end_before(file, self._offset) != self._seen:  # a resumed run has cut the file
+                self._restart()
             file.seek(self._offset)
             end = self._offset + most
             for line in file:
@@ -121,13 +121,14 @@ class Follower:
                     self._unreadable.append(self._lines)
                 if self._offset >= end:
                     break
+            self._seen = end_before(file, self._offset)
         self._say_what_is_left_out()
         return self._offset >= end
 
-    def _restart(self, inode: int) -> None:
-        """Forgets everything; the file `inode` is read from its start."""
+    def _restart(self) -> None:
+        """Forgets everything; the file is read from its start."""
         self.state = RunState()
-        self._inode, self._offset, self._lines = inode, 0, 0
+        self._offset, self._lines, self._seen = 0, 0, b""
         self._unreadable: list[int] = []
         self._said: Warned | None = None
 
@@ -142,6 +143,11 @@ class Follower:
             warnings.remove(self._said)
         self._said = left_out(self._unreadable, self.state.now)
         warnings.append(self._said)
+
+
+def end_before(file: IO[bytes], offset: int, most: int = 256) -> bytes:
+    """Returns the last bytes before `offset`, `most` at most, by which a part of a file is known again: facts have their time in them."""
+    return os.pread(file.fileno(), min(most, offset), max(0, offset - most))
 
 
 def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> Status:

@@ -22,6 +22,7 @@ from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import communicate, waited_for_a_core, within
 from headrace.printing import echo_traceback, guard_streams
+from headrace.version import PACKAGE
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ def environment(file: Path | None = None) -> dict[str, str]:
     """`file`: the file into which the process writes its stacks when it is asked for them."""
     # Several such processes run beside the engine: each takes one core and does not spin, unless the user sets these variables.
     variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
-    package = str(Path(__file__).resolve().parents[3])
+    package = str(PACKAGE.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     return variables | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})

@@ -1,4 +1,5 @@
-"""`state.digest`: the sums of a run up to a place of its metrics, so that they are known without reading all facts before it.
+"""`state.digest`: the sums of a run up to a place of its metrics, so that they are known without reading all facts before it. A run writes one
+beside its metrics, for the board, and one into each checkpoint, from which a resume goes on.
 
 Curves are drawn from `numbers.index`; everything else that the board shows comes from a `RunState`. Its sums are kept whole. Of its lists a
 digest has a part: one step in `stride_of` for curves, the last few for rates, and what is rare. Like the index, a digest counts only while
@@ -21,6 +22,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.costs import Costs
 from headrace.observe.facts import MemberSample
 from headrace.observe.index.index_file import framed_bytes, mark_of, unframed
+from headrace.observe.index.numbers import Numbers
 from headrace.observe.numbers.choices import Choices
 from headrace.observe.numbers.engine_use import EngineSpan, EngineUse, Nap, Naps
 from headrace.observe.numbers.fates import Fate, Fates, Histogram, Sieve
@@ -61,20 +63,41 @@ class Digest(msgspec.Struct):
     """The version of headrace that wrote it; another one may count otherwise."""
     lines: int
     """Lines of these bytes."""
+    block: tuple[int, int]
+    """Start and end, in the index of the run, of the block that counts up to the same place; zeros if there is none."""
+    groups: int
+    """Rows of the groups' numbers."""
+    reasons: list[str]
+    """The reasons in these rows (`GroupTable.reasons`)."""
     state: Any
     """A `RunState`, as `frozen` makes it."""
 
 
-def write_digest(path: Path, run_dir: Path, state: RunState, *, size: int, lines: int) -> int:
-    """Replaces the file. `size`, `lines`: of the metrics that the state counts. Returns the bytes of the file, 0 if it could not be written:
-    a disk that is full costs only the board's speed."""
+def digest_of(
+    run_dir: Path, state: RunState, numbers: Numbers, *, lines: int, block: tuple[int, int] = (0, 0)
+) -> bytes:
+    """Returns the bytes of a digest. `state` and `numbers` count the metrics up to `numbers.size`, which are so many `lines`. `block`: see
+    `Digest`."""
+    groups, size = numbers.groups, numbers.size
+    mark, sums = mark_of(run_dir / METRICS, size), frozen(thinned(state))
+    digest = Digest(
+        size=size,
+        mark=mark,
+        version=__version__,
+        lines=lines,
+        block=block,
+        groups=len(groups.rows),
+        reasons=list(groups.reasons),
+        state=sums,
+    )
+    return MAGIC + framed_bytes(msgspec.msgpack.encode(digest))
+
+
+def write_digest(path: Path, data: bytes) -> None:
+    """Replaces the file. A disk that is full costs only the board's speed."""
     with suppress(OSError, HeadraceError):
-        digest = Digest(size, mark_of(run_dir / METRICS, size), __version__, lines, frozen(thinned(state)))
-        data = MAGIC + framed_bytes(msgspec.msgpack.encode(digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, flush=False)
-        return len(data)
-    return 0
 
 
 def read_digest(path: Path, run_dir: Path) -> tuple[Digest, RunState] | None:
@@ -83,7 +106,9 @@ def read_digest(path: Path, run_dir: Path) -> tuple[Digest, RunState] | None:
         data = path.read_bytes()
         body = unframed(data, len(MAGIC)) if data.startswith(MAGIC) else None
         digest = msgspec.msgpack.decode(body, type=Digest) if body is not None else None
-        if digest is None or digest.version != __version__ or digest.mark != mark_of(run_dir / METRICS, digest.size):
+        if digest is None or digest.version != __version__:
+            return None
+        if not digest.mark or digest.mark != mark_of(run_dir / METRICS, digest.size):
             return None
         state = thawed(digest.state)
     except (OSError, msgspec.MsgspecError, LookupError, TypeError, ValueError):
@@ -114,7 +139,7 @@ def frozen(value: Any) -> Any:
         factory = value.default_factory.__name__ if kind is defaultdict else ""
         return [kind.__name__, _all(keys), _all(values), factory]
     if kind.__name__ in SEQUENCES:
-        return [kind.__name__, _all(list(value))]
+        return [kind.__name__, _all(sorted(value) if kind is set else list(value))]  # equal sets, equal bytes
     if isinstance(value, Struct):
         return [kind.__name__, value]
     if isinstance(value, tuple):

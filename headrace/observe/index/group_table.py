@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -65,6 +65,14 @@ class GroupTable:
         lost, size, longest = sum(fact.failures.values()), len(fact.lengths), max(fact.lengths, default=0)
         row = (outcome, reason, fact.truncated, lost, size, worst, best, mean, longest, 0)
         self.rows.put(fact.ticket, row)
+
+    def begin_at(self, count: int, reasons: Sequence[str], ready: Iterable[GroupEnded]) -> None:
+        """Makes `count` rows of which only those of the `ready` groups are filled: what else can change was written before."""
+        self.reasons = list(reasons)
+        if count:
+            self.rows.put(count - 1, 0)
+        for fact in ready:
+            self.end(fact)
 
     def train(self, tickets: Iterable[int], step: int) -> None:
         rows = self.rows.view

@@ -110,6 +110,26 @@ def saved_at(directory: Path, run_dir: Path) -> Path:
     return directory / f"{xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())}.index"
 
 
+def has_block(path: Path, place: tuple[int, int], size: int, mark: str) -> bool:
+    """Returns whether the file has a block at `place` (start, end) that ends with metrics of this `size` and `mark`."""
+    start, end = place
+    try:
+        with path.open("rb") as file:
+            header = file.read(HEADER)
+            file.seek(start)
+            body = unframed(file.read(end - start), 0)
+        block = msgspec.msgpack.decode(body, type=IndexBlock) if body is not None else None
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return header.startswith(MAGIC) and block is not None and (block.size, block.mark) == (size, mark)
+
+
+def become_another(path: Path) -> None:
+    """Gives the file another header: readers begin anew. Raises OSError."""
+    with path.open("r+b", buffering=0) as file:
+        file.write(header())
+
+
 class IndexReader:
     """Reads an index, and later what was added to it. `numbers` are those of all blocks that fit the metrics."""
 

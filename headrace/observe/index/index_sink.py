@@ -8,8 +8,8 @@ from pathlib import Path
 from headrace.durable.atomic_files import AppendFile
 from headrace.errors import HeadraceError
 from headrace.observe.facts import GroupEnded
-from headrace.observe.index.digest import DIGEST, write_digest
-from headrace.observe.index.index_file import INDEX, block_of, framed, header
+from headrace.observe.index.digest import DIGEST, Digest, digest_of, write_digest
+from headrace.observe.index.index_file import INDEX, become_another, block_of, framed, has_block, header
 from headrace.observe.index.numbers import Numbers
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS, MetricsFact, StepRow
@@ -23,7 +23,8 @@ SHARE = 8
 
 
 class NumbersIndex:
-    """A sink. Each process of a run begins the file anew, because a resume may have cut the metrics."""
+    """A sink. A process of a run goes on behind the block up to which it knows the numbers of the one before, or begins the file anew: a resume may
+    have cut the metrics."""
 
     def __init__(self, run_dir: Path, every: int = EVERY) -> None:
         self._run_dir, self._every = run_dir, every
@@ -34,6 +35,16 @@ class NumbersIndex:
         self._failed = self._stepped = False
         self._state: RunState | None = None
         self._lines = self._digested = self._digest_bytes = 0
+        self._block = (0, 0)
+        """Start and end of the last block."""
+
+    def go_on(self, digest: Digest, state: RunState) -> bool:
+        """Goes on from the numbers that an earlier process wrote. Returns whether they are there."""
+        if not has_block(self._run_dir / INDEX, digest.block, digest.size, digest.mark):
+            return False
+        self._block, self._lines, self._state = digest.block, digest.lines, state
+        self._numbers.begin_at(digest.size, state, digest.groups, digest.reasons)
+        return True
 
     def recall(self, fact: MetricsFact, state: RunState) -> None:
         """Takes a fact of an earlier process of the run."""
@@ -51,6 +62,11 @@ class NumbersIndex:
             if self._size() - self._numbers.size >= self._every:
                 self._write()
 
+    def digest(self) -> bytes:
+        """Writes a block of what is new, and returns a digest of all facts so far; empty if the disk cannot be written."""
+        self._write()
+        return b"" if self._failed or self._numbers.size != self._size() else self._sums()
+
     def close(self) -> None:
         if self._stepped:  # a resume that was refused leaves every file as it was
             self._write(last=True)
@@ -64,27 +80,40 @@ class NumbersIndex:
             return 0
 
     def _write(self, last: bool = False) -> None:
-        """Appends a block. A disk that is full costs the board's speed, never the run: the file ends with its last whole block."""
+        """Appends a block. A disk that is full costs the speed of the board and of the next resume, never the run: the file ends with its last whole
+        block."""
         size = self._size()
         if self._failed or size <= self._numbers.size:
             return
         self._failed = True
         with suppress(OSError, HeadraceError):
-            if self._file is None:
-                (self._run_dir / INDEX).unlink(missing_ok=True)
-                self._file = AppendFile(self._run_dir / INDEX, whole=lambda path: 0)
-                self._file.append(header())
-            self._numbers.size = size
+            self._file = self._file or self._opened(self._run_dir / INDEX)
+            self._numbers.size, start = size, self._file.size
             self._file.append(framed(block_of(self._run_dir, self._numbers, self._written, self._changed)))
+            self._block = start, self._file.size
             self._written = {name: len(values) for name, (_, values) in self._numbers.columns.items()}
             self._changed.clear()
             self._failed = False
             self._digest(size, last)
 
+    def _opened(self, path: Path) -> AppendFile:
+        _, end = self._block
+        if not end:
+            path.unlink(missing_ok=True)
+        elif path.stat().st_size > end:
+            become_another(path)  # it loses blocks
+        file = AppendFile(path, whole=lambda path: end)
+        if not end:
+            file.append(header())
+        return file
+
     def _digest(self, size: int, last: bool) -> None:
         """Writes the digest after its block, so that the index always has the block up to which a digest counts."""
-        assert self._state is not None
         if last or size - self._digested >= SHARE * self._digest_bytes:
-            path = self._run_dir / DIGEST
-            self._digest_bytes = write_digest(path, self._run_dir, self._state, size=size, lines=self._lines)
-            self._digested = size
+            data = self._sums()
+            write_digest(self._run_dir / DIGEST, data)
+            self._digested, self._digest_bytes = size, len(data)
+
+    def _sums(self) -> bytes:
+        assert self._state is not None
+        return digest_of(self._run_dir, self._state, self._numbers, lines=self._lines, block=self._block)

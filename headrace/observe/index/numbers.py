@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.observe.facts import GroupEnded
 from headrace.observe.index.group_table import GroupTable
 from headrace.observe.index.step_columns import MINUTES, TOKENS, StepColumns
@@ -20,6 +22,12 @@ class Numbers:
     def go_on(self) -> None:
         """Prepares numbers that were read from an index for further facts."""
         self._tokens = int(self.columns.last(TOKENS) or 0)
+
+    def begin_at(self, size: int, state: RunState, groups: int, reasons: Sequence[str]) -> None:
+        """Prepares empty numbers for the facts behind `size` bytes, without those before. `state` counts the facts before; `groups`: rows of the
+        groups until then; `reasons`: of their outcomes."""
+        self.size, self._tokens = size, state.totals.tokens
+        self.groups.begin_at(groups, reasons, state.fates.ready)
 
     def take(self, fact: MetricsFact, state: RunState) -> None:
         """Counts a fact. `state` already includes it."""

@@ -98,6 +98,11 @@ class Fates:
         self.of: defaultdict[str, Fate] = defaultdict(Fate)
         self._ready: dict[int, GroupEnded] = {}
 
+    @property
+    def ready(self) -> list[GroupEnded]:
+        """The facts of the groups that wait to be trained."""
+        return list(self._ready.values())
+
     def end(self, fact: GroupEnded, group_size: int) -> None:
         if fact.outcome == "ready":
             self._ready[fact.ticket] = fact

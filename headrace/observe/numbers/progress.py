@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.observe import facts
-from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
 
 
@@ -112,16 +111,12 @@ class Evaluation:
         )
 
 
-def history(state: RunState) -> dict[str, list[Any]]:
-    return columns([Step.of(row, _name(state)) for row in state.rows])
+def history(rows: Iterable[StepRow]) -> dict[str, list[Any]]:
+    return columns([Step.of(row, "") for row in rows])
 
 
-def held_out(state: RunState) -> dict[str, list[Any]]:
-    return columns([Evaluation.of(fact, _name(state)) for fact in state.evals])
-
-
-def _name(state: RunState) -> str:
-    return state.started.name if state.started else ""
+def held_out(evals: Iterable[facts.Evaluated]) -> dict[str, list[Any]]:
+    return columns([Evaluation.of(fact, "") for fact in evals])
 
 
 def columns(values: Sequence[Step] | Sequence[Evaluation]) -> dict[str, list[Any]]:

@@ -240,6 +240,12 @@ class RunState:
         self.shares.train(row.tickets)
 
     @property
+    def spread(self) -> list[StepRow]:
+        """All steps, or of a long run those at equal distances that every state has, read from a digest or not."""
+        stride = stride_of(self.totals.steps)
+        return [row for row in self.rows if row.report.step % stride == 0]
+
+    @property
     def _group_size(self) -> int:
         return self.started.group_size if self.started else 1
 

@@ -79,6 +79,8 @@ class StepTotals:
         """Trained completions; those that were sampled by more than one version."""
         self.trimmed = 0
         """Tokens that are older than the bound, and so are context only."""
+        self.mixed = 0
+        """Tokens that were sampled while an update was streamed in."""
         self.dropped_tokens = self.outside_tokens = self.missing_routes = self.routing_conflicts = 0
         """Sums of these fields of `TrainReport`."""
         self.lagged = self.widths = self.widest = 0
@@ -94,6 +96,7 @@ class StepTotals:
         self.completions += len(row.lengths)
         self.swapped += row.swapped
         self.trimmed += trimmed(row, bound)
+        self.mixed += row.mixed_tokens
         self.dropped_tokens += report.dropped_tokens
         self.outside_tokens += report.outside_tokens
         self.missing_routes += report.missing_routes
@@ -150,6 +153,12 @@ class SwapTotals:
         self.count = 0
         self.swap_seconds = self.pauses = 0.0
         """Time for which swaps stopped generation; for which they held it back or stopped it."""
+        self.published = 0.0
+        """Time that the trainer published."""
+        self.interrupted = 0
+        """Rollouts that were interrupted by a swap."""
+        self.held = 0
+        """Versions whose swap held generation back."""
         self.busy = 0.0
         """Time that the trainer published and saved during training."""
         self.travels: dict[str, TravelSums] = {}
@@ -159,6 +168,9 @@ class SwapTotals:
         self.count += 1
         self.swap_seconds += fact.load.swap_seconds
         self.pauses += max(fact.pause, fact.load.swap_seconds)
+        self.published += fact.update.seconds
+        self.interrupted += fact.interrupted
+        self.held += fact.pause > 0
         self.busy += fact.update.seconds * training
         self.travels.setdefault(fact.update.kind, TravelSums()).add(fact.update, fact.load)
 

@@ -12,7 +12,7 @@ from headrace.observe.facts import GroupEnded, Warned
 from headrace.observe.numbers.engine_use import Window
 from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.numbers.shares import NO_CONTRAST, Tally
-from headrace.observe.numbers.state import RunState, stride_of
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, read_metrics
 
 MAX_BINS = 200
@@ -143,19 +143,13 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
 
 def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
     """Returns the bins of a run. `ended`: the groups that ended before each row of the state."""
-    rows = state.rows if state.whole else _spread(state)
+    rows = state.rows if state.whole else state.spread
     per = max(1, math.ceil(len(rows) / most))
     began = [_began(state.windows, rows, place) for place in range(len(rows))]
     return [
         Bin(tuple(rows[i : i + per]), Ended.join(ended[i : i + per]), tuple(began[i : i + per]))
         for i in range(0, len(rows), per)
     ]
-
-
-def _spread(state: RunState) -> list[StepRow]:
-    """Returns steps at equal distances of a state that has only some of them."""
-    stride = stride_of(state.totals.steps)
-    return [row for row in state.rows if row.report.step % stride == 0]
 
 
 def _began(windows: Sequence[Window], rows: Sequence[StepRow], place: int) -> float:

@@ -146,7 +146,7 @@ def reward(state: RunState) -> list[Text]:
     if state.rows:
         recent = measures.recent_reward(state)
         assert recent is not None
-        curve = sparkline([row.reward_drawn for row in state.rows], CURVE)
+        curve = sparkline([row.reward_drawn for row in state.spread], CURVE)
         parts = [Text(f"{reward_text(recent)} ", "bold").append(curve, "green")]
     before, since = before_and_after(state)
     for name, one in (("before", before), ("now", since)):
@@ -265,12 +265,11 @@ def _trace(state: RunState) -> Trace | None:
 
 def _checks(state: RunState) -> list[Text]:
     parts = []
-    failed = sum(not check.ok for check in state.checks)
+    failed = len(state.probed.failed)
     if failed:
         parts.append(Text(f"{failed} IDENTITY PROBES FAILED", BAD))
-    worst = max((check.max_abs_diff for check in state.checks), default=None)
-    ok = len(state.checks) - failed
-    probed = f"identity {ok} ok (max diff {number(worst)})" if worst is not None else "identity not probed yet"
+    ok, widest = state.probed.count - failed, number(state.probed.widest)
+    probed = f"identity {ok} ok (max diff {widest})" if state.probed.count else "identity not probed yet"
     parts.append(Text(probed))
     if state.deaths:
         parts.append(Text(plural(len(state.deaths), "death"), WARN))

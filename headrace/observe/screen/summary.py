@@ -109,9 +109,15 @@ def _more(table: Table, label: str, text: str | Text) -> None:
 def _learned(table: Table, state: RunState) -> None:
     _row(table, held_out(state))
     if state.rows:
-        rewards = [row.reward_drawn for row in state.rows]
+        rewards = [row.reward_drawn for row in state.spread]
         curve = Text(sparkline(rewards, 40), "green")
-        _more(table, "Reward, drawn", curve.append(f"  {reward_text(rewards[0])} → {reward_text(rewards[-1])}", ""))
+        _more(
+            table,
+            "Reward, drawn",
+            curve.append(
+                f"  {reward_text(state.rows[0].reward_drawn)} → {reward_text(state.rows[-1].reward_drawn)}", ""
+            ),
+        )
 
 
 def _planned(table: Table, state: RunState) -> None:
@@ -145,7 +151,7 @@ def _versions(state: RunState) -> str:
     if spread is None or share is None:
         return ""
     words = f"{number(spread[0] + 1, 2)} in a batch, at most {spread[1] + 1}; {percent(share)} of rollouts met a swap"
-    mixed = sum(row.mixed_tokens for row in state.rows)
+    mixed = state.totals.mixed
     return f"{words}; {plural(mixed, 'token')} of mixed weights" if mixed else words
 
 
@@ -177,8 +183,9 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, "Lent", words)
     gap = measures.mean_swap(state)
     if gap is not None:
-        publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
-        mean = f"{len(state.swaps)} swaps   generation was stopped {short_time(gap)} for each; publish {short_time(publish)}"
+        swapped = state.swapped
+        publish = short_time(swapped.published / swapped.count)
+        mean = f"{swapped.count} swaps   generation was stopped {short_time(gap)} for each; publish {publish}"
         _more(table, "Weight sync", mean)
         if (sync := weight_sync(state)).mood != "unknown":
             _more(table, "", Text(sync.value, "bold").append(f"   {sync.detail}", "not bold"))
@@ -212,10 +219,12 @@ def _talk(state: RunState) -> str:
 
 
 def _interruptions(state: RunState) -> str:
-    rollouts, pause = sum(swap.interrupted for swap in state.swaps), measures.mean_pause(state)
-    if pause is None or not any(swap.pause for swap in state.swaps):
+    pause = measures.mean_pause(state)
+    if pause is None or not state.swapped.held:
         return ""
-    return f"generation held back {short_time(pause)} for each; {plural(rollouts, 'rollout')} interrupted"
+    return (
+        f"generation held back {short_time(pause)} for each; {plural(state.swapped.interrupted, 'rollout')} interrupted"
+    )
 
 
 def _proven(table: Table, state: RunState) -> None:

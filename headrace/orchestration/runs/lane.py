@@ -17,18 +17,19 @@ from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
 from headrace.durable.journal import refuse_earlier
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.observe.build import open_recorder
-from headrace.observe.facts import RunEnded, RunStarted, Warned
-from headrace.observe.records import left_out, read_metrics
+from headrace.observe.build import has_finished, open_recorder
+from headrace.observe.facts import Warned
+from headrace.observe.index.digest import DIGEST
+from headrace.observe.records import left_out
 from headrace.observe.report import write_report
 from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
+from headrace.orchestration.store.changed_settings import ChangedSettings
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.contents import contents_in, contents_of, written
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.resume_rules import (
-    ChangedSettings,
     changes,
     check_bound,
     check_resumable,
@@ -78,9 +79,9 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     if not resume:
         return _with_caveats(config, directory, _storage_of_new(config, directory, contents))
     path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory, contents)
-    finished = checkpoint is not None and saved.saved_step == saved.step == config.train.steps and _ended_finished(path)
-    observe = dataclasses.replace(config.observe, terminal="off") if finished else config.observe
-    recorder = open_recorder(observe, path, saved.resume)
+    over = checkpoint is not None and saved.saved_step == saved.step == config.train.steps
+    history = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
+    recorder = open_recorder(config.observe, path, history, over=over)
     if recorder.unreadable:
         complaints.append(left_out(recorder.unreadable, saved.seconds).message)
     for complaint in [*complaints, *saved.complaints]:
@@ -98,8 +99,8 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         keep_settings=keep,
         keep_steps=steps,
     )
-    if finished:
-        lane = Lane(config, directory, storage, Session(storage), finished)
+    if over and has_finished(recorder.state):
+        lane = Lane(config, directory, storage, Session(storage), finished=True)
         lane.session.recall()
         return lane
     return _with_caveats(config, directory, storage)
@@ -182,12 +183,6 @@ def _found(
 
 def _meant(config_toml: Path) -> dict[str, Any]:
     return meaning(read_config(config_toml), contents_in(config_toml))
-
-
-def _ended_finished(path: Path) -> bool:
-    """Whether the last process of the run recorded that it finished."""
-    facts = [fact for fact in read_metrics(path) if isinstance(fact, RunStarted | RunEnded)]
-    return bool(facts) and isinstance(facts[-1], RunEnded) and facts[-1].reason == "finished"
 
 
 def _restore_point(checkpoints: Checkpoints) -> tuple[Path | None, list[str]]:

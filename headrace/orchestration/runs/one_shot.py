@@ -24,8 +24,8 @@ from headrace.orchestration.build import (
 )
 from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.planned_loops import plan_of
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.hosting import complete
@@ -122,7 +122,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             rewarding = pools.teaching.rewarding(scorer)
             groups = OwnGroups(
-                plan=LoopPlan.of(config, adapter),
+                plan=plan_of(config, adapter),
                 evaluation=config.eval,
                 interrupts=Interrupts(pools.engine, config.partial, waits, telemetry.clock),
                 environment=environment,

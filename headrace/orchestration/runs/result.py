@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config import config_of_run, read_config
+from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated
 from headrace.observe.numbers import progress
 from headrace.observe.numbers.state import RunState
+from headrace.observe.records import METRICS, StepRow, read_metrics
 from headrace.observe.report.data import sampled
 from headrace.observe.texts import with_error
 from headrace.orchestration.runs import one_shot
@@ -37,19 +39,26 @@ class RunResult:
     report: Path
     """An HTML file."""
     state: RunState = field(compare=False)
-    """All counts and rows of the metrics."""
+    """All counts of the metrics, and their rows; only some of them after a resume. `history` has all."""
     adapters: dict[str, RunResult] = field(default_factory=dict)
     """The results of all adapters, if several were trained. The other fields are then those of the first one."""
 
     @property
     def history(self) -> dict[str, list[Any]]:
-        """A row for each optimizer step, including those before a resume. The columns are the fields of `headrace.Step`."""
-        return progress.history(self.state)
+        """A row for each optimizer step, including those before a resume. The columns are the fields of `headrace.Step`.
+
+        Raises HeadraceError if the run was resumed and its `metrics.jsonl` is gone: a resume has not read the steps before its checkpoint."""
+        if self.state.whole:
+            return progress.history(self.state.rows)
+        path = self._first_directory / METRICS
+        if not path.is_file():
+            raise HeadraceError(f"{path} is gone, and with it the steps before the resume")
+        return progress.history(fact for fact in read_metrics(path.parent) if isinstance(fact, StepRow))
 
     @property
     def held_out(self) -> dict[str, list[Any]]:
         """A row for each evaluation. The columns are the fields of `headrace.Evaluation`."""
-        return progress.held_out(self.state)
+        return progress.held_out(self.state.evals)
 
     @property
     def samples(self) -> dict[str, list[Any]]:

@@ -23,8 +23,8 @@ from headrace.orchestration.bus.open_bus import open_bus, runs_on
 from headrace.orchestration.groups.errands import RunNotice
 from headrace.orchestration.groups.own_groups import OwnGroups
 from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
-from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.needs import check_needs
+from headrace.orchestration.planned_loops import plan_of
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.starting import start_engine
 from headrace.orchestration.workers.build import open_launcher
@@ -147,7 +147,7 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
         close = undo.pop_all().aclose
     interrupts = Interrupts(engine, config.partial, telemetry.waits, telemetry.clock)
     groups = OwnGroups(
-        plan=LoopPlan.of(config, notice.adapter),
+        plan=plan_of(config, notice.adapter),
         evaluation=config.eval,
         interrupts=interrupts,
         environment=environment,

@@ -1,6 +1,6 @@
 """Checkpoints on the disk. They are written completely or not at all, and verified before use.
 
-    runs/<name>/checkpoints/step-000050/   the trainer's files, controller.msgpack, files.json (sizes and checksums)
+    runs/<name>/checkpoints/step-000050/   the trainer's files, controller.msgpack, state.digest, files.json (sizes and checksums)
 
 A checkpoint is written into a temporary directory, flushed, sealed by `files.json`, and renamed. A checkpoint that is removed loses its
 seal first. A directory without a seal, or one that does not match its seal, is no checkpoint. Interrupted saves and removals leave such

@@ -36,7 +36,7 @@ from headrace.durable.segments import JOURNAL, SEGMENT
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
 from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.store.resume_rules import UNCHANGED, ChangedSettings, carried_over
+from headrace.orchestration.store.changed_settings import UNCHANGED, ChangedSettings, carried_over
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.notebook import Notebook

@@ -15,14 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from msgspec.structs import replace
-
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
-from headrace.orchestration.store.snapshots import ControllerState
-from headrace.rollouts.partial import shortened
+from headrace.orchestration.store.changed_settings import ChangedSettings
 from headrace.rollouts.staleness import still_bounded
-from headrace.types import RolloutKey
 
 Steps = Literal["refused", "set aside", "repeated"]
 Groups = Literal["kept", "dropped"]
@@ -200,23 +196,6 @@ RULES = (
 _VALUED = {rule.settings: rule for rule in RULES if rule.value}
 
 
-class ChangedSettings(NamedTuple):
-    """The names of the settings that have changed, by what becomes of what they made."""
-
-    refused: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-    """Because of which the steps since the checkpoint are set aside."""
-    groups: tuple[str, ...] = ()
-    """Because of which its finished groups are dropped."""
-    anew: tuple[str, ...] = ()
-    """Because of which rollouts under way begin anew."""
-    prompts: tuple[str, ...] = ()
-    """Because of which the groups under way are dropped."""
-
-
-UNCHANGED = ChangedSettings()
-
-
 def rule_of(name: str) -> CarryRule:
     """The rule of a setting, of its contents, or of what counts for several settings."""
     plain = name.removeprefix(CONTENTS)
@@ -305,37 +284,3 @@ def check_bound(old: RunConfig, new: RunConfig) -> None:
             f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} promises by pacing alone; keep '
             'these settings, raise max_lag, or set staleness.overdue = "trim" (or drop) with window = 1, which looks at every token\'s age'
         )
-
-
-def carried_over(
-    state: ControllerState, changed: ChangedSettings, max_tokens: int
-) -> tuple[ControllerState, list[str]]:
-    """Returns the state with what of its rollouts goes on, and sentences about the rest. `max_tokens`: the most tokens of a completion now."""
-    if why := changed.anew or changed.prompts:
-        tokens = sum(len(one.tokens) for one in state.begun.values())
-        said = f"rollouts under way begin anew, because of changes in {' and '.join(why)}; {tokens} tokens of theirs are lost"
-        is_said = bool(changed.prompts)  # where the groups are dropped
-        return replace(state, begun={}, notes={}), [said] if (state.begun or state.notes) and not is_said else []
-    longer = {key.ticket for key in _keys(state) if len(state.begun[str(key)].tokens) > max_tokens}
-    if not longer:
-        return state, []
-    begun, cut = {}, set()
-    for key in sorted(_keys(state), key=lambda one: one.turn):
-        done = state.begun[str(key)]
-        if (key.ticket, key.index) in cut:
-            continue  # it came after a turn that is another now
-        if len(done.tokens) > max_tokens:
-            cut.add((key.ticket, key.index))
-            done = shortened(done, max_tokens)
-        begun[str(key)] = done
-    # A state that an environment exported has seen the whole turn: its turns are given to it again.
-    notes = {
-        name: kept for name, kept in state.notes.items() if (of := RolloutKey.read(name)) and of.ticket not in longer
-    }
-    return replace(state, begun=begun, notes=notes), [
-        f"{len(cut)} rollouts under way are longer than rollout.max_tokens = {max_tokens}: they are cut off there"
-    ]
-
-
-def _keys(state: ControllerState) -> list[RolloutKey]:
-    return [key for name in state.begun if (key := RolloutKey.read(name))]

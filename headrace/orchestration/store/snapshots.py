@@ -14,6 +14,7 @@ from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.errors import CheckpointError
 from headrace.observe.facts import CheckpointSaved
+from headrace.observe.index.digest import DIGEST
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Trainer
@@ -74,6 +75,8 @@ class Moment:
     """Seconds for which the trainer stood still."""
     state: bytes
     """The controller's, encoded: its parts change from now on."""
+    digest: bytes
+    """The sums of all facts so far; empty if there can be none."""
     short: str
     """The reason why the trainer has to stand still until it is written; empty if it has a copy."""
     save: Callable[[Path], Awaitable[None]]
@@ -92,13 +95,14 @@ class Snapshots:
         adapter: str = "",
         saved_step: int = -1,
         made_by: Mapping[str, Any] | None = None,
+        digest: Callable[[], bytes] = bytes,
     ) -> None:
         """`adapter`: the one that the trainer saves; empty for the whole model. `saved_step`: the step of the checkpoint from which the
         run is resumed. It is not written again: it holds the same weights, and everything later is in journal and passes.
-        `made_by`: see `ControllerState`."""
+        `made_by`: see `ControllerState`. `digest`: returns the sums of all facts so far (`Recorder.digest`), from which a resume goes on."""
         self._checkpoints, self._passes = checkpoints, passes
         self._telemetry, self._adapter = telemetry, adapter
-        self._made_by = dict(made_by or {})
+        self._made_by, self._digest = dict(made_by or {}), digest
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
 
@@ -106,7 +110,7 @@ class Snapshots:
         """Takes the state of this moment. The trainer may do nothing else meanwhile."""
         started, adapter = self._telemetry.clock(), self._adapter
         # The state is taken before the first await, because generation continues while the trainer copies.
-        state = msgspec.msgpack.encode(self._state(step, started, parts))
+        state, digest = msgspec.msgpack.encode(self._state(step, started, parts)), self._digest()
         parts.journal.flush()
         self._passes.begin(step)
         captured = await parts.trainer.capture(adapter)
@@ -115,6 +119,7 @@ class Snapshots:
             seconds=started,
             stopped=self._telemetry.clock() - started,
             state=state,
+            digest=digest,
             short=captured.short,
             save=lambda directory: parts.trainer.save(directory, adapter),
         )
@@ -126,6 +131,7 @@ class Snapshots:
 
         async def write(directory: Path) -> None:
             (directory / CONTROLLER).write_bytes(moment.state)
+            (directory / DIGEST).write_bytes(moment.digest)
             async with self._telemetry.waits.named("checkpoint", "the trainer (its files)"):
                 await moment.save(directory)
 

@@ -43,6 +43,13 @@ WHILE_STARTING = 12
 """The factor on `BEATS` until the first call is answered: a process that imports and loads holds Python's lock for seconds."""
 
 
+class RankStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the first message to a trainer's rank that is known once the rank is connected."""
+
+    door: str = ""
+    """HOST:PORT at which this rank listens, if it is elsewhere; empty for a child of the run."""
+
+
 class Frame(msgspec.Struct, frozen=True):
     id: int
     method: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headrace.durable.shared_directory import DirectoryProbe
+from headrace.orchestration.workers.wire import RankStart
 from headrace.types import Struct
 from headrace.weight_sync.transport import AnyTransport
 from headrace.weights import Manifest
@@ -18,7 +19,7 @@ class AdapterStart(Struct, frozen=True):
     lora: dict[str, Any]
 
 
-class TrainerStart(Struct, frozen=True, kw_only=True):
+class TrainerStart(RankStart, frozen=True, kw_only=True):
     model_dir: str
     train: dict[str, Any]
     """TrainConfig as plain values."""
@@ -42,8 +43,6 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     """The number of them (`train.parallel`)."""
     meeting: str = ""
     """The place where they find each other: a file, or HOST:PORT of rank 0 if they are elsewhere. Empty for one."""
-    door: str = ""
-    """HOST:PORT at which this rank listens, if it is elsewhere; empty for a child of the run."""
     beside: int = 1
     """The number of ranks on this rank's machine, which share its cores."""
     probe: DirectoryProbe | None = None

@@ -20,6 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.batches import Batch
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
+from headrace.models.resolve import cache_dir
 from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
@@ -47,6 +48,7 @@ from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
 from headrace.trainer.step.gradient import Gradient, Replay
 from headrace.trainer.step.host_copy import HostCopy
+from headrace.trainer.step.known_effects import WORTH, KnownEffects, contents_mark
 from headrace.trainer.step.learner import Assignment, Learner
 from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
@@ -236,10 +238,23 @@ class TorchTrainer:
             return [value for piece in some for value in self.score(piece, adapter)]
 
         trial, first = self._trials[adapter], [pieces[0][:most]] if most else pieces
-        found = TrialScores(scores(pieces), {label: scores(first) for label in trial.kept()})
+        known, changed = self._known_effects(pieces, adapter, most), scores(pieces)
+        kept = known.of(changed) if known else None
+        if kept is None:
+            kept = {label: scores(first) for label in trial.kept()}
+            if known:
+                known.keep(TrialScores(changed, kept))
         trial.end()
         del self._trials[adapter]
-        return found
+        return TrialScores(changed, kept)
+
+    def _known_effects(self, pieces: Sequence[Sequence[int]], adapter: str, most: int) -> KnownEffects | None:
+        """Those of the weights as they are. None where they are computed as fast as known: on GPUs, and of small models."""
+        held = [*self._model.named_parameters(), *self._model.named_buffers()]
+        here = self._placement.plain and self._device.type == "cpu" and not any(one.is_meta for _, one in held)
+        if not here or sum(one.numel() for _, one in held) < WORTH:
+            return None
+        return KnownEffects(cache_dir() / "trials", contents_mark(held, pieces, adapter, most, self.path))
 
     def sleep(self) -> SleepReport:
         with self._reading:

@@ -135,7 +135,7 @@ def load_environment(config):
 
 
 def interpreter(place: Path, version: str = "0.4.9") -> Path:
-    """Makes a Python that has the stand-in as verifiers of this version. The taskset is a module with `TASKS` and `play`, or
+    """Makes a Python that has the stand-in as verifiers of this version, and no other package: headrace is not there either. The taskset is a module with `TASKS` and `play`, or
     with `episode` if it runs several agents."""
     package = place / "site" / "verifiers"
     metadata = place / "site" / f"verifiers-{version}.dist-info"
@@ -145,6 +145,6 @@ def interpreter(place: Path, version: str = "0.4.9") -> Path:
     (package / "v1" / "__init__.py").write_text(PACKAGE)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
     python = place / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={place / "site"} exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={place / "site"} exec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     return python

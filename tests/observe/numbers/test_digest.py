@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
+import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from fact_stream import FactStream, standing
 
+from headrace.durable.atomic_files import read_lines
+from headrace.errors import HeadraceError
 from headrace.observe.board.board_parts import PARTS, part
 from headrace.observe.board.followed_run import FollowedRun
 from headrace.observe.board.step_windows import OF_POOLS, place_after, read_window
@@ -19,6 +24,7 @@ from headrace.observe.facts import (
     FirstFailure,
     FleetSample,
     GroupEnded,
+    IdentityChecked,
     MemberMoved,
     MemberSample,
     Planned,
@@ -28,16 +34,25 @@ from headrace.observe.facts import (
     StepTrained,
     TicketDrawn,
     Waited,
+    WeightsLive,
     Woke,
     WorkerJoined,
 )
 from headrace.observe.index.digest import DIGEST, frozen, read_digest, thawed, thinned
-from headrace.observe.index.index_file import INDEX
+from headrace.observe.index.group_table import FARTHEST, GroupTable
+from headrace.observe.index.index_file import INDEX, IndexReader
 from headrace.observe.index.index_sink import NumbersIndex
+from headrace.observe.numbers import progress
 from headrace.observe.numbers.state import RunState, stride_of
 from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, summarise
+from headrace.observe.records import METRICS, read_metrics, summarise
+from headrace.observe.resume import Resume
+from headrace.observe.screen.console import Console
+from headrace.observe.screen.live import brief, frame
+from headrace.observe.screen.summary import summary
+from headrace.orchestration.runs.result import RunResult
 from headrace.reports import PromptChoice, SleepReport
+from headrace.types import Scored
 
 OTHERS: tuple[Fact, ...] = (
     TicketDrawn(0.1, 9000, "p"),
@@ -116,6 +131,12 @@ def test_a_state_is_the_same_when_it_comes_back_from_bytes():
     assert (
         back.choices.distance == state.choices.distance and back.scorers["judge"].words == state.scorers["judge"].words
     )
+
+
+def test_equal_sets_are_equal_bytes():
+    one, other = {8, 0, 16}, {16, 8}
+    other.add(0)
+    assert list(one) != list(other) and frozen(one) == frozen(other) and thawed(frozen(one)) == one
 
 
 def test_a_long_run_is_known_from_its_digest_as_from_all_its_facts(tmp_path: Path, long: None):
@@ -229,3 +250,213 @@ def test_the_pools_of_a_long_run_are_shown_for_some_steps(tmp_path: Path, long: 
     everything, some = shown("drawn")[1], shown("drawn", (7, 12))[1]
     tips = [list(dict.fromkeys(re.findall(r'data-tip="step (\d+)\nlag', html))) for html in (everything, some)]
     assert tips == [[str(one) for one in range(1, 121)], [str(one) for one in range(7, 13)]]
+
+
+# -- a resume -----------------------------------------------------------------------------------------------------------
+
+
+def killed(run_dir: Path, given: list[Fact], saved: int, end: int) -> Path:
+    """Writes a run that is killed before fact `end`, with a checkpoint before fact `saved`. Returns its digest."""
+    recorder = Recorder(run_dir, index=NumbersIndex(run_dir, every=3000))
+    for fact in given[:saved]:
+        recorder.record(fact)
+    path = run_dir / "checkpoint.digest"
+    path.write_bytes(recorder.digest())
+    for fact in given[saved:end]:
+        recorder.record(fact)
+    return path
+
+
+def resumed(run_dir: Path, resume: Resume, more: list[Fact]) -> RunState:
+    recorder = Recorder(run_dir, resume=resume, waits=True, index=NumbersIndex(run_dir, every=3000))
+    recorder.begin()
+    for fact in more:
+        recorder.record(fact)
+    recorder.close()
+    return recorder.state
+
+
+def troubled(given: list[Fact]) -> list[Fact]:
+    """The same facts with what is rare: swaps that hold generation back, tokens of mixed weights, probes that fail."""
+    return [_troubled(fact) for fact in given]
+
+
+def _troubled(fact: Fact) -> Fact:
+    match fact:
+        case WeightsLive():
+            return msgspec.structs.replace(fact, pause=0.25, interrupted=3)
+        case IdentityChecked():
+            return msgspec.structs.replace(fact, ok=fact.version > 20, max_abs_diff=10.0 / fact.version)
+        case StepTrained():
+            first, *others = fact.groups
+            scored = tuple(_mixed(one) for one in first.scored)
+            return msgspec.structs.replace(fact, groups=(msgspec.structs.replace(first, scored=scored), *others))
+    return fact
+
+
+def _mixed(one: Scored) -> Scored:
+    turns = tuple(
+        msgspec.structs.replace(
+            turn,
+            completion=msgspec.structs.replace(
+                turn.completion,
+                spans=tuple(msgspec.structs.replace(span, mixed=True) for span in turn.completion.spans),
+            ),
+        )
+        for turn in one.episode.turns
+    )
+    return msgspec.structs.replace(one, episode=msgspec.structs.replace(one.episode, turns=turns))
+
+
+def same_sums(one: RunState, other: RunState) -> bool:
+    known = [msgspec.msgpack.encode(frozen(thinned(state))) for state in (one, other)]
+    return known[0] == known[1]
+
+
+def numbers_of(run_dir: Path) -> list[object]:
+    """What a reader of the index finds: every number by step, and every group."""
+    reader = IndexReader(run_dir / INDEX, run_dir)
+    reader.catch_up()
+    found = reader.numbers
+    series = [(name, steps.tolist(), values.tobytes()) for name, (steps, values) in sorted(found.columns.items())]
+    return [found.size, series, found.groups.rows.view.tobytes(), found.groups.reasons]
+
+
+def shown(state: RunState) -> str:
+    console = Console(file=io.StringIO(), width=100, no_color=True)
+    for one in (summary(state), brief(state), frame(state)):
+        console.print(one)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_resume_from_the_checkpoints_sums_is_one_that_has_read_everything(tmp_path: Path, seed: int):
+    """Whether the journal after the checkpoint counts or is set aside, and wherever the kill was."""
+    rng, steps = random.Random(seed), (30, 60, 60, 40, 300)[seed % 5]
+    stream = FactStream(steps=steps, seed=seed)
+    given = troubled(list(stream.facts()))
+    ends = [place for place, fact in enumerate(given) if isinstance(fact, StepTrained)]
+    step = rng.randrange(steps // 2, steps - 5)
+    saved, end = ends[step - 1] + rng.randrange(3), rng.randrange(ends[step + 1], ends[step + 4])
+    rewinds = seed % 2 == 0
+    done = sum(isinstance(fact, StepTrained) for fact in given[: saved if rewinds else end])
+    first, second = tmp_path / "quick", tmp_path / "whole"
+    for directory in (first, second):
+        directory.mkdir()
+        digest = killed(directory, given, saved, end)
+    resume = standing(given[: saved if rewinds else end], done)
+    quick = replace(resume, digest=first / digest.name)
+    more = [stream.start(resumed_at=done), *given[saved if rewinds else end :]]
+    one, other = resumed(first, quick, more), resumed(second, resume, more)
+    assert not one.whole and other.whole and same_sums(one, other)
+    assert shown(one) == shown(other) and "of mixed" in shown(one) and "rollouts interrupted" in shown(one)
+    for name in (METRICS, f"{METRICS}.discarded"):
+        assert list(read_lines(first / name)) == list(read_lines(second / name))
+    assert numbers_of(first) == numbers_of(second)
+    again = FollowedRun(first)
+    again.catch_up(60)
+    assert same_sums(again.state, one), "the file has what was counted"
+
+
+def test_sums_that_do_not_fit_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # fmt: skip
+    given = list(FactStream(steps=40).facts())[:-1]
+    middle = next(place for place, fact in enumerate(given) if isinstance(fact, StepTrained) and fact.report.step == 20)
+    path = killed(tmp_path, given, middle + 1, len(given))
+    resume = replace(standing(given, 40), digest=path)
+    good = {name: (tmp_path / name).read_bytes() for name in (path.name, METRICS, INDEX)}
+
+    def opened() -> RunState:
+        return Recorder(tmp_path, resume=resume, waits=True, index=NumbersIndex(tmp_path)).state
+
+    path.unlink()
+    assert opened().whole and not capsys.readouterr().err, "nothing is said of what takes no time"
+    path.write_bytes(good[path.name])
+    monkeypatch.setattr("headrace.observe.recorder.LONG", 0)
+    assert not opened().whole and same_sums(opened(), folded(given)) and not capsys.readouterr().err
+    metrics, index = good[METRICS], good[INDEX]
+    place = read_digest(path, tmp_path)[0]  # type: ignore[index]
+    first = metrics.index(b"\n") + 1
+    block = place.block[0] + 30
+    changes = {
+        path.name: (b"", good[path.name][:-7], good[path.name].replace(b"RunState", b"RunStale")),
+        METRICS: (
+            metrics[first:],
+            metrics[: place.size - 9] + b"1" + metrics[place.size - 8 :],
+            metrics[: place.size - 20] + metrics[place.size :],
+        ),
+        INDEX: (b"", index[: place.block[1] - 1], index[:block] + b"####" + index[block + 4 :]),
+    }
+    for name, contents in changes.items():
+        for data in contents:
+            (tmp_path / name).write_bytes(data)
+            state = opened()
+            assert state.whole, name
+            assert name == METRICS or same_sums(state, folded(given)), name
+            assert f"reading all 0 MB of metrics.jsonl: {tmp_path.name} has no sums" in capsys.readouterr().err, name
+        (tmp_path / name).write_bytes(good[name])
+    assert not opened().whole
+
+
+def test_sums_of_two_lives_go_on_from_each_other(tmp_path: Path):
+    """A second resume from the same checkpoint, and one from the next, both without reading what is before."""
+    stream = FactStream(steps=60)
+    given = list(stream.facts())
+    ends = [place + 1 for place, fact in enumerate(given) if isinstance(fact, StepTrained)]
+    path = killed(tmp_path, given, ends[19], ends[24])
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b"damaged\n")
+    lines = (tmp_path / METRICS).read_bytes().count(b"\n")
+    resume = replace(standing(given[: ends[24]], 25), digest=path)
+    assert Recorder(tmp_path, resume=resume, waits=True, index=NumbersIndex(tmp_path)).unreadable == [lines]
+    for end in (ends[23], ends[22]):  # each sets a step aside, and is killed
+        resume = replace(standing(given[:end], given[end - 1].report.version), digest=path)  # type: ignore[union-attr]
+        recorder = Recorder(tmp_path, resume=resume, index=NumbersIndex(tmp_path, every=3000))
+        assert not recorder.state.whole and recorder.state.step == given[end - 1].report.version  # type: ignore[union-attr]
+        for fact in given[end : ends[24]]:
+            recorder.record(fact)
+    later = tmp_path / "later.digest"
+    later.write_bytes(recorder.digest())
+    found = read_digest(later, tmp_path)
+    assert found and found[0].lines == (tmp_path / METRICS).read_bytes()[: found[0].size].count(b"\n")
+    for fact in given[ends[24] : ends[40]]:
+        recorder.record(fact)
+    state = resumed(tmp_path, replace(standing(given[: ends[40]], 41), digest=later), given[ends[40] :])
+    assert not state.whole and same_sums(state, folded(list(read_metrics(tmp_path))))
+    reader = IndexReader(tmp_path / INDEX, tmp_path)
+    reader.catch_up()
+    assert reader.numbers.size == (tmp_path / METRICS).stat().st_size
+
+
+def test_the_history_of_a_resumed_run_has_all_steps(tmp_path: Path):
+    given = list(FactStream(steps=300).facts())
+    ends = [place + 1 for place, fact in enumerate(given) if isinstance(fact, StepTrained)]
+    path = killed(tmp_path, given, ends[289], ends[290])
+    state = resumed(tmp_path, replace(standing(given[: ends[289]], 290), digest=path), given[ends[289] :])
+    assert not state.whole and len(state.rows) < 300
+    result = RunResult(directory=tmp_path, reason="finished", step=300, before=None, after=None, report=tmp_path / "report.html", state=state)  # fmt: skip
+    assert result.history == progress.history(folded(given).rows)
+    (tmp_path / METRICS).unlink()
+    with pytest.raises(HeadraceError, match=r"metrics\.jsonl is gone, and with it the steps before the resume"):
+        _ = result.history
+
+
+def test_groups_go_on_behind_those_that_were_not_read():
+    table, ended = GroupTable(), GroupEnded(1.0, 2 * FARTHEST, "p", "ready", rewards=(1.0,), lengths=(3,))
+    table.begin_at(2 * FARTHEST - 3, ["", "overdue"], [])
+    table.end(ended)
+    table.train([5, ended.ticket], 9)
+    assert len(table.rows) == ended.ticket + 1 and table.rows.view["step"][[5, ended.ticket]].tolist() == [9, 9]
+
+
+def test_a_reader_notices_that_an_index_lost_its_last_blocks(tmp_path: Path):
+    stream = FactStream(steps=60)
+    given = list(stream.facts())
+    ends = [place + 1 for place, fact in enumerate(given) if isinstance(fact, StepTrained)]
+    path = killed(tmp_path, given, ends[19], ends[50])
+    reader = IndexReader(tmp_path / INDEX, tmp_path)
+    reader.catch_up()
+    assert len(reader.numbers.columns.series("reward/drawn")[0]) > 45
+    other = [msgspec.structs.replace(one, reward_drawn=0.5) if isinstance(one, StepTrained) else one for one in given]
+    resumed(tmp_path, replace(standing(given[: ends[19]], 20), digest=path), other[ends[19] :])
+    reader.catch_up()
+    assert reader.numbers.columns.series("reward/drawn")[1][20:].tolist() == [0.5] * 40

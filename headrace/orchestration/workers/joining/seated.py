@@ -11,7 +11,7 @@ from headrace.observe.facts import WorkerJoined
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.orchestration.workers.joining.greeting import Arrival, Arrived
-from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.orchestration.workers.wire import RankStart
 from headrace.protocols import Heard
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class SeatedWorker(ConnectedWorker):
         if method != "start":
             return await super().call(method, payload, returns)
         own = msgspec.structs.replace(payload, model_dir=self._model_dir) if self._model_dir else payload
-        if isinstance(own, TrainerStart):  # what one rank cannot do ends the run
+        if isinstance(own, RankStart):  # what one rank cannot do ends the run
             return await super().call(method, msgspec.structs.replace(own, door=self.door), returns)
         try:
             return await super().call(method, own, returns)
