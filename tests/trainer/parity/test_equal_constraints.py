@@ -86,7 +86,10 @@ def rows_of(forward: Forward, dtype: torch.dtype, temperature: float, **more) ->
 def test_of_what_constraints_left(temperature, dtype, more):
     forward = trainer()
     rows = rows_of(forward, dtype, temperature, **more)
-    assert sum(bool(row.sampling_mask.sets) for row in rows) == 12 or more
+    with_sets = sum(bool(row.sampling_mask.sets) for row in rows)
+    assert with_sets == 12 or (with_sets and "min_p" in more) or "top_k" in more, (
+        "what filters cut nothing more from is a set"
+    )
     for budget, share in PACKINGS:
         for pack in packs_of(rows, budget, share):
             assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
