@@ -31,7 +31,7 @@ $(RUNS): pyproject.toml
 	@$(BIN)/python -m headrace.engine.native.kernels.build & engine=$$!; \
 	$(BIN)/python -m headrace.trainer.kernels.build & trainer=$$!; \
 	$(BIN)/python -m headrace.weight_sync.delta.build; delta=$$?; \
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import headrace.cli, reasoning_gym; from headrace.orchestration.workers.fork_server import load; load()'; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import headrace.cli, reasoning_gym; from headrace.run.worker.fork_server import load; load()'; \
 	test $$? = 0 && wait $$engine && wait $$trainer && test $$delta = 0
 	touch $(RUNS)
 
@@ -57,7 +57,7 @@ test-slow: setup
 MINUTES ?= 60
 
 fuzz: setup
-	$(BIN)/python -m headrace.faultsim.fuzz --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m headrace.testing.faultsim.fuzz --minutes $(MINUTES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -20,23 +20,23 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.batches import Group, Row
+from headrace.core.batches import Group, Row
+from headrace.core.reports import EngineStats, LoadReport, TrainReport
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.durable.journal import Journal, ReadyRecord
 from headrace.durable.spelling import encode
-from headrace.observe.board.board_parts import PARTS
-from headrace.observe.board.browsing import RolloutQuery
-from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.board.swimlanes import LaneQuery
-from headrace.observe.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.observe.index.digest import DIGEST
-from headrace.observe.index.group_table import Wanted
-from headrace.observe.index.index_file import INDEX
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, StepRow
-from headrace.reports import EngineStats, LoadReport, TrainReport
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.facts.index.digest import DIGEST
+from headrace.facts.index.group_table import Wanted
+from headrace.facts.index.index_file import INDEX
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, StepRow
+from headrace.views.board.board_parts import PARTS
+from headrace.views.board.browsing import RolloutQuery
+from headrace.views.board.runs_board import RunsBoard
+from headrace.views.board.swimlanes import LaneQuery
 
 GROUPS, SIZE, TOKENS = 10, 10, 60
 CURVES = [

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.observe.board.board_routes import make_board_app
-from headrace.observe.board.runs_board import RunsBoard
+from headrace.views.board.board_routes import make_board_app
+from headrace.views.board.runs_board import RunsBoard
 from headrace.web.server import address_of, bind, make_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "observe" / "board"))

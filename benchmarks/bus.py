@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.observe.records import read_metrics
-from headrace.orchestration.bus.bus_port import Bus, Posting
-from headrace.orchestration.bus.jsonl import JsonlBus
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.bus.redis_streams import RedisBus
+from headrace.facts.records import read_metrics
+from headrace.run.hosts.bus.bus_port import Bus, Posting
+from headrace.run.hosts.bus.jsonl import JsonlBus
+from headrace.run.hosts.bus.redis_streams import RedisBus
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 REWARD = """
 def share_of_e(prompts, completions, **columns):

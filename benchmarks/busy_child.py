@@ -67,11 +67,11 @@ def model() -> Path:
 def engine(sequences: int) -> Callable[[], int]:
     import torch
 
+    from headrace.core.types import Request, Sampling
+    from headrace.core.weights import WeightUpdate
     from headrace.engine.config import EngineConfig
     from headrace.engine.native.core import NativeEngine
     from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-    from headrace.types import Request, Sampling
-    from headrace.weights import WeightUpdate
 
     made = NativeEngine(model(), EngineConfig(dtype="bfloat16", kv_gib=0.5, max_running=sequences, context_length=256))
     weights = parameters_from_dir(model(), torch.bfloat16)
@@ -99,10 +99,10 @@ def engine(sequences: int) -> Callable[[], int]:
 
 def trainer(completions: int) -> Callable[[], int]:
     from headrace.algo.config import AlgoConfig
-    from headrace.batches import Batch, Group, Row
+    from headrace.core.batches import Batch, Group, Row
+    from headrace.core.types import Prompt
     from headrace.trainer.config import TrainConfig
     from headrace.trainer.step.trainer import TorchTrainer
-    from headrace.types import Prompt
 
     numbers = random.Random(0)
     made = TorchTrainer(model(), TrainConfig(learning_rate=1e-9), AlgoConfig(name="grpo"), seed=0)

@@ -29,14 +29,14 @@ import torch
 from swap_accuracy import ASKED
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.workers.launch.child import environment
-from headrace.types import Request, Sampling
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.processes.launch.child import environment
 
 CONTEXT = 1024
 RANK = 16

@@ -25,12 +25,12 @@ import torch
 import transformers
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
-from headrace.observe.machine_mark import cpu_model
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.types import Prompt
+from headrace.facts.machine_mark import cpu_model
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt
 
 SMOLLM2 = {
     "vocab_size": 49_152,

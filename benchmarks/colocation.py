@@ -39,7 +39,7 @@ ARMS = {
     "lent": [*SPLIT, f"engine.threads={len(CORES)}"],
 }
 SKIPPED = 2
-WORKER = b"headrace.orchestration.workers.worker"
+WORKER = b"headrace.run.worker.worker"
 
 
 class Arm(NamedTuple):

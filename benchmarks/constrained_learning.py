@@ -20,7 +20,7 @@ from typing import Any
 
 import headrace
 from headrace.durable.journal import ReadyRecord, read_journal
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.records import StepRow, read_metrics
 
 SCHEMA = {
     "type": "object",

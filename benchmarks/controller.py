@@ -31,27 +31,27 @@ from typing import Any
 from controller_hosts import GROUP, TOKENS, bus_hosts, hosts, more_files
 from controller_load import BareWorld, Counts, MeasuredLoop, measure, profiled
 
+from headrace.core.protocols import Engine, Job
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.observe.facts import EngineSample, Fact
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.bus.redis_streams import RedisBus
-from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.errands import GroupSizes, RunNotice
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.workers.joining.greeting import Terms
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.tasks.fake import FakeTask
-from headrace.trainer.fake import FakeTrainer
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import EngineSample, Fact
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.suspects import Suspects
+from headrace.processes.joining.greeting import Terms
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.listener import Listener
+from headrace.run.clients.bus_engine import BusEngine
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.bus.redis_streams import RedisBus
+from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_task import FakeTask
+from headrace.testing.fake_trainer import FakeTrainer
 from headrace.version import __version__
 
 

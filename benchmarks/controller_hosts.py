@@ -14,9 +14,17 @@ from typing import Any
 
 import msgspec
 
-from headrace.orchestration.bus.bus_port import Letter, Posting
-from headrace.orchestration.bus.redis_streams import RedisBus
-from headrace.orchestration.groups.errands import (
+from headrace.core.reports import EngineStats, LoadReport, capable
+from headrace.core.steps import Finished, PromptScores, StepOutput
+from headrace.core.types import Completion, Request, VersionSpan
+from headrace.core.weights import WeightUpdate
+from headrace.loop.group_source import PlayedGroup
+from headrace.processes.joining.greeting import SILENCE, Agreed, Hello, Welcome, packed
+from headrace.processes.joining.packages import own_packages
+from headrace.processes.wire import BEAT, BEATS, HEAD, Frame, decode, length_of, pack, pack_payload, unpack
+from headrace.run.hosts.bus.bus_port import Letter, Posting
+from headrace.run.hosts.bus.redis_streams import RedisBus
+from headrace.run.hosts.errands import (
     ANSWERS,
     RUN,
     TICKETS,
@@ -29,17 +37,9 @@ from headrace.orchestration.groups.errands import (
     RunNotice,
     WeightsNotice,
 )
-from headrace.orchestration.groups.errands import BEAT as ENTRY_EVERY
-from headrace.orchestration.groups.group_source import PlayedGroup
-from headrace.orchestration.workers.joining.greeting import SILENCE, Agreed, Hello, Welcome, packed
-from headrace.orchestration.workers.joining.packages import own_packages
-from headrace.orchestration.workers.wire import BEAT, BEATS, HEAD, Frame, decode, length_of, pack, pack_payload, unpack
-from headrace.reports import EngineStats, LoadReport, capable
-from headrace.simulate.makers import completion, scored
-from headrace.steps import Finished, PromptScores, StepOutput
-from headrace.types import Completion, Request, VersionSpan
+from headrace.run.hosts.errands import BEAT as ENTRY_EVERY
+from headrace.testing.makers import completion, scored
 from headrace.version import __version__
-from headrace.weights import WeightUpdate
 
 GROUP, TOKENS = 8, (20, 60)
 """Rollouts of a group, and the fewest and most tokens of a completion."""

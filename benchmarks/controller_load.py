@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from headrace.observe.facts import Fact, StepTrained
-from headrace.simulate.world import World
+from headrace.facts.facts import Fact, StepTrained
+from headrace.loop.world.world import World
 
 TICK = 0.01
 """Seconds."""

@@ -19,11 +19,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.curriculum.chooser import open_curriculum
-from headrace.curriculum.config import CurriculumConfig
+from headrace.core.types import Prompt
 from headrace.durable.journal import GoneRecord, ReadyRecord
-from headrace.simulate.makers import completion, group, row, scored
-from headrace.types import Prompt
+from headrace.loop.curriculum.chooser import open_curriculum
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.testing.makers import completion, group, row, scored
 
 PROMPTS, STEPS, GROUPS, SIZE, FLYING = 136, 40, 8, 8, 16
 MEAN, SPREAD, OWN, ALL, WOBBLE = -2.2, 2.0, 0.5, 0.019, 0.3

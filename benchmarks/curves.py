@@ -18,8 +18,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from headrace.observe.facts import Evaluated, RunEnded, RunStarted
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.facts import Evaluated, RunEnded, RunStarted
+from headrace.facts.records import StepRow, read_metrics
 
 SMOOTH = 5
 

@@ -28,17 +28,17 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.steps import PromptScores
+from headrace.core.types import Prompt, Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.servable import read_model
 from headrace.engine.scoring_request import scoring
-from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt, Request, Sampling
-from headrace.weights import WeightUpdate
 
 Device = Literal["cpu", "cuda"]
 

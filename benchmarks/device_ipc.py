@@ -19,11 +19,11 @@ from typing import Literal
 import msgspec
 import torch
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.slots import Manifests
-from headrace.weights import WeightUpdate
 
 Device = Literal["cpu", "cuda"]
 SHAPES = {"embed": (49152, 576), **{f"layer.{i}": (30, 576, 209) for i in range(30)}}

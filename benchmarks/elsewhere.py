@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.facts import RunStarted
+from headrace.facts.records import StepRow, read_metrics
 
 KINDS = ("local", "join", "ray")
 RUN = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"

@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from trainer_process import Json, child_main
 
 import headrace
-from headrace.config import load_config
+from headrace.core.types import Prompt, Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.facts.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
+from headrace.facts.records import StepRow, read_metrics
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
-from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.build import build_task
+from headrace.run.build import build_task
+from headrace.run.config import load_config
 from headrace.trainer.step.checkpoint import MODEL
-from headrace.types import Prompt, Request, Sampling
-from headrace.weights import WeightUpdate
 
 LOOK = 5.0
 """Seconds between two looks at a run's metrics."""
@@ -111,7 +111,7 @@ class Watch(threading.Thread):
     def _facts(self) -> list[Any]:
         try:
             return list(read_metrics(self._run))
-        except (headrace.errors.HeadraceError, OSError):  # it has not begun
+        except (headrace.core.errors.HeadraceError, OSError):  # it has not begun
             return []
 
 

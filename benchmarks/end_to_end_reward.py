@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.scoring.extract import last_number
+from headrace.episodes.scoring.extract import last_number
 
 
 def right_number(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:

@@ -10,11 +10,11 @@ import torch
 from engine_loads import Ask, Load, run_closed_loop
 from engine_serve import Done, Run, done, serve
 
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-from headrace.types import Request, Sampling
-from headrace.weights import WeightUpdate
 
 KV_GIB = 2.0
 """GiB of KV cache for a load that sets no budget: as much as vLLM gets."""

@@ -21,14 +21,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.function import open_function
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.observe.health.patience import waited_for_a_core
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.types import Completion, Prompt, VersionSpan
+from headrace.processes.health.patience import waited_for_a_core
 
 ENV = '''
 import asyncio

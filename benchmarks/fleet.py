@@ -22,21 +22,21 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.protocols import Engine, Job
+from headrace.core.steps import StepOutput
+from headrace.core.types import Request, RolloutKey, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
+from headrace.facts.facts import Fact, MemberMoved
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import usable_cores
-from headrace.observe.facts import Fact, MemberMoved
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.fleets.core_shares import members_of
-from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job
-from headrace.steps import StepOutput
-from headrace.types import Request, RolloutKey, Sampling
+from headrace.processes.launch.local import LocalLauncher
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.fleets.core_shares import members_of
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.weight_sync.directory import offer
 
 GROUPS, SIZE, PROMPT, NEW = 16, 8, 128, 96

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import headrace
 from headrace.durable.journal import read_steps
-from headrace.observe.facts import EngineSample
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.facts import EngineSample
+from headrace.facts.records import StepRow, read_metrics
 
 ENV = """
 class Ten:

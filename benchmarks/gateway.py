@@ -15,14 +15,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.environments.agents.served_rollouts import talks_of
-from headrace.environments.gateway.gateway import Gateway
+from headrace.core.playing import Limits
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.environments.agents.served_rollouts import talks_of
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.episodes import Played
+from headrace.episodes.rollout_session import RolloutSession, TurnAsked
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.playing import Limits
-from headrace.rollouts.episodes import Played
-from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
-from headrace.types import Completion, Prompt, VersionSpan
 from headrace.web.limits import ServerLimits
 
 CLIENT = """

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from trainer_process import ROOT, Child, Json, Results, child_main, machine
 
 if TYPE_CHECKING:
-    from headrace.reports import EngineStats
+    from headrace.core.reports import EngineStats
 
 SKIP = 4
 """Number of steps at the start that are not counted."""
@@ -76,7 +76,7 @@ def settings(given: argparse.Namespace, mode: str, seed: int, directory: Path, l
 def run(options: Json) -> Json:
     """Runs one mode, in a process of its own."""
     import headrace
-    from headrace.observe.records import read_metrics
+    from headrace.facts.records import read_metrics
 
     shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
     reward = None if options["learn"] else any_contrast
@@ -90,9 +90,9 @@ def run(options: Json) -> Json:
 
 def counted(facts: Sequence[object]) -> Json:
     """Measures from the end of step SKIP to the end of the last one, except for values per swap or per token."""
-    from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
-    from headrace.observe.numbers.fates import DISCARDED
-    from headrace.observe.records import StepRow
+    from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
+    from headrace.facts.numbers.fates import DISCARDED
+    from headrace.facts.records import StepRow
 
     rows = [fact for fact in facts if isinstance(fact, StepRow)]
     begin, end, steps = rows[SKIP - 1].t, rows[-1].t, rows[SKIP:]
@@ -140,7 +140,7 @@ def lags_of(steps: Iterable[object]) -> Json:
 
 def gaps_of(rows: Iterable[object]) -> Json:
     """Compares engine and trainer, over all loss tokens and over those of rollouts that met a swap."""
-    from headrace.observe.numbers.step_totals import over_steps
+    from headrace.facts.numbers.step_totals import over_steps
 
     stats = over_steps(rows)  # type: ignore[arg-type]
     found = {}

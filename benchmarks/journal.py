@@ -31,9 +31,12 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.batches import Group, Row
 from headrace.commands.looking.inspect import find_step
-from headrace.config import read_config
+from headrace.core.batches import Group, Row
+from headrace.core.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
+from headrace.core.steps import StepOutput
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.durable.journal import (
     DrawnRecord,
     Journal,
@@ -44,22 +47,19 @@ from headrace.durable.journal import (
     read_steps,
 )
 from headrace.durable.pass_log import PassLog
-from headrace.observe.facts import Accounting, EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.observe.index.digest import DIGEST
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.runs.lane import Lane, open_lane
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import read_saved_run
-from headrace.orchestration.store.resume_rules import meaning
-from headrace.orchestration.store.run_directory import RunDirectory
-from headrace.orchestration.store.snapshots import CONTROLLER, ControllerState
-from headrace.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
-from headrace.rollouts.buffer import BufferState
-from headrace.steps import StepOutput
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import Accounting, EngineSample, GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.facts.index.digest import DIGEST
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import StepRow, read_metrics
+from headrace.loop.buffer import BufferState
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.recovery import read_saved_run
+from headrace.loop.snapshots import CONTROLLER, ControllerState
+from headrace.run.config import read_config
+from headrace.run.lane import Lane, open_lane
+from headrace.run.resume_rules import meaning
+from headrace.run.run_directory import RunDirectory
 
 T = TypeVar("T")
 COLUMNS = ("journal: encode, write", "journal: flush", "passes", "checkpoint: state in flight")
@@ -85,7 +85,7 @@ WORDS = (
 DIFFERENT = 20
 """Groups of each place in a step that are made; older runs repeat them under other tickets."""
 NUMBERED = 32_768
-"""Tokens of a step with numbers of the trainer's (`packing/picked.py`)."""
+"""Tokens of a step with numbers of the trainer's (`trainer/packing/picked.py`)."""
 
 
 def synthetic(groups: int, size: int, tokens: int, steps: int) -> Iterator[JournalStep]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import headrace
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.records import StepRow, read_metrics
 
 FILL = 4
 """Steps at the start that are not counted."""

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from headrace.core.weights import AdapterSpec
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import resolve_model
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weights import AdapterSpec
 
 
 def measure(

@@ -34,7 +34,7 @@ SMOOTH = 5
 def run(options: Json) -> Json:
     """Runs one variant, in a process of its own."""
     import headrace
-    from headrace.observe.records import StepRow, read_metrics
+    from headrace.facts.records import StepRow, read_metrics
 
     shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
     result = headrace.train(options["config"], sets=options["sets"])

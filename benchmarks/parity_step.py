@@ -22,7 +22,7 @@ from engine_loads import Text
 from trainer_headrace import batch_of, sampled_groups
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch
+from headrace.core.batches import Batch
 from headrace.models.resolve import resolve_model
 from headrace.native.memory import keep_freed_memory
 from headrace.trainer.config import TrainConfig

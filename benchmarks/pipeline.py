@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import headrace
-from headrace.observe.facts import EngineSample, Waited, WeightsLive
-from headrace.observe.records import MetricsFact, StepRow, read_metrics
+from headrace.facts.facts import EngineSample, Waited, WeightsLive
+from headrace.facts.records import MetricsFact, StepRow, read_metrics
 
 SKIP = 4
 """Number of steps at the start that are not counted, while the pipeline fills."""

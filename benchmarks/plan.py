@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 from pipeline import SKIP, Measured, any_contrast, settings, summarise
 
 import headrace
-from headrace.config import RunConfig, load_config
-from headrace.observe.facts import GroupEnded, StepTrained, Waited, WeightsLive
-from headrace.observe.records import StepRow, read_metrics
-from headrace.plan.measure import Gauge, Prediction, predict
-from headrace.plan.planned import planned_world
-from headrace.plan.rates.calibrate import calibrate
-from headrace.plan.rates.from_run import rates_of_facts
-from headrace.plan.rates.rates import Rates, load_rates, save_rates
-from headrace.plan.scenario import Scenario
-from headrace.simulate import virtual_time
+from headrace.commands.plan.measure import Gauge, Prediction, predict
+from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.rates.calibrate import calibrate
+from headrace.commands.plan.rates.from_run import rates_of_facts
+from headrace.commands.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.commands.plan.scenario import Scenario
+from headrace.facts.facts import GroupEnded, StepTrained, Waited, WeightsLive
+from headrace.facts.records import StepRow, read_metrics
+from headrace.loop.world import virtual_time
+from headrace.run.config import RunConfig, load_config
 
 SETTINGS = ("0x1x4", "1x1x4", "2x1x4", "4x1x4", "1x3x4", "2x5x4", "0x1x2", "2x2x2")
 """max_lag x window x groups per step"""

@@ -2,7 +2,7 @@
 
     python benchmarks/published.py
 
-From data sheets alone (`plan/rates/hardware.py`), seconds per step of NeMo RL 0.4 on DGX H100 (docs/about/performance-summary.md of NVIDIA-NeMo/RL,
+From data sheets alone (`commands/plan/rates/hardware.py`), seconds per step of NeMo RL 0.4 on DGX H100 (docs/about/performance-summary.md of NVIDIA-NeMo/RL,
 and the recipes it names, examples/configs/recipes/llm/performance): 2,048 rollouts a step, on policy on shared GPUs, or one step off policy on
 two halves. What their step does, from their recipes:
 
@@ -28,16 +28,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.plan.alternation import HOST_LINK, MOVED
-from headrace.plan.measure import predict
-from headrace.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, rates
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.plan.rates.shapes import SHAPES
-from headrace.plan.rates.travel import BFLOAT16
-from headrace.plan.scenario import Scenario
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate.distributions import Distribution, fixed
+from headrace.commands.plan.alternation import HOST_LINK, MOVED
+from headrace.commands.plan.measure import predict
+from headrace.commands.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, rates
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.commands.plan.rates.shapes import SHAPES
+from headrace.commands.plan.rates.travel import BFLOAT16
+from headrace.commands.plan.scenario import Scenario
+from headrace.episodes.rollout import RolloutConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world.distributions import Distribution, fixed
 
 PROMPTS, GROUP, PROMPT, LIMIT = 64, 32, 150, 4096
 """Prompts of a step, rollouts of each, tokens of a prompt (OpenMathInstruct-2; an assumption), and of a sequence at most."""

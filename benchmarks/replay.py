@@ -30,19 +30,19 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.algo.loss.aggregate import token_mean
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.steps import Transcript, write_down
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.packing import Pack, pack_rows
-from headrace.steps import Transcript, write_down
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import load_model
-from headrace.types import Request, Sampling
-from headrace.weights import WeightUpdate
+from headrace.trainer.packing import Pack, pack_rows
 
 CUTS = {"nothing": {}, "top-p 0.95": {"top_p": 0.95}, "top-k 20": {"top_k": 20}, "both": {"top_p": 0.95, "top_k": 20}}
 HEAD = (

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.sandbox.sandbox import Sandbox
-from headrace.sandbox.sandbox_limits import DEFAULT
+from headrace.episodes.sandbox.sandbox import Sandbox
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT
 
 PROGRAM = "import collections, itertools, math, random, re\nprint(sum(range(10)))"
 CODE, TEST = "def add(a, b):\n    return a + b", "assert add(1, 2) == 3"

@@ -31,16 +31,16 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.types import Completion, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
 from headrace.models.resolve import resolve_model
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import opened
-from headrace.types import Completion, Request, Sampling
 from headrace.weight_sync.directory import offer
 
 AT_ONCE = 64

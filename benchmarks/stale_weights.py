@@ -3,7 +3,7 @@
     python benchmarks/stale_weights.py [--model smollm2-135m-instruct] [--dtype bfloat16] [--engine native] [--way auto] [--learning-rate 1e-6]
 
 The engine of a run is given each version as in a run, but for the parameters that a planted fault leaves at the values that they had first: these
-are published in place of the new ones. The trial and the probes of a run (`orchestration/loops/identity.py`) then judge what it computes. A row is
+are published in place of the new ones. The trial and the probes of a run (`loop/identity.py`) then judge what it computes. A row is
 one fault: the share of its effect that the trial found missing with the standard error, and the version at which a probe found it where there
 is no trial. The trainer takes real optimizer steps on rows that the engine sampled, with random rewards.
 """
@@ -29,23 +29,23 @@ from trainer_headrace import batch_of, sampled_groups
 from transformers import AutoTokenizer
 
 from headrace.algo.config import AlgoConfig
-from headrace.config import load_config
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import Engine, WeightSender
+from headrace.core.reports import TrialScores
+from headrace.core.types import Completion, VersionSpan
+from headrace.core.weights import trial_version
+from headrace.facts.facts import IdentityChecked, TrialChecked
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of, shares_of
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import IdentityChecked, TrialChecked
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration import starting
-from headrace.orchestration.loops.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of, shares_of
-from headrace.orchestration.workers.build import open_launcher
-from headrace.protocols import Engine, WeightSender
-from headrace.reports import TrialScores
+from headrace.run import starting
+from headrace.run.config import load_config
+from headrace.run.worker.build import open_launcher
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import kind_of
-from headrace.types import Completion, VersionSpan
 from headrace.weight_sync.packed import lay_out
-from headrace.weights import trial_version
 
 Weights = Mapping[str, torch.Tensor]
 Keeps = Callable[[str, torch.Tensor], Any]

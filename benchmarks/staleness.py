@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py [--seeds 0 1 2] [--steps 60] [--real 14] [--json FILE]
 
-**Simulated.** The real pipeline, buffer and staleness code runs in virtual time (`headrace.simulate`): a 7B model on
+**Simulated.** The real pipeline, buffer and staleness code runs in virtual time (`headrace.loop.world`): a 7B model on
 eight H100s, half of them to generate and half to train, 32 prompts x 8 rollouts per step, log-normal completions with a
 heavy tail, longer for harder prompts. The simulation knows the final length of every completion and the solve rate of
 every prompt, even of those that were never finished: the groups drawn are compared with those trained, on prompts whose
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from trainer_process import ROOT, Child, Json, Results, child_main, machine
 
-from headrace.scoring.extract import last_number
+from headrace.episodes.scoring.extract import last_number
 
 NEVER = 1 << 20
 """A `max_lag` that means no bound."""
@@ -73,12 +73,12 @@ class Prompted(NamedTuple):
 
 
 def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
-    from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
-    from headrace.observe.numbers.state import RunState
-    from headrace.observe.records import summarise
-    from headrace.plan.planned import planned_world
-    from headrace.reports import EngineStats
-    from headrace.simulate import virtual_time
+    from headrace.commands.plan.planned import planned_world
+    from headrace.core.reports import EngineStats
+    from headrace.facts.facts import GroupEnded, StepTrained, WeightsLive
+    from headrace.facts.numbers.state import RunState
+    from headrace.facts.records import summarise
+    from headrace.loop.world import virtual_time
 
     class Watcher:
         """An observer that keeps metrics, not tokens."""
@@ -136,12 +136,12 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
-    from headrace.plan.rates import hardware
-    from headrace.plan.rates.shapes import shape_of
-    from headrace.plan.scenario import Scenario
-    from headrace.rollouts.rollout import RolloutConfig
-    from headrace.rollouts.staleness import StalenessConfig
-    from headrace.simulate.distributions import Distribution, fixed
+    from headrace.commands.plan.rates import hardware
+    from headrace.commands.plan.rates.shapes import shape_of
+    from headrace.commands.plan.scenario import Scenario
+    from headrace.episodes.rollout import RolloutConfig
+    from headrace.loop.staleness import StalenessConfig
+    from headrace.loop.world.distributions import Distribution, fixed
 
     chip, shape = hardware.gpu("h100"), shape_of("7b")
     return Scenario(
@@ -159,10 +159,10 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
 def asked(scenario: Any, tickets: int) -> list[Prompted]:
     """Returns the lengths and solve rates of the first tickets, as the simulated engine and scorer decide them."""
-    from headrace.rollouts.rollout import seed_of
-    from headrace.simulate.codes import difficulty
-    from headrace.simulate.distributions import solve_shift
-    from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
+    from headrace.episodes.rollout import seed_of
+    from headrace.loop.world.codes import difficulty
+    from headrace.loop.world.distributions import solve_shift
+    from headrace.loop.world.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 
     task = SimulatedTask(scenario.prompts, scenario.seed)
     length = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
@@ -192,8 +192,8 @@ def lags_of(rows: Sequence[Any]) -> Json:
 
 def thrown(state: Any, bound: int) -> Json:
     """Returns shares of the sampled tokens of all groups that ended."""
-    from headrace.observe.numbers.fates import DISCARDED
-    from headrace.observe.numbers.measures import trimmed
+    from headrace.facts.numbers.fates import DISCARDED
+    from headrace.facts.numbers.measures import trimmed
 
     fates = state.fates.of
     sampled = sum(fate.tokens for fate in fates.values()) or 1
@@ -259,9 +259,9 @@ def verified(completions: list[str], answer: list[str], **columns: object) -> li
 def run(options: Json) -> Json:
     """Runs one policy, in a process of its own."""
     import headrace
-    from headrace.observe.facts import EngineSample, GroupEnded
-    from headrace.observe.numbers.state import RunState
-    from headrace.observe.records import StepRow, read_metrics
+    from headrace.facts.facts import EngineSample, GroupEnded
+    from headrace.facts.numbers.state import RunState
+    from headrace.facts.records import StepRow, read_metrics
 
     shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
     facts = read_metrics(headrace.train(options["config"], sets=options["sets"], reward=verified).directory)

@@ -30,21 +30,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch as TrainBatch
-from headrace.batches import Group, Row
-from headrace.config import load_config
+from headrace.core.batches import Batch as TrainBatch
+from headrace.core.batches import Group, Row
+from headrace.core.types import Prompt
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.engine.native.sampling.sampler import Settings, sample, token_logprobs
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.reasoning_gym import ReasoningGymTask
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.reasoning_gym import ReasoningGymTask
+from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt
 
 GROUPS, GROUP_SIZE, TRAINED_TOKENS = 8, 4, 24
 """Batch of the trainer: as in the demo, with half as many rollouts per prompt."""

@@ -18,14 +18,14 @@ from trainer_process import Json, Stopwatch, child_main
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.types import Prompt, Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt, Request, Sampling
-from headrace.weights import WeightUpdate
 
 SHORTEST, LONGEST = 50, 400
 NO_CLIPPING = 1e9

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from headrace.core.protocols import Transport
+from headrace.core.weights import Manifest
 from headrace.models.resolve import resolve_model
-from headrace.protocols import Transport
 from headrace.trainer.model.causal_lm import load_model
 from headrace.web.tls import first_certificate
 from headrace.weight_sync.config import Encoding
@@ -40,7 +41,6 @@ from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.slots import Slots, anonymous_memory, send_all
 from headrace.weight_sync.transport import TRANSPORTS
-from headrace.weights import Manifest
 
 TEXT = sorted(Path(__file__).parent.parent.glob("docs/*.md"))
 Image = dict[str, torch.Tensor]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from headrace.observe.facts import Evaluated
-from headrace.observe.records import StepRow, read_metrics
-from headrace.observe.report.draw.axes import extent, labels, ticks
+from headrace.facts.facts import Evaluated
+from headrace.facts.records import StepRow, read_metrics
+from headrace.views.report.axes import extent, labels, ticks
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 58

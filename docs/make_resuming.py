@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.orchestration.store.resume_rules import RULES
+from headrace.run.resume_rules import RULES
 
 TARGET = Path(__file__).with_name("journal.md")
 BEGIN, END = "<!-- resuming: `make docs` -->\n", "<!-- end of resuming -->"

@@ -20,7 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.recipe_parts import CorrectionConfig
 from headrace.algo.recipes import LOSSES
 from headrace.algo.rules.table import RULES
-from headrace.config import RunConfig
+from headrace.run.config import RunConfig
 
 TARGET = Path(__file__).with_name("settings.md")
 

@@ -29,7 +29,7 @@ PAGES = {
         "What an environment is given",
         "The agent that the function of `environment.function` is called with ([how to write one](../environments.md)). A function that is not "
         "`async` gets the same methods, which return when they are done.",
-        (("headrace.environments.workers.talk", ("AsyncAgent", "AgentReply", "CalledTool")),),
+        (("headrace.episodes.environments.workers.talk", ("AsyncAgent", "AgentReply", "CalledTool")),),
     ),
     "api/algorithm.md": ReferencePage(
         "What a loss or an advantage is given",
@@ -44,12 +44,17 @@ PAGES = {
         "Nouns",
         "The values that travel between processes, into the journal and into checkpoints. The examples form one case, from the first to the "
         "last, and a test evaluates them.",
-        (("headrace.types", None), ("headrace.batches", None), ("headrace.weights", None), ("headrace.reports", None)),
+        (
+            ("headrace.core.types", None),
+            ("headrace.core.batches", None),
+            ("headrace.core.weights", None),
+            ("headrace.core.reports", None),
+        ),
     ),
     "api/ports.md": ReferencePage(
         "Ports",
         "What an engine, a trainer, a task, an environment, a scorer and a transport are to the pipeline. Each has a fake that ships.",
-        (("headrace.protocols", None), ("headrace.playing", None)),
+        (("headrace.core.protocols", None), ("headrace.core.playing", None)),
     ),
 }
 START = "api/headrace.md"

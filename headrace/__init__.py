@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from headrace.version import __version__
 
 if TYPE_CHECKING:
-    from headrace.config import RunConfig, load_config
-    from headrace.errors import StopTraining
-    from headrace.observe.facts import Evaluated
-    from headrace.observe.numbers.progress import Evaluation, Step
-    from headrace.orchestration.runs.result import RunResult
-    from headrace.sandbox.tool import run_python
-    from headrace.scoring.python_rewards import Rewards
-    from headrace.scoring.trl import trl_reward
+    from headrace.core.errors import StopTraining
+    from headrace.episodes.sandbox.tool import run_python
+    from headrace.episodes.scoring.python_rewards import Rewards
+    from headrace.episodes.scoring.trl import trl_reward
+    from headrace.facts.facts import Evaluated
+    from headrace.facts.numbers.progress import Evaluation, Step
+    from headrace.run.config import RunConfig, load_config
+    from headrace.run.result import RunResult
 
 __all__ = [
     "Evaluation",
@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Evaluation": "headrace.observe.numbers.progress",
-    "RunConfig": "headrace.config",
-    "RunResult": "headrace.orchestration.runs.result",
-    "Step": "headrace.observe.numbers.progress",
-    "StopTraining": "headrace.errors",
-    "load_config": "headrace.config",
-    "run_python": "headrace.sandbox.tool",
-    "trl_reward": "headrace.scoring.trl",
+    "Evaluation": "headrace.facts.numbers.progress",
+    "RunConfig": "headrace.run.config",
+    "RunResult": "headrace.run.result",
+    "Step": "headrace.facts.numbers.progress",
+    "StopTraining": "headrace.core.errors",
+    "load_config": "headrace.run.config",
+    "run_python": "headrace.episodes.sandbox.tool",
+    "trl_reward": "headrace.episodes.scoring.trl",
 }
 
 
@@ -76,11 +76,11 @@ def train(
     `resume` is the directory of a run to resume, with its own settings if `config` is left out. Functions and rows must be passed again.
     Raises `errors.HeadraceError`.
     """
-    from headrace.orchestration.python_inputs import settings_of, with_python_inputs
+    from headrace.run.python_inputs import settings_of, with_python_inputs
 
     resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset)
-    from headrace.orchestration.runs import run
-    from headrace.orchestration.runs.callbacks import Callbacks
+    from headrace.run import run
+    from headrace.run.callbacks import Callbacks
 
     callbacks = Callbacks(on_step, on_evaluation) if on_step or on_evaluation else None
     return run.train(resolved, Path(resume) if resume is not None else None, inputs, callbacks)
@@ -102,12 +102,12 @@ def evaluate(
     unless `step` names it. With `run`, the settings are those of the run, changed by `sets`; a `config` is then ignored, and its
     differences are printed to stderr. `reward` and `dataset`: as for `train`.
     """
-    from headrace.orchestration.python_inputs import report_differences, settings_of, with_python_inputs
+    from headrace.run.python_inputs import report_differences, settings_of, with_python_inputs
 
     resolved, inputs = with_python_inputs(settings_of(None if run else config, run), sets, reward, dataset)
     if run and config is not None:
         report_differences(config, resolved, Path(run))
-    from headrace.orchestration.runs import one_shot
+    from headrace.run import one_shot
 
     return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, inputs)
 
@@ -125,8 +125,8 @@ def export(
     A LoRA run gives its adapter, for peft to load, or with `merge` a whole model that contains the adapter. If the newest checkpoint is
     older than the last step of the run, it is refused unless `step` names it.
     """
-    from headrace.config import config_of_run, read_config
-    from headrace.orchestration.runs import one_shot
+    from headrace.run import one_shot
+    from headrace.run.config import config_of_run, read_config
 
     return one_shot.export(
         read_config(config_of_run(Path(run))), Path(run), to=Path(to), dtype=dtype, merge=merge, step=step

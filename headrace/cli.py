@@ -1,7 +1,7 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
 Exit codes: 0 done; 1 the run failed (`status`: it has died; `replay`: a result differs; `diff`: the runs differ); 2 the input cannot
-work; 3 the watchdog ended the run (`observe/health/watchdog.py`); 4 the run paused because too many rollouts failed (fix the cause, then
+work; 3 the watchdog ended the run (`processes/health/watchdog.py`); 4 the run paused because too many rollouts failed (fix the cause, then
 `--resume`); 130 interrupted; 143 ended by SIGTERM (`--resume` goes on).
 
 It uses argparse, because a dozen commands with a few options each need no dependency, and `--help` prints at once.
@@ -35,8 +35,8 @@ from headrace.commands.serving import board_command as boarding
 from headrace.commands.serving import serve as serving
 from headrace.commands.training import train_command
 from headrace.commands.training.init_command import add_init
-from headrace.errors import ConfigError, HeadraceError, RunPaused
-from headrace.printing import echo, guard_streams, say
+from headrace.core.errors import ConfigError, HeadraceError, RunPaused
+from headrace.core.printing import echo, guard_streams, say
 
 FAILED, BAD_INPUT, PAUSED = 1, 2, 4
 
@@ -156,8 +156,8 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from headrace.plan.answer import PlanRequest, config_for
-    from headrace.plan.command import print_plan
+    from headrace.commands.plan.answer import PlanRequest, config_for
+    from headrace.commands.plan.command import print_plan
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")

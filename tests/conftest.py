@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`orchestration/workers/worker.py`)."""
+    """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`run/worker/worker.py`)."""
     gc.freeze()
     gc.enable()
 

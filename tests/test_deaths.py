@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.deaths import FORGIVEN, Deaths
+from headrace.processes.deaths import FORGIVEN, Deaths
 
 
 def after(*worked: float, most: int = 2) -> Deaths:

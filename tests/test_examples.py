@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from headrace import batches, playing, protocols, reports, steps, types, weights
+from headrace.core import batches, playing, protocols, reports, steps, types, weights
 
 READING_ORDER = (types, batches, weights, steps, reports, protocols, playing)
 PORTS_WITHOUT_A_VALUE = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import load_config
+from headrace.run.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "headrace"
@@ -22,48 +22,28 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.toml"))
 
 # A file imports only from lower floors; parts of one floor never import each other. Inside a folder `ROOMS` has the order.
 FLOORS = {
-    "printing": -1,
-    "types": 0,
-    "errors": 0,
-    "deaths": 0,
     "version": 0,
-    "batches": 1,
-    "sampling_masks": 1,
-    "chat": 2,
-    "native": 2,
-    "weights": 2,
-    "reports": 2,
-    "rewards": 2,
-    "steps": 2,
+    "core": 1,
+    "native": 1,
+    "durable": 2,
     "settings": 2,
-    "durable": 3,
-    "models": 3,
-    "web": 3,
+    "web": 2,
     "algo": 3,
-    "observe": 4,
-    "protocols": 4,
-    "playing": 4,
-    "packing": 4,
-    "sandbox": 5,
-    "tasks": 6,
-    "curriculum": 6,
-    "scoring": 6,
-    "environments": 6,
-    "rollouts": 6,
+    "models": 3,
+    "facts": 4,
+    "trainer": 5,
+    "processes": 5,
+    "weight_sync": 5,
     "engine": 6,
-    "trainer": 6,
-    "weight_sync": 6,
-    "config": 7,
-    "rehearsal": 7,
-    "orchestration": 8,
-    "auto": 7,
-    "simulate": 9,
+    "episodes": 6,
+    "views": 6,
+    "loop": 7,
+    "run": 8,
+    "__init__": 9,
     "serve": 9,
     "commands": 10,
     "compat": 10,
-    "__init__": 9,
-    "plan": 10,
-    "faultsim": 10,
+    "testing": 10,
     "cli": 11,
     "__main__": 12,
 }
@@ -72,18 +52,24 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
-    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed"),
+    "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed", "plan"),
+    "commands.plan": ("rates", "parts"),
+    "core": ("chat",),
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks", "index", "board"),
-    "environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
-    "orchestration": ("store", "bus", "groups", "loops", "fleets", "workers", "clients", "runs"),
-    "orchestration.workers": ("launch", "joining", "user_hosts", "placed"),
-    "plan": ("rates", "parts"),
-    "sandbox": ("kernel", "inside"),
-    "scoring": ("workers", "parts", "services", "teacher"),
-    "serve": ("routes", "training", "fakes"),
-    "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
+    "episodes": ("sandbox", "tasks", "scoring", "environments"),
+    "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
+    "episodes.sandbox": ("kernel", "inside"),
+    "episodes.scoring": ("workers", "parts", "services", "teacher"),
+    "facts": ("numbers", "diagnosis", "index"),
+    "loop": ("curriculum", "world"),
+    "processes": ("health", "launch", "joining", "placed"),
+    "run": ("rehearsal", "auto", "fleets", "hosts", "worker", "clients"),
+    "run.hosts": ("bus", "user_hosts"),
+    "serve": ("routes", "training"),
+    "testing": ("servers", "faultsim"),
+    "trainer": ("kernels", "packing", "model", "forward", "placement", "step", "shared"),
+    "views": ("screen", "report", "sinks", "board"),
     "weight_sync": ("delta", "over_tcp", "over_http", "push", "in_vllm"),
 }
 BETWEEN = ("engine.native.sampling.details",)
@@ -94,21 +80,21 @@ HEAVY = ("torch", "transformers", "datasets", "pandas", "matplotlib", "rich", "r
 # Concrete class -> the part that owns it. Elsewhere only the two build.py name it: everybody else holds a protocol.
 CONCRETE = {
     "NativeEngine": "engine",
-    "FakeEngine": "engine",
+    "FakeEngine": "testing",
     "TorchTrainer": "trainer",
-    "FakeTrainer": "trainer",
-    "RewardScorer": "scoring",
-    "FakeScorer": "scoring",
-    "ReasoningGymTask": "tasks",
-    "RowsTask": "tasks",
-    "SeedsTask": "tasks",
-    "FakeTask": "tasks",
-    "SingleTurn": "environments",
-    "FunctionEnvironment": "environments",
-    "AgentEnvironment": "environments",
-    "ScriptedTurns": "environments",
+    "FakeTrainer": "testing",
+    "RewardScorer": "episodes",
+    "FakeScorer": "testing",
+    "ReasoningGymTask": "episodes",
+    "RowsTask": "episodes",
+    "SeedsTask": "episodes",
+    "FakeTask": "testing",
+    "SingleTurn": "episodes",
+    "FunctionEnvironment": "episodes",
+    "AgentEnvironment": "episodes",
+    "ScriptedTurns": "testing",
 }
-BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
+BUILD = ("run/build.py", "run/worker/build.py")
 
 MAX_FUNCTION, MAX_FILE, MAX_MEDIAN = 60, 700, 15
 
@@ -376,9 +362,13 @@ def names_used_twice(package: Path) -> Iterator[str]:
     yield from (f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1)
 
 
-PRINTERS = ("printing.py", "observe/screen/console.py")
+PRINTERS = ("core/printing.py", "views/screen/console.py")
 """The files through which everything goes to a terminal. They let nothing pass that a terminal would obey."""
-OTHER_PROGRAMS = ("sandbox/zygote.py", "sandbox/inside/*.py", "environments/verifiers/taskset_player.py")
+OTHER_PROGRAMS = (
+    "episodes/sandbox/zygote.py",
+    "episodes/sandbox/inside/*.py",
+    "episodes/environments/verifiers/taskset_player.py",
+)
 """Programs that import nothing of ours: their output is a pipe or a log of ours."""
 PRINTING_CALLS = {
     *("print", "sys.stdout.write", "sys.stderr.write", "sys.stdout.writelines", "sys.stderr.writelines"),
@@ -533,7 +523,7 @@ def test_import_headrace_loads_nothing_heavy():
 
 
 def test_config_loads_without_torch():
-    assert not loaded_by("import headrace.config") & (set(HEAVY) - {"pydantic"})
+    assert not loaded_by("import headrace.run.config") & (set(HEAVY) - {"pydantic"})
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -634,7 +624,7 @@ def test_concrete_checker_sees_every_way_of_naming(tmp_path):
         a="from headrace.engine.native.core import NativeEngine",
         b="import headrace.engine as e\ne.NativeEngine()",
         engine__native="class NativeEngine: ...\nNativeEngine()",
-        orchestration__build="from headrace.engine.native import NativeEngine",
+        run__build="from headrace.engine.native import NativeEngine",
     )
     assert list(concrete_names(package, {"NativeEngine": "engine"})) == [
         "a.py names NativeEngine",
@@ -673,7 +663,9 @@ def test_print_checker_sees_every_way_to_the_terminal(tmp_path, way):
 
 def test_print_checker_lets_pass_what_is_no_way_to_the_terminal(tmp_path):
     free = "def f():\n    print('x')"
-    package = plant(tmp_path, printing=free, observe__screen__console=free, sandbox__inside__solution=free)
+    package = plant(
+        tmp_path, core__printing=free, views__screen__console=free, episodes__sandbox__inside__solution=free
+    )
     quiet = "os.write(pipe, b'x')\nsys.exit(1)\nfrom rich.console import Console as RichConsole, Group\n"
     plant(package, quiet=f"{quiet}Panel(body, title=Text(name))\nfile.write('x')\necho('x')\nSpinner('dots')\n")
     assert list(prints_elsewhere(package)) == []

@@ -19,18 +19,18 @@ from fake_world import PATIENT, FakeWorld
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import AGGREGATIONS
+from headrace.core.errors import IdentityError, StalledError
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.errors import IdentityError, StalledError
-from headrace.observe.facts import Accounting
-from headrace.observe.health.waits import Waits
-from headrace.packing.plan import pack_rows
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import completion, group, prompt, request, row, scored
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import Accounting
+from headrace.facts.waits import Waits
+from headrace.loop.buffer import Buffer
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.makers import completion, group, prompt, request, row, scored
+from headrace.trainer.packing.plan import pack_rows
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from headrace.algo.user_functions import load_function
-from headrace.errors import ConfigError
-from headrace.rewards import Unusable, number_of, shown
+from headrace.core.errors import ConfigError
+from headrace.core.rewards import Unusable, number_of, shown
 from headrace.settings.user_code import one_line
 
 EPSILON = 1e-6

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
 from headrace.algo.rules.table import RULES
-from headrace.reports import Noise, TrainReport
+from headrace.core.reports import Noise, TrainReport
 
 COSTLY = 0.02
 """A bound that stops a larger share of the tokens is reported. Recipes with bounds outside rounding were measured at

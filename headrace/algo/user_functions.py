@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.settings import user_code
 
 

@@ -34,7 +34,7 @@ def _known_runs(**of_the_line: object) -> list[str]:
 
 
 def _known_settings(**of_the_line: object) -> list[str]:
-    from headrace.config import RunConfig
+    from headrace.run.config import RunConfig
     from headrace.settings.toml import setting_names
 
     return [f"{name}=" for name in setting_names(RunConfig) if "." in name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 
 def run_directory(run: str) -> Path:

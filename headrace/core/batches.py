@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from msgspec.structs import force_setattr
 
-from headrace.errors import encodable
-from headrace.types import Prompt, RoutingTrace, SamplingMask, Scored, Struct, TeacherTrace
+from headrace.core.errors import encodable
+from headrace.core.types import Prompt, RoutingTrace, SamplingMask, Scored, Struct, TeacherTrace
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
 """Reasons of failures that neither the data nor the reward function caused."""

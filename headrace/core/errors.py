@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from headrace.printing import printable
+from headrace.core.printing import printable
 
 
 class HeadraceError(Exception):

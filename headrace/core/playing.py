@@ -1,6 +1,6 @@
 """The ports of environments: what plays a rollout (`Environment`), and the handle that it asks for turns (`Agent`).
 
-The shipped fake is `environments/fake.py`. The example goes on with the values of those in `types.py`.
+The shipped fake is `testing/fake_environments.py`. The example goes on with the values of those in `types.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
-from headrace.types import Completion, Constraint, Prompt
+from headrace.core.types import Completion, Constraint, Prompt
 
 TokenListener = Callable[[int, float], None]
 """A function that is called with each token of a turn and its log-prob as soon as it is sampled. It must not raise."""
@@ -74,7 +74,7 @@ class Agent(Protocol):
 class Environment(Protocol):
     """The environment of one rollout: it is made for that rollout, and never reset or used for another one.
 
-    >>> from headrace.environments.single_turn import SINGLE_TURN
+    >>> from headrace.episodes.environments.single_turn import SINGLE_TURN
     >>> environment = SINGLE_TURN.make(prompt, 7)
     """
 

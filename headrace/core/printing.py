@@ -2,7 +2,7 @@
 
 Prompts, completions, tool results and exceptions may hold any character, and a terminal obeys some of them: ESC clears the screen,
 renames the window and writes to the clipboard, CR overwrites a line, and the bidirectional controls reorder it. They are replaced here, one
-character for one, and what was there is still seen (`␛[2J`). Views with colours and columns are printed by `observe/screen/console.py`.
+character for one, and what was there is still seen (`␛[2J`). Views with colours and columns are printed by `views/screen/console.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ports between the parts. Each has one shipped fake (`engine/fake.py`, `trainer/fake.py`, `tasks/fake.py`, ...).
+"""The ports between the parts. Each has one shipped fake (`testing/fake_engine.py`, `testing/fake_trainer.py`, `testing/fake_task.py`, ...).
 
 The pipeline uses the ports of the first half (asynchronous); a worker process holds those of the second (synchronous).
 The ports of environments are in `playing.py`. The examples go on with the values of those in `types.py`, on the fakes.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from headrace.batches import Batch, Failure
-from headrace.reports import Capabilities, Captured, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
-from headrace.steps import StepOutput, Transcript
-from headrace.types import Completion, Episode, Prompt, Request, Scored
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.core.batches import Batch, Failure
+from headrace.core.reports import Capabilities, Captured, EngineStats, LoadReport, SleepReport, TrainReport, TrialScores
+from headrace.core.steps import StepOutput, Transcript
+from headrace.core.types import Completion, Episode, Prompt, Request, Scored
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import msgspec
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Engine(Protocol):
     """Generates, and swaps weights while it generates.
 
-    >>> from headrace.engine.fake import FakeEngine
+    >>> from headrace.testing.fake_engine import FakeEngine
     >>> async def case():
     ...     engine = FakeEngine(seconds_per_token=0, length=lambda rng: 3)
     ...     await engine.load(update)
@@ -88,7 +88,7 @@ class Engine(Protocol):
 class Trainer(Protocol):
     """Turns batches into new weights.
 
-    >>> from headrace.trainer.fake import FakeTrainer
+    >>> from headrace.testing.fake_trainer import FakeTrainer
     >>> trainer = FakeTrainer(seconds_per_step=0)
     >>> trainer.versions[""] = 5
     >>> asyncio.run(trainer.step(batch)).version, asyncio.run(trainer.publish()).version
@@ -193,7 +193,7 @@ class Launcher(Protocol):
 class Task(Protocol):
     """The source of prompts, which are drawn one after the other.
 
-    >>> from headrace.tasks.fake import FakeTask
+    >>> from headrace.testing.fake_task import FakeTask
     >>> task = FakeTask()
     >>> task.draw().id, task.draw().id, task.state()
     ('train/0', 'train/1', {'next': 2})
@@ -213,7 +213,7 @@ class Task(Protocol):
 class Scorer(Protocol):
     """Gives rewards.
 
-    >>> from headrace.scoring.fake import FakeScorer
+    >>> from headrace.testing.fake_scorer import FakeScorer
     >>> scorer = FakeScorer(reward=lambda prompt, episode: float(episode.last.text.startswith(prompt.columns["answer"])))
     >>> [one] = asyncio.run(scorer.score(prompt, [episode]))
     >>> one.reward, one.rewards
@@ -227,7 +227,7 @@ class Scorer(Protocol):
 
 
 class Observer(Protocol):
-    """The one receiver of facts (`observe/facts.py`)."""
+    """The one receiver of facts (`facts/facts.py`)."""
 
     def record(self, fact: Any) -> None: ...
 

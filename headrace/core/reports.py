@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 
 class LagStats(Struct, frozen=True):
@@ -129,7 +129,7 @@ class TrainReport(Struct, frozen=True):
     pair_margin: float = 0.0
     """Mean of their margins, in nats (SimPO: per token)."""
     token_numbers: tuple[TokenNumbers, ...] | None = None
-    """Numbers of single tokens, for some rows of the step (`packing/picked.py`). Only the journal keeps them; None in journals from before
+    """Numbers of single tokens, for some rows of the step (`trainer/packing/picked.py`). Only the journal keeps them; None in journals from before
     2026-11-23."""
 
 
@@ -245,7 +245,7 @@ class SleepReport(Struct, frozen=True):
 
 
 class Capabilities(Struct, frozen=True):
-    """The abilities of an engine. A run that needs more is refused at its start with a sentence (`orchestration/needs.py`).
+    """The abilities of an engine. A run that needs more is refused at its start with a sentence (`run/needs.py`).
 
     An engine can do nothing that it does not declare here.
 
@@ -324,7 +324,7 @@ class PromptChoice(Struct, frozen=True):
     """
 
     pool: str
-    """The prompt's pool before the draw: new, mixed, solved, hopeless or failed (`curriculum/beliefs.py`)."""
+    """The prompt's pool before the draw: new, mixed, solved, hopeless or failed (`loop/curriculum/beliefs.py`)."""
     looked: dict[str, int]
     """The number of candidates in each pool."""
     drawn: int
@@ -338,7 +338,7 @@ class PromptChoice(Struct, frozen=True):
 
 
 class Finding(Struct, frozen=True):
-    """One check of the preflight (`rehearsal/preflight.py`).
+    """One check of the preflight (`run/rehearsal/preflight.py`).
 
     >>> finding = Finding("ends", "agrees", "<|im_end|> (2) ends an answer in the template, and a completion by the configs")
     """

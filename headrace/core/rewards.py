@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from headrace.batches import Failure
-from headrace.errors import encodable
-from headrace.types import Scored
+from headrace.core.batches import Failure
+from headrace.core.errors import encodable
+from headrace.core.types import Scored
 
 LARGEST = 1e15
 """The largest size of a reward. Sums of its squares over a batch are far below the largest float32, in which the trainer calculates

@@ -8,7 +8,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from headrace.types import SamplingMask
+from headrace.core.types import SamplingMask
 
 Bits = NDArray[np.uint8]
 """[vocabulary / 8] the tokens of a set, the lowest bit of a byte first."""

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-from headrace.types import (
+from headrace.core.types import (
     Completion,
     Request,
     RoutingTrace,

@@ -1,6 +1,6 @@
 """The nouns of headrace: one frozen type per stage, each born complete.
 
-Read this file, then `batches.py`, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
+Read this file, then `batches.py`, then `protocols.py`, then `loop/pipeline.py`, and you have understood the system.
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
 A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
@@ -151,7 +151,7 @@ class RolloutKey(Struct, frozen=True):
     adapter: str = ""
     """The adapter that is trained; empty where all weights are."""
     context: str = ""
-    """A digest of the tokens before the turn, and of a constraint of its own (`rollouts/episodes.py`); empty where they are the prompt of the group. A recorded turn is
+    """A digest of the tokens before the turn, and of a constraint of its own (`episodes/episodes.py`); empty where they are the prompt of the group. A recorded turn is
     found again by the tokens that it was sampled after, and never used after others (C5)."""
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 
 class AdapterSpec(Struct, frozen=True):

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -19,7 +19,10 @@ import msgspec
 import numpy as np
 import zstandard
 
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.reports import TrainReport
+from headrace.core.types import Prompt, Struct
 from headrace.durable.atomic_files import AppendFile, remove_parts, sync_to_disk, write_error
 from headrace.durable.segments import (
     HEAD,
@@ -40,9 +43,6 @@ from headrace.durable.segments import (
     table_of,
     write_index,
 )
-from headrace.errors import ConfigError, HeadraceError
-from headrace.reports import TrainReport
-from headrace.types import Prompt, Struct
 
 EARLIER = "journal.jsonl"
 """The journal of runs from before 2026-11-28."""

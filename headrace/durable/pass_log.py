@@ -18,10 +18,10 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from headrace.core.errors import HeadraceError
+from headrace.core.steps import StepOutput
+from headrace.core.types import Struct
 from headrace.durable.atomic_files import AppendFile
-from headrace.errors import HeadraceError
-from headrace.steps import StepOutput
-from headrace.types import Struct
 
 _HEAD = struct.Struct("<IQQ")
 _NOTE = 1 << 31

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.types import Struct
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
 
 REMEDY = "mount that directory under the same path on all machines (NFS, say), or set `out` to one that all of them see"
 

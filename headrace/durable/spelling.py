@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 _OPTIONAL = tuple(
     b'"%s":' % name

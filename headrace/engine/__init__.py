@@ -2,5 +2,5 @@
 
 Read `config.py`, `kinds.py` (the kinds of engines), `scoring_request.py`, `streaming.py` (an update that goes live in parts),
 `request_book.py` (the requests that an engine has), `native/` (the engine; its docstring has the order), `servers/` (servers that a run
-starts), `remote/` (engines behind HTTP) and `fake.py` (the engine without a model).
+starts), `remote/` (engines behind HTTP).
 """

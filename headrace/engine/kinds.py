@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.protocols import EngineCore
+from headrace.core.protocols import EngineCore
 
 ENGINES = {
     "native": "headrace.engine.native.core:NativeEngine",

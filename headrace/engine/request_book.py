@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request
+from headrace.core.steps import Finished, StepOutput, Transcript, write_down
+from headrace.core.types import Completion, Request
 
 
 @dataclass

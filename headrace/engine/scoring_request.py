@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.types import Request, Sampling
+from headrace.core.types import Request, Sampling
 
 
 def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: str = "") -> Request:

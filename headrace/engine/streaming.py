@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from headrace.weights import WeightUpdate
+from headrace.core.weights import WeightUpdate
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
-"""The rules that the loops follow, as values and plain functions: what runs, how much of it, and how old it may become.
+"""A prompt becomes scored rollouts.
 
-Read `rollout.py` (settings and requests), `rollout_session.py` (one episode as it is played), `notebook.py` (the notes of its environment), `branching.py` (alternatives from a turn), `episodes.py` (one prompt, G episodes), `staleness.py` (C1 and its proof), `buffer.py`
-(tickets and slots), `partial.py` (what becomes of a rollout when new weights come).
+Read `rollout.py` (settings and requests), `rollout_session.py` (one episode as it is played), `notebook.py` (the notes of its environment),
+`branching.py` (alternatives from a turn), `episodes.py` (one prompt, G episodes), then the folders: `tasks/` (where prompts come from),
+`environments/` (what answers a turn), `scoring/` (rewards) and `sandbox/` (code of a policy).
 """

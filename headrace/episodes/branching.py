@@ -14,9 +14,9 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from headrace.playing import KEPT, EnvironmentKind
-from headrace.rollouts.rollout import ForksConfig, seed_of
-from headrace.types import Branch, Completion, Episode, Scored, Turn
+from headrace.core.playing import KEPT, EnvironmentKind
+from headrace.core.types import Branch, Completion, Episode, Scored, Turn
+from headrace.episodes.rollout import ForksConfig, seed_of
 
 
 def fork_problem(config: ForksConfig, kind: EnvironmentKind, setting: str, remedy: str) -> str:

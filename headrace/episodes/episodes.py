@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import xxhash
 
-from headrace.batches import Failure
-from headrace.playing import EnvironmentKind
-from headrace.rewards import usable
-from headrace.rollouts.branching import as_tree, path_to, pivot_of
-from headrace.rollouts.notebook import Note, Page
-from headrace.rollouts.rollout import ForksConfig
-from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
-from headrace.types import Completion, Episode, Prompt, RolloutKey, Scored
+from headrace.core.batches import Failure
+from headrace.core.playing import EnvironmentKind
+from headrace.core.rewards import usable
+from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored
+from headrace.episodes.branching import as_tree, path_to, pivot_of
+from headrace.episodes.notebook import Note, Page
+from headrace.episodes.rollout import ForksConfig
+from headrace.episodes.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
 
 OpenPage = Callable[[int, Sequence[Note]], Page]
 """Opens the page of a rollout, behind the notes of another one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from headrace.types import RolloutKey, Struct
+from headrace.core.types import RolloutKey, Struct
 
 
 class Note(Struct, frozen=True, array_like=True):

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.core.types import Constraint, Prompt, Request, Sampling
 from headrace.models.grammars import check_constraint
 from headrace.settings.strict import STRICT
-from headrace.types import Constraint, Prompt, Request, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

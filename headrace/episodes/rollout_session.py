@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.batches import Failure
+from headrace.core.batches import Failure
+from headrace.core.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
+from headrace.core.playing import Environment, Limits, TokenListener
+from headrace.core.rewards import Unusable, number_of
+from headrace.core.types import Completion, Constraint, Episode, Prompt, Request, Turn
 from headrace.durable.spelling import jsonable
-from headrace.errors import PoisonedRequest, RolloutFailed, RolloutOver, encodable
-from headrace.playing import Environment, Limits, TokenListener
-from headrace.rewards import Unusable, number_of
-from headrace.rollouts.branching import moved
-from headrace.rollouts.notebook import Note, Page
+from headrace.episodes.branching import moved
+from headrace.episodes.notebook import Note, Page
 from headrace.settings.user_code import one_line, traceback_of
-from headrace.types import Completion, Constraint, Episode, Prompt, Request, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request, TokenListener | None], Awaitable[Completion]]

@@ -6,7 +6,7 @@ time between two processes of a run is not.
 
 from __future__ import annotations
 
-from headrace.observe.facts import Fact, FleetSample, RunStarted
+from headrace.facts.facts import Fact, FleetSample, RunStarted
 
 ENGINE, TRAINER = "engine", "trainer"
 

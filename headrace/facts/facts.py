@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.batches import Group
-from headrace.reports import EngineStats, Finding, LoadReport, PromptChoice, Sight, SleepReport, TrainReport
-from headrace.types import Struct
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Group
+from headrace.core.reports import EngineStats, Finding, LoadReport, PromptChoice, Sight, SleepReport, TrainReport
+from headrace.core.types import Struct
+from headrace.core.weights import WeightUpdate
 
 
 class Fact(Struct, frozen=True, tag_field="fact", tag=True):
@@ -49,7 +49,7 @@ class RunStarted(Fact, frozen=True):
     books: Books | None = None
     """The state of every ticket when a run is resumed, because the killed process may not have recorded its last facts."""
     machine: dict[str, str] = {}
-    """Properties of the machine on which the bits of a training step depend (`observe/machine_mark.py`)."""
+    """Properties of the machine on which the bits of a training step depend (`facts/machine_mark.py`)."""
     max_tokens: int = 0
     """Length at which completions are cut off; 0 in runs that did not record it."""
     chosen: dict[str, str] = {}

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.core.errors import ConfigError
+from headrace.core.printing import say
 from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines
 from headrace.durable.spelling import encode
-from headrace.errors import ConfigError
-from headrace.observe.facts import StepTrained
-from headrace.observe.index.digest import Digest, read_digest
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
-from headrace.observe.resume import Resume, kept_of
-from headrace.printing import say
+from headrace.facts.facts import StepTrained
+from headrace.facts.index.digest import Digest, read_digest
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
+from headrace.facts.resume import Resume, kept_of
 
 LONG = 32 << 20
 """Bytes of metrics of which it is said that they are read: some seconds."""

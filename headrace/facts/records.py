@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.reports import TrainReport
+from headrace.core.types import Completion, Prompt, Scored, Struct, VersionSpan
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import count_steps
-from headrace.observe.facts import (
+from headrace.facts.facts import (
     CheckpointSaved,
     EngineSample,
     Evaluated,
@@ -42,8 +44,6 @@ from headrace.observe.facts import (
     WorkerJoined,
     WorkerLost,
 )
-from headrace.reports import TrainReport
-from headrace.types import Completion, Prompt, Scored, Struct, VersionSpan
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 

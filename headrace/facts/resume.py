@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, PromptChosen, TicketDrawn, WeightsLive
-from headrace.observe.records import MetricsFact, StepRow
+from headrace.facts.facts import CheckpointSaved, Evaluated, GroupEnded, PromptChosen, TicketDrawn, WeightsLive
+from headrace.facts.records import MetricsFact, StepRow
 
 
 @dataclass(frozen=True, kw_only=True)

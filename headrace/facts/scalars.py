@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from headrace.observe.costs import Costs
-from headrace.observe.facts import Evaluated, IdentityChecked, WeightsLive
-from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.engine_use import EngineUse
-from headrace.observe.numbers.shares import Tally
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact, StepRow
+from headrace.facts.costs import Costs
+from headrace.facts.facts import Evaluated, IdentityChecked, WeightsLive
+from headrace.facts.numbers.choices import Choices
+from headrace.facts.numbers.engine_use import EngineUse
+from headrace.facts.numbers.shares import Tally
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact, StepRow
 
 
 def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:

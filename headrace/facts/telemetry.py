@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.observe.facts import Fact, Warned
-from headrace.observe.health.waits import Waits
+from headrace.facts.facts import Fact, Warned
+from headrace.facts.waits import Waits
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import StalledError, WorkerDied
-from headrace.observe.facts import Fact, Waited, Warned
-from headrace.types import Struct
+from headrace.core.errors import StalledError, WorkerDied
+from headrace.core.types import Struct
+from headrace.facts.facts import Fact, Waited, Warned
 
 AFTER_ANSWERS = 1.0
 """Seconds that a wait has beyond the deadline of a call that is under way: the call is judged first."""

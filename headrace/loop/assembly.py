@@ -11,31 +11,31 @@ from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
-from headrace.curriculum.chooser import open_curriculum
-from headrace.curriculum.source import Curriculum
+from headrace.core.errors import HeadraceError, IdentityError
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Engine, Scorer, Task, Trainer
+from headrace.core.types import Prompt
 from headrace.durable.journal import Journal, JournalStep
-from headrace.errors import HeadraceError, IdentityError
-from headrace.observe.facts import WeightsLive
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.group_source import GroupSource
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.evaluation import Evaluator
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.ledger import Ledger
-from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.loops.parts import Parts
-from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.store.recovery import SavedRun, recover
-from headrace.orchestration.store.snapshots import Snapshots
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Engine, Scorer, Task, Trainer
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout_session import Decode
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout_session import Decode
+from headrace.facts.facts import WeightsLive
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.buffer import Buffer
+from headrace.loop.curriculum.chooser import open_curriculum
+from headrace.loop.curriculum.source import Curriculum
+from headrace.loop.evaluation import Evaluator
+from headrace.loop.group_source import GroupSource
+from headrace.loop.identity import IdentityProbe
+from headrace.loop.ledger import Ledger
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.minutes import Minutes
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.loop.parts import Parts
+from headrace.loop.recovery import SavedRun, recover
+from headrace.loop.snapshots import Snapshots
+from headrace.loop.turns import Turns
 from headrace.settings.process_config import EvalConfig
-from headrace.types import Prompt
 from headrace.weight_sync.delta.watch import DeltaWatch
 
 

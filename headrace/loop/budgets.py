@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from headrace.batches import Failure
-from headrace.errors import RunPaused, TrainingError
-from headrace.observe.facts import Fact, GroupEnded, Warned
-from headrace.observe.numbers.shares import PROMPTS, WINDOW, Recent
-from headrace.observe.texts import counted, percent
-from headrace.orchestration.loops.outcomes import Firsts, Rolled
+from headrace.core.batches import Failure
+from headrace.core.errors import RunPaused, TrainingError
+from headrace.facts.facts import Fact, GroupEnded, Warned
+from headrace.facts.numbers.shares import PROMPTS, WINDOW, Recent
+from headrace.facts.texts import counted, percent
+from headrace.loop.outcomes import Firsts, Rolled
 from headrace.settings.process_config import WatchConfig
 
 _LONG = 8

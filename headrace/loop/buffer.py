@@ -10,11 +10,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.types import Prompt, Struct
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, LiveRecord, ReadyRecord, SteppedRecord
-from headrace.observe.facts import Accounting
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.types import Prompt, Struct
+from headrace.facts.facts import Accounting
+from headrace.loop.staleness import StalenessConfig
 
 
 class BufferState(Struct, frozen=True):

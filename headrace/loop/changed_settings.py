@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.orchestration.store.snapshots import ControllerState
-from headrace.rollouts.partial import shortened
-from headrace.types import RolloutKey
+from headrace.core.types import RolloutKey
+from headrace.loop.partial import shortened
+from headrace.loop.snapshots import ControllerState
 
 
 class ChangedSettings(NamedTuple):

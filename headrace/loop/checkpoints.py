@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from headrace.core.errors import CheckpointError
 from headrace.durable.atomic_files import sync_to_disk
-from headrace.errors import CheckpointError
 
 FILES = "files.json"
 

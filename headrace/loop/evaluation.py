@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from headrace.batches import Failure
-from headrace.observe.facts import Evaluated
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.group_source import GroupSource
-from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
-from headrace.types import Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.types import Prompt, Scored
+from headrace.facts.facts import Evaluated
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.group_source import GroupSource
+from headrace.loop.outcomes import Firsts, FirstTexts
 
 
 class Evaluator:

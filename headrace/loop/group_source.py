@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.batches import Failure
-from headrace.types import Episode, Prompt, Scored, Struct
+from headrace.core.batches import Failure
+from headrace.core.types import Episode, Prompt, Scored, Struct
 
 
 class PlayedGroup(Struct, frozen=True):

@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import Engine, Trainer
+from headrace.core.reports import TrialScores
 from headrace.engine.fleet.fleet import Fleet
-from headrace.errors import IdentityError
-from headrace.observe.facts import IdentityChecked, TrialChecked
-from headrace.observe.telemetry import Telemetry
-from headrace.protocols import Engine, Trainer
-from headrace.reports import TrialScores
+from headrace.facts.facts import IdentityChecked, TrialChecked
+from headrace.facts.telemetry import Telemetry
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
 """The probe's text, the same in all runs."""

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace.errors import CheckpointError
-from headrace.observe.health.waits import Waits
+from headrace.core.errors import CheckpointError
+from headrace.facts.waits import Waits
 
 T = TypeVar("T")
 

@@ -14,17 +14,25 @@ same `Buffer.count`, and to the curriculum with the same `Curriculum.count`.
 
 from __future__ import annotations
 
-from headrace.batches import Batch, Group
-from headrace.curriculum.source import Curriculum
-from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
-from headrace.observe.facts import GroupEnded, PromptChosen, TicketDrawn, WeightsLive
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
-from headrace.reports import PromptChoice, TrainReport
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Delivery
-from headrace.types import Prompt
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Batch, Group
+from headrace.core.reports import PromptChoice, TrainReport
+from headrace.core.types import Prompt
+from headrace.core.weights import WeightUpdate
+from headrace.durable.journal import (
+    AnyRecord,
+    DrawnRecord,
+    GoneRecord,
+    Journal,
+    LiveRecord,
+    ReadyRecord,
+    SteppedRecord,
+)
+from headrace.facts.facts import GroupEnded, PromptChosen, TicketDrawn, WeightsLive
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.buffer import Buffer
+from headrace.loop.curriculum.source import Curriculum
+from headrace.loop.outcomes import Outcome, Rolled, rolled_of, step_fact
+from headrace.loop.partial import Delivery
 
 
 class Ledger:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
-from headrace.batches import Batch, Group
-from headrace.curriculum.config import CurriculumConfig
+from headrace.core.batches import Batch, Group
+from headrace.core.types import Constraint, Prompt, Request, RolloutKey
 from headrace.durable.journal import JournalStep
-from headrace.rollouts.episodes import name_of_turn
-from headrace.rollouts.rollout import RolloutConfig, seed_of
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.rollouts.staleness import StalenessConfig, judge
+from headrace.episodes.episodes import name_of_turn
+from headrace.episodes.rollout import RolloutConfig, seed_of
+from headrace.episodes.rollout_session import TurnAsked
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Constraint, Prompt, Request, RolloutKey
 
 
 @dataclass(frozen=True, kw_only=True)

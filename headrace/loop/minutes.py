@@ -1,4 +1,4 @@
-"""Keeps a pipeline within `train.minutes`: connects the allowance (`auto/allowance.py`) to buffer, facts and settings."""
+"""Keeps a pipeline within `train.minutes`: connects the allowance (`loop/allowance.py`) to buffer, facts and settings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from headrace.auto.allowance import Allowance
-from headrace.observe.facts import Fact, Planned, Warned
-from headrace.observe.texts import duration, plural
-from headrace.rollouts.buffer import Buffer
+from headrace.facts.facts import Fact, Planned, Warned
+from headrace.facts.texts import duration, plural
+from headrace.loop.allowance import Allowance
+from headrace.loop.buffer import Buffer
 
 Keep = Callable[[int, int], None]
 """Saves the new number of steps of the run, and the step at which that was decided."""

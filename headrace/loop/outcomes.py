@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.batches import Failure, Group
-from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS
-from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained, Warned
-from headrace.reports import TrainReport
-from headrace.types import Episode, Prompt, Scored
+from headrace.core.batches import Failure, Group
+from headrace.core.reports import TrainReport
+from headrace.core.types import Episode, Prompt, Scored
+from headrace.episodes.environments.workers.episode_frames import PROBLEM, SPECIALS
+from headrace.facts.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained, Warned
 
 Outcome = Literal["ready", "dropped", "failed"]
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.groups.group_source import PlayedGroup, Seen
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Scorer
-from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import seed_of
-from headrace.rollouts.rollout_session import Decode, Played, Room, TurnAsked
+from headrace.core.batches import Failure
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Scorer
+from headrace.core.types import Completion, Prompt, Request, Scored
+from headrace.episodes.episodes import as_trees, roll_out, with_rewards
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout import seed_of
+from headrace.episodes.rollout_session import Decode, Played, Room, TurnAsked
+from headrace.facts.waits import Waits
+from headrace.loop.group_source import PlayedGroup, Seen
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.partial import Interrupts
 from headrace.settings.process_config import EvalConfig
-from headrace.types import Completion, Prompt, Request, Scored
 
 
 @dataclass(frozen=True, kw_only=True)

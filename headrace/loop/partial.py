@@ -14,15 +14,15 @@ import numpy as np
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.observe.health.waits import Waits
-from headrace.playing import TokenListener
-from headrace.protocols import Engine
-from headrace.reports import LoadReport
-from headrace.sampling_masks import joined_masks, shortened_mask
+from headrace.core.playing import TokenListener
+from headrace.core.protocols import Engine
+from headrace.core.reports import LoadReport
+from headrace.core.sampling_masks import joined_masks, shortened_mask
+from headrace.core.steps import StepOutput
+from headrace.core.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
+from headrace.core.weights import WeightUpdate
+from headrace.facts.waits import Waits
 from headrace.settings.strict import STRICT
-from headrace.steps import StepOutput
-from headrace.types import Completion, Request, RolloutKey, TopLogprobs, VersionSpan
-from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40
 """Added to the priority of requests that were set aside, so that every new request goes first."""

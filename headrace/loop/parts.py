@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
-from headrace.curriculum.source import Curriculum
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Engine, Scorer, Trainer
 from headrace.durable.journal import Journal
-from headrace.observe.numbers.state import RunState
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.group_source import GroupSource
-from headrace.orchestration.loops.evaluation import Evaluator
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.ledger import Ledger
-from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.store.snapshots import Snapshots
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Engine, Scorer, Trainer
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts
+from headrace.episodes.notebook import Notebook
+from headrace.facts.numbers.state import RunState
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.buffer import Buffer
+from headrace.loop.curriculum.source import Curriculum
+from headrace.loop.evaluation import Evaluator
+from headrace.loop.group_source import GroupSource
+from headrace.loop.identity import IdentityProbe
+from headrace.loop.ledger import Ledger
+from headrace.loop.minutes import Minutes
+from headrace.loop.partial import Interrupts
+from headrace.loop.snapshots import Snapshots
+from headrace.loop.turns import Turns
 from headrace.weight_sync.delta.watch import DeltaWatch
 
 

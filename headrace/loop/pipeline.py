@@ -31,18 +31,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from headrace.batches import Failure, Group
+from headrace.core.batches import Failure, Group
+from headrace.core.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.core.reports import TrainReport, differing
+from headrace.core.rewards import usable
 from headrace.durable.journal import JournalStep
-from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.leaving import Leaving, until_saved
-from headrace.orchestration.loops.outcomes import Rolled, rolled_of, step_fact
-from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.orchestration.loops.rolling import Rolling
-from headrace.orchestration.loops.saving import SAVING, Saving
-from headrace.reports import TrainReport, differing
-from headrace.rewards import usable
-from headrace.rollouts.staleness import judge
+from headrace.loop.leaving import Leaving, until_saved
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.outcomes import Rolled, rolled_of, step_fact
+from headrace.loop.parts import EarlierMetrics, Parts
+from headrace.loop.rolling import Rolling
+from headrace.loop.saving import SAVING, Saving
+from headrace.loop.staleness import judge
 
 _REMEDIES = {
     "all_rejected": "The bounds of algo.correction, or the clip, reject every token: widen them, lower staleness.max_lag, or use "

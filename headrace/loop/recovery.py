@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.curriculum.source import Curriculum
+from headrace.core.errors import ConfigError
+from headrace.core.steps import Finished, StepOutput, Transcript, write_down
+from headrace.core.types import Completion, Request, RolloutKey
 from headrace.durable.journal import (
     AnyRecord,
     Damage,
@@ -33,16 +35,14 @@ from headrace.durable.journal import (
 )
 from headrace.durable.pass_log import PassNote, discard_passes, read_passes
 from headrace.durable.segments import JOURNAL, SEGMENT
-from headrace.errors import ConfigError
-from headrace.observe.resume import Resume
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.store.changed_settings import UNCHANGED, ChangedSettings, carried_over
-from headrace.orchestration.store.snapshots import ControllerState
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, joined
-from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, RolloutKey
+from headrace.episodes.notebook import Notebook
+from headrace.facts.resume import Resume
+from headrace.loop.buffer import Buffer
+from headrace.loop.changed_settings import UNCHANGED, ChangedSettings, carried_over
+from headrace.loop.curriculum.source import Curriculum
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.partial import Interrupts, joined
+from headrace.loop.snapshots import ControllerState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from headrace.batches import Group
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
-from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.types import Prompt
+from headrace.core.batches import Group
+from headrace.core.types import Prompt
+from headrace.loop.budgets import Budgets
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.outcomes import FirstTexts, Rolled
+from headrace.loop.parts import EarlierMetrics, Parts
 
 
 class Rolling:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.orchestration.loops.parts import Parts
-from headrace.orchestration.store.snapshots import Moment
+from headrace.loop.parts import Parts
+from headrace.loop.snapshots import Moment
 
 SAVING = "checkpoint"
 """The work of a trainer that it can do while it sleeps."""

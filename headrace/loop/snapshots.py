@@ -9,19 +9,19 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.curriculum.source import Curriculum, CurriculumState
+from headrace.core.errors import CheckpointError
+from headrace.core.protocols import Trainer
+from headrace.core.types import Completion, RolloutKey, Struct
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
-from headrace.errors import CheckpointError
-from headrace.observe.facts import CheckpointSaved
-from headrace.observe.index.digest import DIGEST
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.protocols import Trainer
-from headrace.rollouts.buffer import Buffer, BufferState
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts
-from headrace.types import Completion, RolloutKey, Struct
+from headrace.episodes.notebook import Notebook
+from headrace.facts.facts import CheckpointSaved
+from headrace.facts.index.digest import DIGEST
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.buffer import Buffer, BufferState
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.curriculum.source import Curriculum, CurriculumState
+from headrace.loop.partial import Interrupts
 
 CONTROLLER = "controller.msgpack"
 
@@ -42,7 +42,7 @@ class ControllerState(Struct, frozen=True):
     passes: int = 0
     """Number of the first frame of the pass log that is not in `begun` and `notes`."""
     notes: dict[str, tuple[bytes, ...]] = {}
-    """The notes of environments about rollouts in flight (`rollouts/notebook.py`)."""
+    """The notes of environments about rollouts in flight (`episodes/notebook.py`)."""
     curriculum: CurriculumState | None = None
     """None if prompts are drawn in the order of the task."""
     made_by: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.batches import Group, Row
+from headrace.core.batches import Group, Row
 from headrace.settings.strict import STRICT
 
 

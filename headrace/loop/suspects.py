@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.types import RolloutKey
+from headrace.core.types import RolloutKey
 
 Forgive = Callable[[], None]
 """Takes one death off the count of its process. Repeated calls do nothing."""

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Literal, Protocol
 
-from headrace.errors import HeadraceError
-from headrace.observe.facts import Slept, Woke
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import SleepReport
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import SleepReport
+from headrace.facts.facts import Slept, Woke
+from headrace.facts.telemetry import Telemetry
 
 
 class SleepingTrainer(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from headrace.errors import HeadraceError
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.turns import Turns
-from headrace.protocols import Engine
-from headrace.reports import EngineStats
+from headrace.core.errors import HeadraceError
+from headrace.core.protocols import Engine
+from headrace.core.reports import EngineStats
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.turns import Turns
 
 LAST_WORD = 30.0
 """Seconds in which the engine should answer after training. It answers between two passes."""

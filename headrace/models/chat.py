@@ -11,22 +11,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from headrace.chat.formats import CallFormat
-from headrace.chat.messages import begins_answer, role_problem
-from headrace.chat.probing import format_of, tools_problem
-from headrace.chat.rendering import Rendering
-from headrace.chat.thinking import is_known_to
-from headrace.chat.token_bytes import bytes_of_piece
-from headrace.errors import ConfigError, nearest
+from headrace.core.chat.formats import CallFormat
+from headrace.core.chat.messages import begins_answer, role_problem
+from headrace.core.chat.probing import format_of, tools_problem
+from headrace.core.chat.rendering import Rendering
+from headrace.core.chat.thinking import is_known_to
+from headrace.core.chat.token_bytes import bytes_of_piece
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.types import Completion
 from headrace.models.control_tokens import ControlTokens, Written
 from headrace.models.endings import Endings, endings_of
 from headrace.models.resolve import resolve_model
 from headrace.models.tokenizer import load_tokenizer
-from headrace.types import Completion
 
 SpecialTokens = Literal["show", "hide"]
 Message = Mapping[str, Any]
-"""`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
+"""`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.core.chat.messages.for_template` returns."""
 
 NONE: Mapping[str, Any] = {}
 
@@ -133,7 +133,7 @@ class ChatEncoder:
     ) -> Written:
         """Returns the conversation as the template writes it, with the assistant's turn opened.
 
-        `tools`: as `headrace.chat.messages.described` returns them, for a template that shows them. `arguments`: values of its variables,
+        `tools`: as `headrace.core.chat.messages.described` returns them, for a template that shows them. `arguments`: values of its variables,
         beside those of the run. `continues`: whether the last message is the begin of the answer, instead of a turn that is over; None: it is
         if the assistant says it. Raises ConfigError if there is no template, or the template refuses the messages.
         """

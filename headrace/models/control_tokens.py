@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 """Characters without a meaning, which stand for control tokens while the template is rendered."""

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.tokenizer import load_tokenizer
 
 QUESTION, ANSWER = "Which river is that?", "It is the Elbe."

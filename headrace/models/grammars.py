@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace.core.types import Constraint
 from headrace.settings.extras import absent
-from headrace.types import Constraint
 
 LONGEST = 1 << 17
 """Characters of a constraint. A schema of that length compiles in about 0.2 s; one of 3 MB took four."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.core.weights import AdapterSpec
 from headrace.settings.extras import install
 from headrace.settings.strict import LONGEST_NAME, STRICT
-from headrace.weights import AdapterSpec
 
 POLICY = "policy"
 """The adapter's name in a run that trains one."""

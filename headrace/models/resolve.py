@@ -24,10 +24,10 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import check_model_dir
-from headrace.printing import echo
 from headrace.settings.strict import STRICT
 from headrace.version import PACKAGE
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that add nothing to tokenizer.json."""

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, name_of
-from headrace.printing import echo_traceback
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import echo_traceback
+from headrace.processes.wire import Frame, WorkerEnd, name_of
 
 
 def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from headrace.errors import WorkerDied
-from headrace.orchestration.workers.wire import Channel
-from headrace.protocols import Heard
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Heard
+from headrace.processes.wire import Channel
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from headrace import errors
-from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
+from headrace.core import errors
+from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")

@@ -1,8 +1,17 @@
-"""A run: its processes, loops and directory, and how they are assembled.
+"""Settings become a run. Beside `commands/`, this is the only room that knows `RunConfig`: every other part is given its own section.
 
-Read `loops/` (the controller's concurrent loops; begin with its `pipeline.py`), `workers/` (the processes of engine and trainer),
-`store/` (the run's directory, checkpoints and recovery), `clients/` (the ports `Engine` and `Trainer` over workers) and `assembly.py` (joins
-these into a pipeline, for runs, simulations and tests). Then read `build.py` (makes the parts from a config) with `loop_plan.py`,
-`planned_loops.py`,
-`starting.py`, `seats.py`, `user_sites.py`, `pools.py`, `needs.py`, `teaching.py`, `python_inputs.py`, `choosing.py` and `wording.py`, and `runs/` (from the user's call to the result).
+The parts: read `config.py`, `build.py` (makes the parts from a config) with `planned_loops.py` (the settings of the loops), `starting.py`,
+`pools.py`, `needs.py` (what a run needs of its engines), `teaching.py`, `python_inputs.py`, `seats.py` and `user_sites.py` (workers
+elsewhere), `choosing.py` (settings that are left open), `wording.py`.
+
+The directory: `run_directory.py`, `storage.py` (all of it, opened together), `resume_rules.py` (which settings may change, and what becomes
+then of what the run has), `contents.py` (what is in the files that settings name).
+
+From the user's call to the result: `run.py` (one run), `lane.py` (its directory, storage and session), `session.py` (until the last step or a
+signal), `several.py` (several adapters at once), `train_call.py` (what outlives the death of a trainer), `result.py`, `rehearse.py` (checks
+before anything costs time), `one_shot.py` (evaluation and export), `callbacks.py`, `rollout_hosting.py` (a process that serves another's run),
+`hosting.py` (the thread of the event loop), `pieces.py` (tokens as text).
+
+The folders: `rehearsal/` (the checks), `auto/` (choosing by measurement), `clients/` (the ports over workers), `fleets/` (several engines),
+`hosts/` (rollout hosts on a bus), `worker/` (the program that a worker process runs).
 """

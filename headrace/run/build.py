@@ -15,48 +15,48 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
-from headrace.config import RunConfig
+from headrace.core.errors import ConfigError
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Observer, Scorer, Task
+from headrace.core.types import Prompt
 from headrace.durable.journal import JournalStep
-from headrace.environments.atropos.trainer_facts import TrainerFacts
-from headrace.environments.kinds import environment_kind
-from headrace.errors import ConfigError
+from headrace.episodes.branching import fork_problem
+from headrace.episodes.environments.atropos.trainer_facts import TrainerFacts
+from headrace.episodes.environments.kinds import environment_kind
+from headrace.episodes.scoring.job import LoadedReward
+from headrace.episodes.scoring.overlong import punished
+from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts.segmenting import Decode
+from headrace.episodes.scoring.python_rewards import RewardFunction
+from headrace.episodes.scoring.workers.processes import WorkerProcess
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.prompts import RemarkedTask
+from headrace.episodes.tasks.read import Row
+from headrace.facts.facts import Books, RunStarted
+from headrace.facts.machine_mark import machine_mark
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.assembly import RestoredState, assemble, go_live, restore_state
+from headrace.loop.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
+from headrace.loop.minutes import Minutes
+from headrace.loop.parts import Parts, earlier_metrics
+from headrace.loop.pipeline import Pipeline
+from headrace.loop.snapshots import Snapshots
+from headrace.loop.utilisation import Utilisation
 from headrace.models.chat import ChatEncoder, open_model
-from headrace.observe.facts import Books, RunStarted
-from headrace.observe.health.user_process import HERE, Sites
-from headrace.observe.health.waits import Waits
-from headrace.observe.machine_mark import machine_mark
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import RestoredState, assemble, go_live, restore_state
-from headrace.orchestration.choosing import allowance_of
-from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.loops.identity import PROBE, ROUNDING, TEXT, IdentityProbe, pieces_of
-from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.loops.parts import Parts, earlier_metrics
-from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.loops.utilisation import Utilisation
-from headrace.orchestration.planned_loops import plan_of
-from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.python_inputs import PythonInputs
-from headrace.orchestration.store.snapshots import Snapshots
-from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
-from headrace.orchestration.user_sites import ONLY_HERE, UserSites, user_sites
-from headrace.orchestration.wording import headline, placement, weight_way
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Observer, Scorer, Task
-from headrace.rehearsal.reward import try_in_loop
-from headrace.rollouts.branching import fork_problem
-from headrace.scoring.job import LoadedReward
-from headrace.scoring.overlong import punished
-from headrace.scoring.parts.score_log import ScoreLog
-from headrace.scoring.parts.segmenting import Decode
-from headrace.scoring.python_rewards import RewardFunction
-from headrace.scoring.workers.processes import WorkerProcess
+from headrace.processes.health.user_process import HERE, Sites
+from headrace.run.choosing import allowance_of
+from headrace.run.clients.bus_engine import BusEngine
+from headrace.run.config import RunConfig
+from headrace.run.planned_loops import plan_of
+from headrace.run.pools import Pools, open_pools
+from headrace.run.python_inputs import PythonInputs
+from headrace.run.rehearsal.reward import try_in_loop
+from headrace.run.storage import Storage
+from headrace.run.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
+from headrace.run.user_sites import ONLY_HERE, UserSites, user_sites
+from headrace.run.wording import headline, placement, weight_way
 from headrace.settings.extras import EXTRAS, install, is_installed
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.prompts import RemarkedTask
-from headrace.tasks.read import Row
-from headrace.types import Prompt
 from headrace.weight_sync.delta.watch import DeltaWatch
 
 
@@ -348,7 +348,7 @@ def build_environment(
         return environment_kind(environment.kind)
     alone, rollout = not config.reward.given and not config.teachers, config.rollout
     if not environment.asks_gateway:
-        from headrace.environments.function import open_function
+        from headrace.episodes.environments.function import open_function
 
         settings: dict[str, Any] = {
             "system": system,
@@ -365,11 +365,11 @@ def build_environment(
     sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     settings = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
     if environment.is_command:
-        from headrace.environments.agents.agent_environment import open_agents
+        from headrace.episodes.environments.agents.agent_environment import open_agents
 
         return open_agents(environment, encoder, **settings, log=log)
     if environment.is_taskset:
-        from headrace.environments.verifiers.taskset_environment import open_taskset
+        from headrace.episodes.environments.verifiers.taskset_environment import open_taskset
 
         seeds = config.task.kind == "seeds"
         return open_taskset(environment, encoder, **settings, log=log, seeds=seeds, held_out=config.task.held_out)
@@ -378,12 +378,12 @@ def build_environment(
             f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"
         )
     if environment.is_atropos:
-        from headrace.environments.atropos.atropos_environment import open_atropos
+        from headrace.episodes.environments.atropos.atropos_environment import open_atropos
 
         groups, longest = config.staleness.groups_per_step, environment.max_tokens or config.engine.context_length
         facts = TrainerFacts(config.name, config.train.steps, rollout.group_size, groups, longest)
         return open_atropos(environment, encoder, facts, **settings, log=log)
-    from headrace.environments.agents.handing_out import open_handing_out
+    from headrace.episodes.environments.agents.handing_out import open_handing_out
 
     return open_handing_out(environment, encoder, **settings, directory=log.parent)
 
@@ -393,15 +393,15 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
     encoder = encoder.using(config.rendering)
     match config.kind:
         case "reasoning_gym":
-            from headrace.tasks.reasoning_gym import ReasoningGymTask
+            from headrace.episodes.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config, seed, encoder)
         case "seeds":
-            from headrace.tasks.seeds import SeedsTask
+            from headrace.episodes.tasks.seeds import SeedsTask
 
             return SeedsTask(config, seed, encoder)
         case _:
-            from headrace.tasks.rows import RowsTask
+            from headrace.episodes.tasks.rows import RowsTask
 
             return RowsTask(config, seed, encoder, rows)
 
@@ -421,8 +421,8 @@ def build_scorer(
     """A scorer of the config's functions (or of `rewards`, which were passed from Python), services and judges. A run whose environment
     gives the reward, or that only learns from teachers, has none; its scorer gives no reward. `decode` and all that follow: see
     `RewardScorer`."""
-    from headrace.scoring.reward_scorer import RewardScorer
-    from headrace.scoring.teacher.stage import NoReward
+    from headrace.episodes.scoring.reward_scorer import RewardScorer
+    from headrace.episodes.scoring.teacher.stage import NoReward
 
     given = config.reward.given or rewards
     if config.environment.rewards and not given:

@@ -9,12 +9,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from headrace.errors import ConfigError, StopTraining
-from headrace.observe.facts import Evaluated
-from headrace.observe.numbers.progress import Evaluation, Step
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact, StepRow
-from headrace.orchestration.runs.hosting import Errands
+from headrace.core.errors import ConfigError, StopTraining
+from headrace.facts.facts import Evaluated
+from headrace.facts.numbers.progress import Evaluation, Step
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.run.hosting import Errands
 from headrace.settings.user_code import one_line
 
 Stop = Callable[[str, str], None]

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.auto.allowance import Allowance
-from headrace.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
-from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
-from headrace.auto.measurer import Measurer, ProbeMeasurer, thread_counts
-from headrace.auto.share import Share
-from headrace.config import RunConfig, config_of_run, read_config, read_tree
+from headrace.facts.texts import duration, plural
+from headrace.loop.allowance import Allowance
 from headrace.native.arithmetic import TIERS
-from headrace.observe.texts import duration, plural
-from headrace.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
-from headrace.rehearsal.shape import read_shape
+from headrace.run.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
+from headrace.run.auto.fit import SPARE, Fitted, Speeds, Wish, fit
+from headrace.run.auto.measurer import Measurer, ProbeMeasurer, thread_counts
+from headrace.run.auto.share import Share
+from headrace.run.config import RunConfig, config_of_run, read_config, read_tree
+from headrace.run.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
+from headrace.run.rehearsal.shape import read_shape
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build, merge
 

@@ -18,21 +18,21 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
-from headrace.curriculum.config import CurriculumConfig, curriculum_problems
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig, engine_problems
-from headrace.environments.config import EnvironmentConfig, chat_problems, turn_problems
-from headrace.errors import ConfigError
+from headrace.episodes.branching import fork_problems
+from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
+from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.sandbox.config import SandboxConfig
+from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
+from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.loop.curriculum.config import CurriculumConfig, curriculum_problems
+from headrace.loop.partial import PartialConfig, partial_problems
+from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.cores import available_cores, core_problems
-from headrace.observe.config import ObserveConfig, check_installed
-from headrace.rollouts.branching import fork_problems
-from headrace.rollouts.partial import PartialConfig, partial_problems
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.sandbox.config import SandboxConfig
-from headrace.scoring.config import RewardConfig, sandbox_problems, waiting_problems
-from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.host_problems import host_problems
 from headrace.settings.learning_problems import learning_problems
 from headrace.settings.other_names import meaning
@@ -49,9 +49,9 @@ from headrace.settings.process_config import (
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig, parity_problems
 from headrace.trainer.parallel import parallel_problems
+from headrace.views.config import ObserveConfig, check_installed
 from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import xxhash
 
-from headrace.config import RunConfig
-from headrace.orchestration.store.resume_rules import rule_of, settings_of
+from headrace.run.config import RunConfig
+from headrace.run.resume_rules import rule_of, settings_of
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 """Files of which only the size counts: to read them takes as long as to load a model."""

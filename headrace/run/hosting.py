@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
-from headrace.printing import say, say_from_handler
+from headrace.core.printing import say, say_from_handler
 
 T = TypeVar("T")
 Act = Callable[[], object]

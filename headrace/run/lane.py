@@ -14,33 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.caveats import caveats as algo_caveats
-from headrace.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.core.errors import CheckpointError, HeadraceError
+from headrace.core.printing import echo, say
 from headrace.durable.journal import refuse_earlier
-from headrace.errors import CheckpointError, HeadraceError
-from headrace.observe.build import has_finished, open_recorder
-from headrace.observe.facts import Warned
-from headrace.observe.index.digest import DIGEST
-from headrace.observe.records import left_out
-from headrace.observe.report import write_report
-from headrace.observe.screen.summary import print_summary
-from headrace.orchestration.runs.pieces import pieces_of
-from headrace.orchestration.runs.session import Session
-from headrace.orchestration.store.changed_settings import ChangedSettings
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.contents import contents_in, contents_of, written
-from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.resume_rules import (
+from headrace.facts.facts import Warned
+from headrace.facts.index.digest import DIGEST
+from headrace.facts.records import left_out
+from headrace.loop.changed_settings import ChangedSettings
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.recovery import SavedRun, read_saved_run
+from headrace.loop.snapshots import load_controller
+from headrace.run.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.run.contents import contents_in, contents_of, written
+from headrace.run.pieces import pieces_of
+from headrace.run.resume_rules import (
     changes,
     check_bound,
     check_resumable,
     check_steps,
     meaning,
 )
-from headrace.orchestration.store.run_directory import RunDirectory, config_at
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.orchestration.store.storage import Storage
-from headrace.printing import echo, say
+from headrace.run.run_directory import RunDirectory, config_at
+from headrace.run.session import Session
+from headrace.run.storage import Storage
 from headrace.trainer.rate_schedule import change_of_rate
+from headrace.views.build import has_finished, open_recorder
+from headrace.views.report import write_report
+from headrace.views.screen.summary import print_summary
 
 
 @dataclass(frozen=True)

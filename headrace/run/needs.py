@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from headrace.config import RunConfig, adapter_runs
-from headrace.errors import ConfigError
-from headrace.reports import Capabilities
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities
+from headrace.run.config import RunConfig, adapter_runs
 
 ONE_VERSION = ("abort_resume", "save_resume", "drain", "barrier")
 """The values of `partial.mode` with which each request is sampled under one version from start to end."""

@@ -8,34 +8,34 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig
-from headrace.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.core.printing import echo
+from headrace.durable.named_logs import temporary_logs
+from headrace.episodes.notebook import Notebook
+from headrace.facts.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
+from headrace.facts.records import steps_done
+from headrace.facts.texts import plural
+from headrace.loop.checkpoints import Checkpoints, damage, step_of
+from headrace.loop.evaluation import Evaluator
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts
 from headrace.models.chat import open_model
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
-from headrace.observe.records import steps_done
-from headrace.observe.texts import plural
-from headrace.orchestration.build import (
+from headrace.run.auto.measurer import Measurer
+from headrace.run.build import (
     build_environment,
     build_scorer,
     build_task,
     open_telemetry,
 )
-from headrace.orchestration.choosing import settle_here
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loops.evaluation import Evaluator
-from headrace.orchestration.planned_loops import plan_of
-from headrace.orchestration.pools import open_pools
-from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.runs.hosting import complete
-from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
-from headrace.orchestration.store.named_logs import temporary_logs
-from headrace.orchestration.store.run_directory import held
-from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
-from headrace.printing import echo
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts
+from headrace.run.choosing import settle_here
+from headrace.run.config import RunConfig
+from headrace.run.hosting import complete
+from headrace.run.planned_loops import plan_of
+from headrace.run.pools import open_pools
+from headrace.run.python_inputs import NO_INPUTS, PythonInputs
+from headrace.run.run_directory import held
+from headrace.run.teaching import Student, for_reading, open_teaching, plan_teachers
 
 
 class _Stderr:

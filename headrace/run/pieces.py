@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
+from headrace.facts.numbers.rollout_view import Pieces, settings_of
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import model_states
-from headrace.observe.numbers.rollout_view import Pieces, settings_of
 
 _WINDOW = 8
 """Number of tokens that are decoded together, because some tokens decode differently at the start of a text."""

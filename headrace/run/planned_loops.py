@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.config import RunConfig
-from headrace.orchestration.loop_plan import LoopPlan
+from headrace.loop.loop_plan import LoopPlan
+from headrace.run.config import RunConfig
 
 
 def plan_of(config: RunConfig, adapter: str) -> LoopPlan:

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, adapter_runs
+from headrace.core.protocols import Engine, Launcher, Trainer, Transport
 from headrace.engine.fleet.fleet import Fleet
-from headrace.observe.facts import WeightsLive
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.loops.turns import SharedDevices, Turns
-from headrace.orchestration.needs import check_needs, check_parity
-from headrace.orchestration.seats import open_seats, ranks_of, threads_of_rank
-from headrace.orchestration.starting import start_engine, transport_of
-from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
-from headrace.orchestration.user_sites import ONLY_HERE, UserSites
-from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.orchestration.workers.worker_messages import AdapterStart, TrainerReady, TrainerStart
-from headrace.protocols import Engine, Launcher, Trainer, Transport
+from headrace.facts.facts import WeightsLive
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.turns import SharedDevices, Turns
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.needs import check_needs, check_parity
+from headrace.run.seats import open_seats, ranks_of, threads_of_rank
+from headrace.run.starting import start_engine, transport_of
+from headrace.run.teaching import Shadowing, Teaching, shadow_of
+from headrace.run.user_sites import ONLY_HERE, UserSites
+from headrace.run.worker.build import open_launcher, open_transport
+from headrace.run.worker.worker_messages import AdapterStart, TrainerReady, TrainerStart
 
 
 @dataclass(kw_only=True)

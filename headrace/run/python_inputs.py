@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, checked, config_of_run, read_tree
-from headrace.errors import ConfigError
-from headrace.orchestration.choosing import resumed_settings
-from headrace.printing import say
-from headrace.scoring.python_rewards import RewardFunction, Rewards, rewards_of
+from headrace.core.errors import ConfigError
+from headrace.core.printing import say
+from headrace.episodes.scoring.python_rewards import RewardFunction, Rewards, rewards_of
+from headrace.episodes.tasks.python_rows import fingerprint, rows_of
+from headrace.episodes.tasks.read import Row
+from headrace.run.choosing import resumed_settings
+from headrace.run.config import RunConfig, checked, config_of_run, read_tree
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build
-from headrace.tasks.python_rows import fingerprint, rows_of
-from headrace.tasks.read import Row
 
 Source = RunConfig | Mapping[str, Any] | str | Path
 

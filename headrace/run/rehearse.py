@@ -18,30 +18,31 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.auto.measurer import Measurer, ProbeMeasurer
-from headrace.auto.share import measure_share
-from headrace.config import RunConfig, adapter_runs, read_config
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Finding, Sight
+from headrace.core.types import Completion, Episode, Prompt
 from headrace.durable.journal import count_steps
 from headrace.engine.servers.installed import cannot_reload, require
-from headrace.errors import ConfigError
+from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.job import is_async
+from headrace.episodes.scoring.python_rewards import RewardFunction
+from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
+from headrace.facts.facts import FilesChecked, Warned
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.native.free_memory import gib
-from headrace.observe.facts import FilesChecked, Warned
-from headrace.observe.screen.start_line import StartSteps
-from headrace.orchestration.build import TriedParts, build_environment, build_scorer, build_task
-from headrace.orchestration.choosing import fit_minutes, settle
-from headrace.orchestration.fleets.core_shares import nothing_to_lend, share_problems
-from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.seats import check_seats
-from headrace.orchestration.store.run_directory import CONFIG, refuse_used
-from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
-from headrace.orchestration.wording import headline, placement
-from headrace.rehearsal import machine as machines
-from headrace.rehearsal.episode import episode_lines, try_environment
-from headrace.rehearsal.machine import Machine
-from headrace.rehearsal.memory_needs import (
+from headrace.run.auto.measurer import Measurer, ProbeMeasurer
+from headrace.run.auto.share import measure_share
+from headrace.run.build import TriedParts, build_environment, build_scorer, build_task
+from headrace.run.choosing import fit_minutes, settle
+from headrace.run.config import RunConfig, adapter_runs, read_config
+from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
+from headrace.run.python_inputs import NO_INPUTS, PythonInputs
+from headrace.run.rehearsal import machine as machines
+from headrace.run.rehearsal.episode import episode_lines, try_environment
+from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearsal.memory_needs import (
     MemoryNeed,
     MemoryPlan,
     checkpoint_bytes,
@@ -50,22 +51,21 @@ from headrace.rehearsal.memory_needs import (
     notes,
     refusals,
 )
-from headrace.rehearsal.place import place_problem
-from headrace.rehearsal.preflight import preflight
-from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
-from headrace.rehearsal.reward import RewardTrial, reward_lines, stand_in, try_reward
-from headrace.rehearsal.shape import ModelShape, read_shape
-from headrace.rehearsal.two_columns import sight_of
-from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
-from headrace.reports import Finding, Sight
-from headrace.scoring.extract import Extractor
-from headrace.scoring.job import is_async
-from headrace.scoring.python_rewards import RewardFunction
-from headrace.scoring.workers.processes import WorkerProcess, begin_worker
+from headrace.run.rehearsal.place import place_problem
+from headrace.run.rehearsal.preflight import preflight
+from headrace.run.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
+from headrace.run.rehearsal.reward import RewardTrial, reward_lines, stand_in, try_reward
+from headrace.run.rehearsal.shape import ModelShape, read_shape
+from headrace.run.rehearsal.two_columns import sight_of
+from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page
+from headrace.run.run_directory import CONFIG, refuse_used
+from headrace.run.seats import check_seats
+from headrace.run.teaching import PlannedTeacher, plan_teachers
+from headrace.run.wording import headline, placement
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.trainer.rate_schedule import change_of_rate, drawn
-from headrace.types import Completion, Episode, Prompt
+from headrace.views.screen.start_line import StartSteps
 from headrace.weight_sync.config import NO_GPU, way_of
 from headrace.weight_sync.delta.watch import poor_settings
 

@@ -8,17 +8,17 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.config import config_of_run, read_config
-from headrace.errors import HeadraceError
-from headrace.observe.facts import Evaluated
-from headrace.observe.numbers import progress
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, StepRow, read_metrics
-from headrace.observe.report.data import sampled
-from headrace.observe.texts import with_error
-from headrace.orchestration.runs import one_shot
-from headrace.orchestration.runs.lane import Lane
-from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.core.errors import HeadraceError
+from headrace.facts.facts import Evaluated
+from headrace.facts.numbers import progress
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, StepRow, read_metrics
+from headrace.facts.texts import with_error
+from headrace.loop.checkpoints import Checkpoints
+from headrace.run import one_shot
+from headrace.run.config import config_of_run, read_config
+from headrace.run.lane import Lane
+from headrace.views.report.data import sampled
 
 HEIGHT = 640
 """Height of the report in a notebook, in pixels."""

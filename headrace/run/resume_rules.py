@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.config import RunConfig
-from headrace.errors import ConfigError
-from headrace.orchestration.store.changed_settings import ChangedSettings
-from headrace.rollouts.staleness import still_bounded
+from headrace.core.errors import ConfigError
+from headrace.loop.changed_settings import ChangedSettings
+from headrace.loop.staleness import still_bounded
+from headrace.run.config import RunConfig
 
 Steps = Literal["refused", "set aside", "repeated"]
 Groups = Literal["kept", "dropped"]

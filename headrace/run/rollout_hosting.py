@@ -14,26 +14,26 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config import RunConfig, read_config
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.printing import say
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.scoring.overlong import punished
+from headrace.facts.facts import Fact, FirstFailure, Warned, WorkerLost
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import Fact, FirstFailure, Warned, WorkerLost
-from headrace.orchestration.build import build_environment, build_scorer, open_telemetry
-from headrace.orchestration.bus.open_bus import open_bus, runs_on
-from headrace.orchestration.groups.errands import RunNotice
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
-from headrace.orchestration.needs import check_needs
-from headrace.orchestration.planned_loops import plan_of
-from headrace.orchestration.runs.session import run_clock
-from headrace.orchestration.starting import start_engine
-from headrace.orchestration.workers.build import open_launcher
-from headrace.orchestration.workers.joining.greeting import Terms
-from headrace.orchestration.workers.joining.same_model import agree
-from headrace.printing import say
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts
-from headrace.scoring.overlong import punished
+from headrace.processes.joining.greeting import Terms
+from headrace.processes.joining.same_model import agree
+from headrace.run.build import build_environment, build_scorer, open_telemetry
+from headrace.run.config import RunConfig, read_config
+from headrace.run.hosts.bus.open_bus import open_bus, runs_on
+from headrace.run.hosts.errands import RunNotice
+from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
+from headrace.run.needs import check_needs
+from headrace.run.planned_loops import plan_of
+from headrace.run.session import run_clock
+from headrace.run.starting import start_engine
+from headrace.run.worker.build import open_launcher
 
 AGAIN = 1.0
 """Seconds between two looks for a run."""

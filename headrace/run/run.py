@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig
+from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.printing import say
 from headrace.durable.atomic_files import full_disk_as_error
-from headrace.errors import HeadraceError, WorkerDied
-from headrace.observe.facts import Warned
-from headrace.observe.health.watchdog import Watchdog
-from headrace.orchestration.build import TriedParts, build, open_telemetry
-from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
-from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Heed, Termination, complete, hosts_here
-from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
-from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.runs.result import RunResult, result_of
-from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
-from headrace.orchestration.runs.several import train_together
-from headrace.orchestration.runs.train_call import TrainCall
-from headrace.orchestration.seats import local_cores
-from headrace.orchestration.store.run_directory import RunDirectory
-from headrace.orchestration.workers.build import libraries_ahead
-from headrace.printing import say
+from headrace.facts.facts import Warned
+from headrace.processes.health.watchdog import Watchdog
+from headrace.run.auto.measurer import Measurer
+from headrace.run.build import TriedParts, build, open_telemetry
+from headrace.run.callbacks import Callbacks
+from headrace.run.config import RunConfig
+from headrace.run.hosting import Heed, Termination, complete, hosts_here
+from headrace.run.lane import Lane, open_lane, report_finished, report_unbegun
+from headrace.run.python_inputs import NO_INPUTS, PythonInputs
+from headrace.run.rehearse import rehearse
+from headrace.run.result import RunResult, result_of
+from headrace.run.run_directory import RunDirectory
+from headrace.run.seats import local_cores
+from headrace.run.session import Notices, report_unhandled, run_clock
+from headrace.run.several import train_together
+from headrace.run.train_call import TrainCall
+from headrace.run.worker.build import libraries_ahead
 
 
 def train(

@@ -6,7 +6,7 @@ journal/           every ticket and its outcome, complete
 passes/            the tokens sampled since the last checkpoint
 checkpoints/       see checkpoints.py
 logs/              output of the worker processes
-status.json        who waits for whom at this moment, see observe/health/live_status.py
+status.json        who waits for whom at this moment, see processes/health/live_status.py
 report.html
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import full_disk_as_error, read_lines, replace_file
 from headrace.durable.journal import holds_records
-from headrace.errors import ConfigError
-from headrace.observe.records import METRICS
-from headrace.orchestration.store.named_logs import names
+from headrace.durable.named_logs import names
+from headrace.facts.records import METRICS
 
 LOCK, CONFIG = ".lock", "config.toml"
 

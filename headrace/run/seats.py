@@ -10,20 +10,20 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.config import RunConfig
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Launcher
+from headrace.facts.telemetry import Telemetry
 from headrace.native.cores import usable_cores
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.fleets.core_shares import members_of
-from headrace.orchestration.user_sites import terms_of_code
-from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import Kind, Terms
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import Cluster, NodeShare
-from headrace.orchestration.workers.placed.placed import PlacedLauncher
-from headrace.protocols import Launcher
+from headrace.processes.joining.greeting import Kind, Terms
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.same_model import terms_of
+from headrace.processes.placed.cluster import Cluster, NodeShare
+from headrace.processes.placed.placed import PlacedLauncher
+from headrace.run.config import RunConfig
+from headrace.run.fleets.core_shares import members_of
+from headrace.run.user_sites import terms_of_code
+from headrace.run.worker.build import open_cluster
 from headrace.settings.extras import install, is_installed
 from headrace.settings.process_config import LOCAL_HOSTS, OrchestrationConfig
 from headrace.settings.secrets import read_token

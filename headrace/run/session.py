@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from headrace.errors import HeadraceError, StalledError, WorkerDied
-from headrace.observe.facts import Evaluated, RunEnded
-from headrace.orchestration.build import BuiltRun
-from headrace.orchestration.loops.utilisation import LAST_WORD
-from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.wording import machine_change
-from headrace.printing import say
+from headrace.core.errors import HeadraceError, StalledError, WorkerDied
+from headrace.core.printing import say
+from headrace.facts.facts import Evaluated, RunEnded
+from headrace.loop.utilisation import LAST_WORD
+from headrace.run.build import BuiltRun
+from headrace.run.storage import Storage
+from headrace.run.wording import machine_change
 
 PATIENCE = {0: LAST_WORD, 1: 5.0}
 """Seconds in which the engine should answer after training, by the number of interrupts: whoever pressed Ctrl-C waits."""

@@ -16,23 +16,23 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
+from headrace.core.errors import HeadraceError
 from headrace.durable.atomic_files import full_disk_as_error
-from headrace.errors import HeadraceError
+from headrace.facts.telemetry import Telemetry
 from headrace.models.chat import open_model
-from headrace.observe.health.watchdog import Watchdog
-from headrace.observe.screen.board import Board, open_board
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, TriedParts, join, open_telemetry, prepare
-from headrace.orchestration.pools import open_pools
-from headrace.orchestration.runs.hosting import Heed, complete
-from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
-from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.runs.session import Notices, report_unhandled, run_clock
-from headrace.orchestration.runs.train_call import TrainCall
-from headrace.orchestration.store.resume_rules import check_resumable, meaning
-from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
-from headrace.orchestration.user_sites import user_sites
+from headrace.processes.health.watchdog import Watchdog
+from headrace.run.build import BuiltRun, Pools, PreparedRun, TriedParts, join, open_telemetry, prepare
+from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
+from headrace.run.hosting import Heed, complete
+from headrace.run.lane import Lane, open_lane, report_finished, report_unbegun
+from headrace.run.pools import open_pools
+from headrace.run.rehearse import rehearse
+from headrace.run.resume_rules import check_resumable, meaning
+from headrace.run.run_directory import CONFIG, RunDirectory
+from headrace.run.session import Notices, report_unhandled, run_clock
+from headrace.run.train_call import TrainCall
+from headrace.run.user_sites import user_sites
+from headrace.views.screen.board import Board, open_board
 
 
 def train_together(call: TrainCall) -> dict[str, Lane]:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, adapter_runs
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Job, Launcher, Transport
+from headrace.core.weights import Manifest
 from headrace.durable.atomic_files import replace_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
@@ -27,34 +29,32 @@ from headrace.engine.remote.strangers import open_control
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import cannot_reload, require
 from headrace.engine.servers.server_process import ServerProcess
-from headrace.errors import ConfigError
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.suspects import Suspects
 from headrace.models.endings import end_tokens
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.bus.open_bus import open_for_run
-from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.clients.process_lent import LentProcess
-from headrace.orchestration.fleets.core_shares import settings_of_lent
-from headrace.orchestration.fleets.fleet_start import LENT, Starting, come, start_fleet
-from headrace.orchestration.groups.errands import GroupSizes, RunNotice
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.needs import adapters_served
-from headrace.orchestration.seats import threads_elsewhere
-from headrace.orchestration.store.contents import contents_of
-from headrace.orchestration.store.resume_rules import mark_of, meaning
-from headrace.orchestration.workers.build import open_files, open_network, open_transport
-from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job, Launcher, Transport
-from headrace.rehearsal.shape import read_shape
+from headrace.processes.joining.same_model import terms_of
+from headrace.run.clients.bus_engine import BusEngine
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.clients.process_lent import LentProcess
+from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.contents import contents_of
+from headrace.run.fleets.core_shares import settings_of_lent
+from headrace.run.fleets.fleet_start import LENT, Starting, come, start_fleet
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.bus.open_bus import open_for_run
+from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.needs import adapters_served
+from headrace.run.rehearsal.shape import read_shape
+from headrace.run.resume_rules import mark_of, meaning
+from headrace.run.seats import threads_elsewhere
+from headrace.run.worker.build import open_files, open_network, open_transport
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
 from headrace.web.tls import TlsIdentity, first_certificate
 from headrace.weight_sync.config import WeightSyncConfig, reached_at, way_of
 from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
     "headrace": lambda model_dir, check_every: HeadraceDialect(),

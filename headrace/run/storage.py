@@ -10,10 +10,10 @@ from headrace.durable.atomic_files import remove_parts, write_error
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.durable.segments import SEGMENT
-from headrace.observe.facts import Warned
-from headrace.observe.recorder import Recorder
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, discard_superseded, open_journal
+from headrace.facts.facts import Warned
+from headrace.facts.recorder import Recorder
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.recovery import SavedRun, discard_superseded, open_journal
 
 _OUTLIVED = (
     "the end of the journal is lost, as after a loss of power, while the log of sampled tokens is not: rollouts that were not in the "

@@ -15,29 +15,29 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.config import AlgoConfig
-from headrace.chat.rendering import arguments_of, tools_of
-from headrace.config import RunConfig, teacher_engine
+from headrace.core.chat.rendering import arguments_of, tools_of
+from headrace.core.errors import ConfigError, first_error
+from headrace.core.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
+from headrace.core.types import Completion, Prompt
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.errors import ConfigError, first_error
+from headrace.episodes.scoring.teacher.config import TeacherConfig
+from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer
+from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
+from headrace.episodes.scoring.teacher.vocabulary import vocabulary_problem, width_of
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.read import Row, read_rows
+from headrace.facts.facts import EngineSample, Fact
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.suspects import Suspects
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import EngineSample, Fact
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.needs import check_teacher
-from headrace.orchestration.workers.worker_messages import EngineStart, ShadowStart
-from headrace.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
-from headrace.scoring.teacher.config import TeacherConfig
-from headrace.scoring.teacher.stage import Teacher, TraceScorer
-from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
-from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.read import Row, read_rows
-from headrace.types import Completion, Prompt
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.config import RunConfig, teacher_engine
+from headrace.run.needs import check_teacher
+from headrace.run.worker.worker_messages import EngineStart, ShadowStart
 from headrace.weight_sync.directory import offer
-from headrace.weights import Manifest, WeightUpdate
 
 # -- before anything starts -------------------------------------------------------------------------------------------------
 

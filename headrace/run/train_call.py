@@ -6,15 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.auto.measurer import Measurer
-from headrace.config import RunConfig, config_of_run, read_config
-from headrace.deaths import Deaths
-from headrace.errors import WorkerDied
-from headrace.orchestration.python_inputs import PythonInputs
-from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import Main, host
-from headrace.orchestration.runs.lane import Lane
-from headrace.printing import say
+from headrace.core.errors import WorkerDied
+from headrace.core.printing import say
+from headrace.processes.deaths import Deaths
+from headrace.run.auto.measurer import Measurer
+from headrace.run.callbacks import Callbacks
+from headrace.run.config import RunConfig, config_of_run, read_config
+from headrace.run.hosting import Main, host
+from headrace.run.lane import Lane
+from headrace.run.python_inputs import PythonInputs
 
 
 @dataclass(kw_only=True)

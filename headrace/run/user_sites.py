@@ -7,15 +7,15 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.config import RunConfig, adapter_runs
-from headrace.environments.function import function_settings
-from headrace.observe.health.user_process import HERE, OWN_SITE, Sites
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.hosted_site import HostedSite
-from headrace.orchestration.workers.joining.greeting import USER_CODE, Kind, Terms
-from headrace.orchestration.workers.user_hosts.host_messages import RewardsLoaded, UserHostStart
-from headrace.orchestration.workers.user_hosts.same_code import code_terms
-from headrace.protocols import Job, Launcher
+from headrace.core.protocols import Job, Launcher
+from headrace.episodes.environments.function import function_settings
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.health.user_process import HERE, OWN_SITE, Sites
+from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
+from headrace.processes.joining.same_code import code_terms
+from headrace.run.clients.hosted_site import HostedSite
+from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.hosts.user_hosts.host_messages import RewardsLoaded, UserHostStart
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.config import RunConfig
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.facts.diagnosis.deliveries import transport_name
+from headrace.facts.facts import RunStarted, WeightWay
+from headrace.facts.texts import plural
 from headrace.native.cores import usable_cores
-from headrace.observe.diagnosis.deliveries import transport_name
-from headrace.observe.facts import RunStarted, WeightWay
-from headrace.observe.texts import plural
-from headrace.orchestration.fleets.core_shares import in_words, members_of
-from headrace.scoring.config import RewardConfig
+from headrace.run.config import RunConfig
+from headrace.run.fleets.core_shares import in_words, members_of
 from headrace.settings.process_config import OrchestrationConfig
 from headrace.trainer.config import TrainConfig
 from headrace.weight_sync.config import way_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.errors import ConfigError
 from headrace.trainer.shared.config import SharedConfig
 from headrace.web.limits import ServerLimits, check_address
 

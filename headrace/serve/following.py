@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from headrace.core.types import Request
 from headrace.serve.serving import Serving, Stream
-from headrace.types import Request
 
 
 @dataclass(frozen=True)

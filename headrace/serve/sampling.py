@@ -6,14 +6,14 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.chat.messages import described, for_template, uses_tools
-from headrace.chat.rendering import with_effort
-from headrace.chat.thinking import is_open_in
+from headrace.core.chat.messages import described, for_template, uses_tools
+from headrace.core.chat.rendering import with_effort
+from headrace.core.chat.thinking import is_open_in
+from headrace.core.types import Constraint, Request, Sampling
 from headrace.models.chat import LONG, ChatEncoder
 from headrace.models.control_tokens import texts_of
 from headrace.models.grammars import check_constraint
 from headrace.serve.serving import Serving
-from headrace.types import Constraint, Request, Sampling
 from headrace.web.bodies import Chat, Completions, Drawing, Generate
 from headrace.web.constraints import checked, of_answer, of_format
 from headrace.web.errors import Refused

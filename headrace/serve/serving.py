@@ -16,17 +16,17 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.core.printing import say
+from headrace.core.protocols import Engine
+from headrace.core.reports import LoadReport
+from headrace.core.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.core.types import Completion, Request, Struct, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
-from headrace.printing import say
-from headrace.protocols import Engine
-from headrace.reports import LoadReport
-from headrace.steps import StepOutput, Transcript, spans_of, write_down
-from headrace.types import Completion, Request, Struct, VersionSpan
 from headrace.web.errors import Refused, busy
 from headrace.web.limits import ServerLimits
 from headrace.web.looking import Looks
 from headrace.weight_sync.directory import offer_adapter
-from headrace.weights import WeightUpdate
 
 
 class ServedEngine(Engine, Protocol):

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from starlette.routing import Route
 
-from headrace.errors import WorkerDied
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Job
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.suspects import Suspects
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import cache_dir, resolve_model
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.workers.build import open_launcher
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.worker.build import open_launcher
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 ASKING = 60.0
 """Seconds that an interpreter may take to answer, on a busy machine."""

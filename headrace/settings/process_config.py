@@ -48,7 +48,7 @@ class ChosenConfig:
     why: dict[str, str] = Field(default_factory=dict)
     """The reason for each choice, with the measured figures."""
     speeds: dict[str, float] = Field(default_factory=dict)
-    """Measured seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
+    """Measured seconds that `train.minutes` was fitted with (`headrace/run/auto/fit.py`)."""
 
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 GATEWAY = "HEADRACE_GATEWAY"
 """The environment variable with the address at which a run hands out its rollouts."""

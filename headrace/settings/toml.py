@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 T = TypeVar("T")
 Tree = dict[str, Any]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import ConfigError, encodable
+from headrace.core.errors import ConfigError, encodable
 from headrace.version import PACKAGE
 
 

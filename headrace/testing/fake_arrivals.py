@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from headrace.orchestration.workers.fake import FakeProcess, Pipe
-from headrace.orchestration.workers.joining.greeting import USER_CODE, Arrival, Arrived, Hello, Kind
+from headrace.processes.joining.greeting import USER_CODE, Arrival, Arrived, Hello, Kind
+from headrace.testing.fake_worker import FakeProcess, Pipe
 from headrace.version import __version__
 
 

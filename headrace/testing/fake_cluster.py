@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from headrace.orchestration.workers.fake import FakeProcess, InstantNetwork
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import SEAT, Agreed, Terms
-from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
-from headrace.orchestration.workers.placed.host import NodeHost
-from headrace.orchestration.workers.wire import BEAT
+from headrace.processes.joining.greeting import SEAT, Agreed, Terms
+from headrace.processes.placed.cluster import ClusterNode, HostLost, NodeShare
+from headrace.processes.placed.host import NodeHost
+from headrace.processes.wire import BEAT
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_worker import FakeProcess, InstantNetwork
 
 NEVER = 1e9
 """Seconds that a message from or to a frozen node takes."""

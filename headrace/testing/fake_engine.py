@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import IdentityError, WorkerDied
-from headrace.reports import EngineStats, LoadReport, SleepReport, capable
-from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
-from headrace.types import Completion, Request, TopLogprobs, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.core.errors import IdentityError, WorkerDied
+from headrace.core.reports import EngineStats, LoadReport, SleepReport, capable
+from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
+from headrace.core.types import Completion, Request, TopLogprobs, VersionSpan
+from headrace.core.weights import WeightUpdate
 
 _WORD = (1 << 64) - 1
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import msgspec
 
-from headrace.playing import KEPT, Agent, EnvironmentKind, Limits, Resumes
-from headrace.types import Completion, Prompt
+from headrace.core.playing import KEPT, Agent, EnvironmentKind, Limits, Resumes
+from headrace.core.types import Completion, Prompt
 
 ChatReply = Callable[[Completion, int], Sequence[int]]
 """The tokens that follow a turn, given its completion and the seed of the rollout."""

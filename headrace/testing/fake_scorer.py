@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.batches import Failure
-from headrace.scoring.job import fail_raised
-from headrace.types import Episode, Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.types import Episode, Prompt, Scored
+from headrace.episodes.scoring.job import fail_raised
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.types import Prompt
+from headrace.core.types import Prompt
 
 
 @dataclass

@@ -10,10 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.batches import Batch
-from headrace.errors import CheckpointError, WorkerDied
-from headrace.reports import Captured, LagStats, Noise, SleepReport, TrainReport, TrialScores
-from headrace.weights import AdapterSpec, WeightUpdate, trial_version
+from headrace.core.batches import Batch
+from headrace.core.errors import CheckpointError, WorkerDied
+from headrace.core.reports import Captured, LagStats, Noise, SleepReport, TrainReport, TrialScores
+from headrace.core.weights import AdapterSpec, WeightUpdate, trial_version
 
 
 @dataclass

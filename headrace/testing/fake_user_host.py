@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.orchestration.workers.fake import FakeProcess, Network
-from headrace.orchestration.workers.user_hosts.host_messages import PULSE, ProcessBytes, ProcessGone, SpawnAsked
-from headrace.orchestration.workers.wire import unpack
+from headrace.processes.wire import unpack
+from headrace.run.hosts.user_hosts.host_messages import PULSE, ProcessBytes, ProcessGone, SpawnAsked
+from headrace.testing.fake_worker import FakeProcess, Network
 
 Say = Callable[[bytes], None]
 Program = Callable[[asyncio.StreamReader, Say], Awaitable[None]]

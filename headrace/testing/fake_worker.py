@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.wire import BEAT, HEAD, Frame, decode, name_of, pack, pack_payload
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.protocols import Heard, Job
+from headrace.core.protocols import Heard, Job
+from headrace.processes.connected import ConnectedWorker
+from headrace.processes.wire import BEAT, HEAD, Frame, decode, name_of, pack, pack_payload
+from headrace.run.worker.worker_messages import TrainerStart
 from headrace.weight_sync.shared_memory import SharedMemory
 
 

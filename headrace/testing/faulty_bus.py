@@ -8,7 +8,7 @@ import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from headrace.orchestration.bus.bus_port import Bus, Letter, Notice, Posting
+from headrace.run.hosts.bus.bus_port import Bus, Letter, Notice, Posting
 
 
 @dataclass(frozen=True, kw_only=True)

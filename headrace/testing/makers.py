@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from headrace.batches import Group, Row
-from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, Stop, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Group, Row
+from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, Stop, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 
 
 def request(name: str, prompt: Iterable[int] = (1, 2), tokens: int = 8, *, seed: int = 0, **options: Any) -> Request:

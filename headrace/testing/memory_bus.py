@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
-from headrace.orchestration.bus.bus_port import LEASE, Letter, Notice, Posting
-from headrace.orchestration.bus.letterbox import LetterBox
+from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
+from headrace.run.hosts.bus.letterbox import LetterBox
 
 T = TypeVar("T")
 

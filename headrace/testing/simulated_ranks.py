@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing import Pack, StepPlan, split_ranks
+from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
 
 T = TypeVar("T")

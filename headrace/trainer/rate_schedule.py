@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.observe.texts import sparkline
+from headrace.facts.texts import sparkline
 from headrace.trainer.config import TrainConfig
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from headrace.observe.config import ObserveConfig, check_installed
-from headrace.observe.facts import Warned
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder, Sink
-from headrace.observe.resume import Resume
-from headrace.observe.sinks.queued import QueuedSink
+from headrace.facts.facts import Warned
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder, Sink
+from headrace.facts.resume import Resume
+from headrace.views.config import ObserveConfig, check_installed
+from headrace.views.sinks.queued import QueuedSink
 
 
 def open_recorder(
@@ -27,7 +27,7 @@ def open_recorder(
     recorder = Recorder(run_dir, (), resume, waits=True, index=NumbersIndex(run_dir))
     try:
         for name in config.sinks:
-            dashboard = import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step)
+            dashboard = import_module(f"headrace.views.sinks.{name}").open_sink(run_dir, step)
             recorder.add(QueuedSink(name, dashboard, lambda words: recorder.record(Warned(recorder.state.now, words))))
         if (
             terminal := None if over and has_finished(recorder.state) else _terminal(config)
@@ -45,8 +45,8 @@ def has_finished(state: RunState) -> bool:
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:
-    from headrace.observe.screen.surface import terminal_mode
-    from headrace.observe.screen.terminal import LiveTerminal, PlainTerminal
+    from headrace.views.screen.surface import terminal_mode
+    from headrace.views.screen.terminal import LiveTerminal, PlainTerminal
 
     match terminal_mode(config):
         case "live":

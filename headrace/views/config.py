@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.errors import ConfigError
-from headrace.observe.costs import ENGINE, TRAINER
+from headrace.core.errors import ConfigError
+from headrace.facts.costs import ENGINE, TRAINER
 from headrace.settings.extras import EXTRAS, install
 from headrace.settings.strict import STRICT
 
@@ -38,7 +38,7 @@ class ObserveConfig:
 
     @property
     def sinks(self) -> list[str]:
-        """The sinks that are switched on: settings that are true or false, each with a file of its name in `observe/sinks/`."""
+        """The sinks that are switched on: settings that are true or false, each with a file of its name in `views/sinks/`."""
         return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is True]
 
     @property

@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
-from headrace.printing import say
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import say
 from headrace.web.errors import Refused, answer_error
 from headrace.web.guard import OriginGuard
 from headrace.web.unknown_fields import IgnoredFields, Remark

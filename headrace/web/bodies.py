@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.chat.messages import Message, Tool
-from headrace.types import Constraint
+from headrace.core.chat.messages import Message, Tool
+from headrace.core.types import Constraint
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

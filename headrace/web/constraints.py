@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.chat.call_grammars import call_grammar
-from headrace.chat.formats import CallFormat
-from headrace.chat.messages import Tool
-from headrace.chat.thinking import CLOSING
-from headrace.types import Constraint
+from headrace.core.chat.call_grammars import call_grammar
+from headrace.core.chat.formats import CallFormat
+from headrace.core.chat.messages import Tool
+from headrace.core.chat.thinking import CLOSING
+from headrace.core.types import Constraint
 from headrace.web.errors import Refused
 
 Check = Callable[[Constraint], None]

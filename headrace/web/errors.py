@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError, UnexpectedError, WorkerDied, nearest
+from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied, nearest
 
 _TYPES = {
     401: "authentication_error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 SHORTEST_TOKEN = 16
 """Smallest number of characters of a token."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.applications import Starlette
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.web.crowd import ACCEPTED, BACKLOG, SILENT, Crowd, room_for_connections
 from headrace.web.limited_http import LimitedHttp
 from headrace.web.one_line import calm_logs

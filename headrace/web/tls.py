@@ -14,8 +14,8 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.types import Struct
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
 
 _PIECE = 1 << 18
 """Bytes that are relayed at once."""

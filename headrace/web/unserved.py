@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.chat.messages import Tool
+from headrace.core.chat.messages import Tool
 from headrace.web.bodies import Chat, Drawing
 from headrace.web.errors import Refused
 

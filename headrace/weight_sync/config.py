@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from headrace.core.types import Struct
 from headrace.settings.strict import STRICT
-from headrace.types import Struct
 
 Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"]
 LOOPBACK = "127.0.0.1"

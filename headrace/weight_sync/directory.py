@@ -15,11 +15,11 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
+from headrace.core.errors import IdentityError
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.durable.regular_files import open_regular, read_regular
-from headrace.errors import IdentityError
 from headrace.weight_sync.files import FilesReceiver
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
-from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

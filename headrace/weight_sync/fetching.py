@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
-from headrace.errors import IdentityError
-from headrace.printing import echo
-from headrace.types import Struct
+from headrace.core.errors import IdentityError
+from headrace.core.printing import echo
+from headrace.core.types import Struct
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import WeightSender
+from headrace.core.types import Struct
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.durable.regular_files import open_regular, read_regular
-from headrace.errors import IdentityError
-from headrace.protocols import WeightSender
-from headrace.types import Struct
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.safe_files import read_into, write_tensors
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

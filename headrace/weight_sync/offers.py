@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.protocols import WeightSender
+from headrace.core.protocols import WeightSender
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
-from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import xxhash
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import Manifest, TensorSpec, WeightUpdate
 from headrace.weight_sync.ranges import ValueRun
-from headrace.weights import Manifest, TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
 """Bytes: a cache line, which vector loads prefer."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.core.weights import Manifest, TensorSpec
 from headrace.durable.regular_files import open_regular
-from headrace.weights import Manifest, TensorSpec
 
 _DTYPES = {
     "float64": "F64",

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from headrace.errors import IdentityError
-from headrace.protocols import WeightSender
-from headrace.types import Struct
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import WeightSender
+from headrace.core.types import Struct
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.ranges import RankParts, follower_update
 from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
-from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from headrace.weights import Manifest
+from headrace.core.weights import Manifest
 
 if TYPE_CHECKING:
     from headrace.weight_sync.packed import PackedBuffer

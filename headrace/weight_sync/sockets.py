@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 LONGEST = 4096
 """Bytes of a message."""

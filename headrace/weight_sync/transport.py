@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
-from headrace.protocols import Transport
+from headrace.core.protocols import Transport
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.over_tcp.tcp import Tcp

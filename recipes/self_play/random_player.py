@@ -7,7 +7,7 @@ import re
 
 import textarena
 
-from headrace.environments.libraries.games import Game
+from headrace.episodes.environments.libraries.games import Game
 
 GAME = "TicTacToe-v0"
 

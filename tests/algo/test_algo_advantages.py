@@ -39,9 +39,9 @@ from headrace.algo.advantages import (
     z_scores,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Group
-from headrace.errors import ConfigError
-from headrace.types import Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
 

@@ -21,7 +21,7 @@ from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 from headrace.algo.rules.kpop import KPop
 from headrace.algo.rules.opsm import OPSM
 from headrace.algo.rules.veto import Veto
-from headrace.config import load_config
+from headrace.run.config import load_config
 
 MINIMAL = {
     "model": {"path": "m"},

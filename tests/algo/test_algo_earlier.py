@@ -13,7 +13,7 @@ from headrace.algo.recipe_parts import Correction
 from headrace.algo.recipes import RECIPES, Recipe
 from headrace.algo.rules.opsm import OPSM
 from headrace.algo.rules.veto import Veto
-from headrace.config import dump_config, load_config, read_config
+from headrace.run.config import dump_config, load_config, read_config
 
 MINIMAL = {
     "model": {"path": "m"},

@@ -17,12 +17,12 @@ from headrace.algo.loss.objective import objective_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.algo.policy.tokens import TokenLoss, Tokens
 from headrace.algo.recipes import RECIPES
+from headrace.core.reports import TrainReport
 from headrace.durable.journal import read_steps
-from headrace.observe.facts import Warned
-from headrace.observe.records import StepRow
-from headrace.orchestration.runs.run import RunResult
-from headrace.reports import TrainReport
-from headrace.scoring.overlong import soft_overlong_punishment
+from headrace.episodes.scoring.overlong import soft_overlong_punishment
+from headrace.facts.facts import Warned
+from headrace.facts.records import StepRow
+from headrace.run.run import RunResult
 
 TOKEN_RMS = 0.04
 """About that of SmolLM2-135M in bfloat16 (docs/algorithms.md)."""

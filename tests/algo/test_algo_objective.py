@@ -26,7 +26,7 @@ from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.algo.recipe_parts import Distill
 from headrace.algo.recipes import RECIPES
 from headrace.algo.rules.kpop import larger_binary_kl
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])
 

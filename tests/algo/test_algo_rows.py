@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.algo.advantage.training_rows import Overlong, paths_of, reference_of, row_of, rows_of
-from headrace.batches import Row
-from headrace.types import (
+from headrace.core.batches import Row
+from headrace.core.types import (
     Completion,
     Episode,
     Prompt,

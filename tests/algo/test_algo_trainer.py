@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import RECIPES
-from headrace.batches import Batch, Group, Row
-from headrace.reports import TrainReport
-from headrace.steps import spans_of
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.reports import TrainReport
+from headrace.core.steps import spans_of
+from headrace.core.types import Completion, Episode, Prompt, Scored, TeacherTrace, TopLogprobs, Turn
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Completion, Episode, Prompt, Scored, TeacherTrace, TopLogprobs, Turn
 
 V, K = 32, 4
 PROMPT = Prompt("p", "?", (1, 2, 3))

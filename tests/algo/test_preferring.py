@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.policy.pairs import DPO, IdentityPreference, PairLoss, SimPO
-from headrace.batches import Batch, Group
+from headrace.core.batches import Batch, Group
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.testing.simulated_ranks import Ring
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.placement.simulated import Ring
 from headrace.trainer.step.preferring import StepPairs, _marks, pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from tests.trainer.test_placement import near
 from tests.trainer.test_trainer import V, model_dir  # noqa: F401
 

@@ -22,13 +22,21 @@ import pytest
 from health_beside import USUAL, Attacked, attacked_doors, request
 from served import faked
 
-from headrace.engine.fake import FakeEngine
-from headrace.orchestration.fleets import pool_door
-from headrace.orchestration.workers.joining import listener as listening
-from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.listener import Listener
+from headrace.processes.joining import listener as listening
+from headrace.processes.joining.dial import dial
+from headrace.processes.joining.listener import Listener
+from headrace.run.fleets import pool_door
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web import limited_http
-from headrace.web.crowd import KEPT_FREE, OPEN_FILES, SILENT, Crowd, Guest, raise_open_files, room_for_connections
+from headrace.web.crowd import (
+    KEPT_FREE,
+    OPEN_FILES,
+    SILENT,
+    Crowd,
+    Guest,
+    raise_open_files,
+    room_for_connections,
+)
 from headrace.web.limits import ServerLimits
 from headrace.web.one_line import OneLine
 from headrace.web.tls import server_context

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.chat.formats import FORMATS
-from headrace.chat.reading import read_calls
+from headrace.core.chat.formats import FORMATS
+from headrace.core.chat.reading import read_calls
+from headrace.core.playing import Limits
+from headrace.episodes.rollout_session import Played, storable
 from headrace.models.chat import ChatEncoder
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played, storable
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 

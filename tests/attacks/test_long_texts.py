@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from served import faked
 from written_turns import MERGED, Model
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.playing import Limits
+from headrace.episodes.rollout_session import Played
 from headrace.models.chat import LONG, ChatEncoder, off_loop
 from headrace.models.control_tokens import Written
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played
+from headrace.testing.fake_engine import FakeEngine
 
 CONTEXT, LONGEST = 400, 120
 WORDS = "tool dollar " * 50_000

@@ -17,14 +17,14 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import headrace
-from headrace.engine.fake import FakeEngine
-from headrace.environments.agents.handing_out import Desk
-from headrace.environments.gateway.gateway import ROUTES, Gateway
-from headrace.observe.board.board_routes import make_board_app
-from headrace.observe.board.runs_board import RunsBoard
+from headrace.episodes.environments.agents.handing_out import Desk
+from headrace.episodes.environments.gateway.gateway import ROUTES, Gateway
 from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
 from headrace.serve.training.routes import routes
+from headrace.testing.fake_engine import FakeEngine
+from headrace.views.board.board_routes import make_board_app
+from headrace.views.board.runs_board import RunsBoard
 from headrace.web.limits import ServerLimits
 
 TOKEN = "0123456789abcdef0123"
@@ -100,7 +100,7 @@ def test_all_routes_of_all_servers_are_tried() -> None:
         for path in sorted(Path(headrace.__file__).parent.rglob("*.py"))
         if re.search(r"\bStarlette\(", path.read_text())
     ]
-    fakes = ["serve/fakes/fake_sglang.py", "serve/fakes/fake_vllm.py"]  # of other servers, for tests
+    fakes = ["testing/servers/fake_sglang.py", "testing/servers/fake_vllm.py"]  # of other servers, for tests
     assert makers == [*fakes, "web/application.py"], "no server is without the guard"
 
 

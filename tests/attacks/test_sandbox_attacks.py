@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 from beside import Beside, until
 
-from headrace.sandbox import sandbox as sandboxes
-from headrace.sandbox.kernel import landlock, seccomp
-from headrace.sandbox.sandbox import Sandbox, SandboxResult
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox import sandbox as sandboxes
+from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.sandbox import Sandbox, SandboxResult
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from tests.sandbox.test_hostile import descendants
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=30.0, memory=256 << 20, disk=1 << 20, files=8, threads=24, output=20_000)
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 OLDER = (
-    "import sys; from headrace.sandbox import zygote; from headrace.sandbox.kernel import landlock; "
+    "import sys; from headrace.episodes.sandbox import zygote; from headrace.episodes.sandbox.kernel import landlock; "
     "landlock.version = lambda: 3; zygote.enter = lambda trial: False; zygote.main(sys.argv[1:])"
 )
 """The process that makes calls, as on Linux 6.2 in a container."""

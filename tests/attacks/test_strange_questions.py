@@ -20,12 +20,9 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from headrace.engine.fake import FakeEngine
-from headrace.errors import CheckpointError, ConfigError, HeadraceError, IdentityError, UnexpectedError, WorkerDied
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, IdentityError, UnexpectedError, WorkerDied
+from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
-from headrace.observe.board.board_parts import PARTS
-from headrace.observe.board.board_routes import make_board_app
-from headrace.observe.board.runs_board import RunsBoard
 from headrace.serve.app import make_app
 from headrace.serve.config import TrainLimits
 from headrace.serve.serving import Serving
@@ -34,11 +31,14 @@ from headrace.serve.training.futures import failure_of
 from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.routes import routes
 from headrace.serve.training.store import Store
+from headrace.testing.fake_engine import FakeEngine
+from headrace.views.board.board_parts import PARTS
+from headrace.views.board.board_routes import make_board_app
+from headrace.views.board.runs_board import RunsBoard
 from headrace.web import sending
 from headrace.web.errors import Refused, response_of, without_paths
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import decoded
-from headrace.weights import WeightUpdate
 
 PLACE = "a-secret-place"
 """A part of every path of these servers."""

@@ -12,10 +12,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.auto import measurer, share
-from headrace.auto.allowance import MARGIN, Allowance
-from headrace.auto.candidates import CANDIDATES, Candidate, Figures, candidates, choose, choose_threads
-from headrace.auto.fit import (
+from headrace.engine.config import EngineConfig
+from headrace.loop.allowance import MARGIN, Allowance
+from headrace.run.auto import measurer, share
+from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures, candidates, choose, choose_threads
+from headrace.run.auto.fit import (
     LEAST_GROUPS,
     LEAST_PROMPTS,
     LEAST_STEPS,
@@ -25,10 +26,9 @@ from headrace.auto.fit import (
     fit,
     step_seconds,
 )
-from headrace.auto.measurer import ProbeMeasurer, fingerprint
-from headrace.auto.share import share_of
-from headrace.auto.slices import LEAST_VOCABULARY, slice_of
-from headrace.engine.config import EngineConfig
+from headrace.run.auto.measurer import ProbeMeasurer, fingerprint
+from headrace.run.auto.share import share_of
+from headrace.run.auto.slices import LEAST_VOCABULARY, slice_of
 from headrace.trainer.config import TrainConfig
 
 SMOLLM = {

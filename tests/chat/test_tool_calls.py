@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.chat.formats import (
+from headrace.core.chat.formats import (
     FORMATS,
     FUNCTION_GEMMA,
     GEMMA,
@@ -24,9 +24,9 @@ from headrace.chat.formats import (
     CallFormat,
     ToolCall,
 )
-from headrace.chat.messages import Message, Tool, described, for_template, uses_tools
-from headrace.chat.reading import CallReader, Malformed, read_calls
-from headrace.errors import ConfigError
+from headrace.core.chat.messages import Message, Tool, described, for_template, uses_tools
+from headrace.core.chat.reading import CallReader, Malformed, read_calls
+from headrace.core.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 
 RAIN = ToolCall("weather", '{"place": "Paris"}')

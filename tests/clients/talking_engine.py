@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from tool_chats import CHARACTERS, SPECIAL, tokens_of
 
-from headrace.engine.fake import FakeEngine
-from headrace.types import Request
+from headrace.core.types import Request
+from headrace.testing.fake_engine import FakeEngine
 
 WORDS = (*SPECIAL, *CHARACTERS)
 PERSON = '{"name": "Ann", "age": 30}'

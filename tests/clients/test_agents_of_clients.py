@@ -15,13 +15,13 @@ from tool_chats import HERMES
 from written_turns import Model, check_rows, encoder_of
 
 import headrace
+from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
-from headrace.environments.agents.agent_environment import open_agents
-from headrace.environments.config import EnvironmentConfig
-from headrace.observe.facts import GroupEnded, IdentityChecked
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt
+from headrace.episodes.environments.agents.agent_environment import open_agents
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played
+from headrace.facts.facts import GroupEnded, IdentityChecked
 
 SAID = ('I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', "3", "Yes, I am.")
 

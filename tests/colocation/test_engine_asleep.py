@@ -12,10 +12,10 @@ from fake_engine_model import CoreDriver, prompt
 from test_native_engine import drawn, greedy, make_engine, prompts, put, run, save_model, saved, step  # noqa: F401
 from tiny_models import skip_where_inexact
 
+from headrace.core.types import Fork, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.simulate.makers import request
-from headrace.types import Fork, Request, Sampling
+from headrace.testing.makers import request
 
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:

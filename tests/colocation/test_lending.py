@@ -13,28 +13,28 @@ import pytest
 from fact_stream import FactStream
 from fake_world import LendingTrainer, OnLentDevices, lends
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.errors import ConfigError
+from headrace.core.reports import EngineStats
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import Totals, samples
-from headrace.errors import ConfigError
-from headrace.faultsim.case import MODES, Case
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.observe.costs import Costs
-from headrace.observe.facts import FleetSample, MemberMoved, Slept, StepTrained, Warned, Woke
-from headrace.observe.health.waits import Waits
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import summarise
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import EngineStats
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import update
-from headrace.simulate.world import FactList, World
-from headrace.tasks.fake import FakeTask
+from headrace.facts.costs import Costs
+from headrace.facts.facts import FleetSample, MemberMoved, Slept, StepTrained, Warned, Woke
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import summarise
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList, World
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_task import FakeTask
+from headrace.testing.faultsim.case import MODES, Case
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
+from headrace.testing.makers import update
 
 TOKEN, LENGTH, GIVE_WAY = 0.1, 8, 3.0
 STEPS = 6

@@ -29,8 +29,8 @@ from tiny_run import (
 )
 
 import headrace
+from headrace.facts.facts import RunEnded, Slept, Warned, Woke, WorkerLost
 from headrace.native.cores import available_cores
-from headrace.observe.facts import RunEnded, Slept, Warned, Woke, WorkerLost
 
 CHILD = "import json, sys, headrace; headrace.train(json.loads(sys.argv[1]))"
 

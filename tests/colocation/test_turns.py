@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld
 
-from headrace.engine.fake import FakeEngine
-from headrace.errors import StalledError, WorkerDied
-from headrace.faultsim.case import MODES, Case
-from headrace.faultsim.chance import OneAtATime
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.observe.facts import Slept, StepTrained, WeightsLive, Woke
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.turns import SharedDevices, Turns
-from headrace.reports import SleepReport
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.trainer.fake import FakeTrainer
+from headrace.core.errors import StalledError, WorkerDied
+from headrace.core.reports import SleepReport
+from headrace.facts.facts import Slept, StepTrained, WeightsLive, Woke
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.partial import PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.faultsim.case import MODES, Case
+from headrace.testing.faultsim.chance import OneAtATime
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
 
 
 def trained(tmp_path: Path, **settings: Any) -> FakeWorld:

@@ -17,7 +17,7 @@ import headrace
 from headrace import cli
 from headrace.commands.again import bundle_export
 from headrace.commands.again.bundle import CODE, FACTS, read_bundle
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 Tree = dict[str, Any]
 
@@ -239,8 +239,8 @@ def test_a_step_is_packed_under_other_cores_than_the_run_had(
     monkeypatch: pytest.MonkeyPatch,
     said: Callable[..., tuple[int, str]],
 ) -> None:
-    monkeypatch.setattr("headrace.observe.machine_mark.usable_cores", lambda: 7)
-    monkeypatch.setattr("headrace.orchestration.workers.launch.child.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.processes.launch.child.usable_cores", lambda: 7)
     file = tmp_path / "other_cores.zip"
     code, out = said(run, "--step", 3, "--export", file, "--include", "weights", "--include", "code")
     assert code == 0 and "only near" not in out, out
@@ -259,7 +259,7 @@ def test_a_state_that_another_machine_made_anew_can_be_done_again(
     said: Callable[..., tuple[int, str]],
 ) -> None:
     """There its weights have other bits than the run's."""
-    monkeypatch.setattr("headrace.observe.machine_mark.cpu_model", lambda: "Another 3000")
+    monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
     expected = bundle_export.read_expected(run)
     others = dict.fromkeys(expected.fingerprints, "0" * 32)
     monkeypatch.setattr(

@@ -12,13 +12,13 @@ from fact_stream import FactStream, records_of, write_journal
 from journal_frames import spoil
 
 from headrace import cli
-from headrace.batches import Group
 from headrace.commands.looking.diff import RunComparison, compare_runs
 from headrace.commands.looking.diff_view import report
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
 from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
-from headrace.errors import ConfigError
-from headrace.observe.screen.console import Console
-from headrace.types import Prompt
+from headrace.views.screen.console import Console
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [DrawnRecord(0.1, 3, Prompt("p3", "", (1, 2))), *records_of(FACTS)]

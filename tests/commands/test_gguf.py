@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from headrace.commands.publishing.gguf_file import write_gguf
 from headrace.commands.publishing.gguf_tokenizer import LLAMA3, QWEN2, read_tokenizer
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 TEXTS = (
     "State the result: 12 + 345.",

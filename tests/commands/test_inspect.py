@@ -16,9 +16,12 @@ from journal_frames import spoil
 
 from headrace import cli
 from headrace.commands.looking.inspect import find_step, inspect
+from headrace.core.errors import ConfigError
+from headrace.core.reports import TrainReport
+from headrace.core.steps import spans_of
+from headrace.core.types import Completion, VersionSpan
 from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
-from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import (
+from headrace.facts.numbers.rollout_view import (
     row_of,
     span_list,
     token_details,
@@ -26,12 +29,9 @@ from headrace.observe.numbers.rollout_view import (
     view_rollout,
     view_step,
 )
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.inspect_view import rollout
-from headrace.orchestration.runs.pieces import split_text
-from headrace.reports import TrainReport
-from headrace.steps import spans_of
-from headrace.types import Completion, VersionSpan
+from headrace.run.pieces import split_text
+from headrace.views.screen.console import Console
+from headrace.views.screen.inspect_view import rollout
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [

@@ -13,7 +13,7 @@ from tiny_models import saved
 from headrace import cli
 from headrace.commands.installed import parity, parity_table
 from headrace.commands.installed.parity import LIMITS, ParityRow, measure
-from headrace.observe.screen.console import Console
+from headrace.views.screen.console import Console
 
 TOKENS = 12
 

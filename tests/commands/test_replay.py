@@ -22,7 +22,8 @@ from headrace.commands.again import rerun as rerun_module
 from headrace.commands.again.replay import beyond, differing, outcome_of
 from headrace.commands.again.rerun import Stage, plan_rerun, rerun
 from headrace.commands.looking import diff_view
-from headrace.config import RunConfig, dump_config, load_config
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.reports import LagStats, Noise, TrainReport
 from headrace.durable.journal import (
     AnyRecord,
     Journal,
@@ -33,13 +34,12 @@ from headrace.durable.journal import (
     read_journal,
 )
 from headrace.durable.segments import JOURNAL
-from headrace.errors import CheckpointError, ConfigError
+from headrace.facts.machine_mark import machine_mark
 from headrace.native.cores import available_cores
-from headrace.observe.health.family import Family, family
-from headrace.observe.machine_mark import machine_mark
-from headrace.observe.screen.console import Console
-from headrace.orchestration.store.run_directory import RunDirectory, configs_until
-from headrace.reports import LagStats, Noise, TrainReport
+from headrace.processes.health.family import Family, family
+from headrace.run.config import RunConfig, dump_config, load_config
+from headrace.run.run_directory import RunDirectory, configs_until
+from headrace.views.screen.console import Console
 
 STEPS = 5
 
@@ -104,8 +104,8 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, here = machine_mark(())["threads"], available_cores()
-    monkeypatch.setattr("headrace.observe.machine_mark.usable_cores", lambda: 7)  # the affinity of this process
-    monkeypatch.setattr("headrace.orchestration.workers.launch.child.usable_cores", lambda: 7)
+    monkeypatch.setattr("headrace.facts.machine_mark.usable_cores", lambda: 7)  # the affinity of this process
+    monkeypatch.setattr("headrace.processes.launch.child.usable_cores", lambda: 7)
     begun: list[int] = []
     start = rerun_module.trainer_start
 
@@ -122,7 +122,7 @@ def test_with_other_cores_the_trainer_has_the_threads_of_the_run(
 
 def test_a_replay_says_what_of_the_machine_differs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = machine_mark(())["cpu"]
-    monkeypatch.setattr("headrace.observe.machine_mark.cpu_model", lambda: "Another 3000")
+    monkeypatch.setattr("headrace.facts.machine_mark.cpu_model", lambda: "Another 3000")
     code, said = replayed(finished, 5)
     assert code == 0 and f"another machine (cpu was {cpu}, here Another 3000): means are compared" in said, said
     assert "GPU" not in said and "threads" not in said

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import seq_mean_token_sum
-from headrace.packing import pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
+from headrace.trainer.packing import pack_rows
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.learner import Learner

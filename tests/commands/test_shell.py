@@ -17,8 +17,8 @@ from fact_stream import write_run
 
 from headrace import cli
 from headrace.commands.training.starter import look_at
-from headrace.config import load_config
-from headrace.scoring.extract import last_number
+from headrace.episodes.scoring.extract import last_number
+from headrace.run.config import load_config
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(40)]
 

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from headrace.core.reports import PromptChoice
 from headrace.durable.spelling import encode
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.verdicts import all_verdicts, prompts
-from headrace.observe.facts import Fact, GroupEnded, PromptChosen, RunStarted, TicketDrawn
-from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import decode_metrics
-from headrace.observe.report.data import load
-from headrace.observe.report.page import page
-from headrace.observe.resume import Resume
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.live import frame
-from headrace.observe.screen.summary import summary
-from headrace.observe.sinks.scalars import _choice_scalars
-from headrace.reports import PromptChoice
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.verdicts import all_verdicts, prompts
+from headrace.facts.facts import Fact, GroupEnded, PromptChosen, RunStarted, TicketDrawn
+from headrace.facts.numbers.choices import Choices
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import decode_metrics
+from headrace.facts.resume import Resume
+from headrace.facts.scalars import _choice_scalars
+from headrace.views.report.data import load
+from headrace.views.report.page import page
+from headrace.views.screen.console import Console
+from headrace.views.screen.live import frame
+from headrace.views.screen.summary import summary
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 100, 4, 4, 8, 1, 1, {}, max_tokens=48)
 

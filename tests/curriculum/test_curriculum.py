@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import check
-from headrace.curriculum.beliefs import Belief, Level, contrast, observed, sampled_chance
-from headrace.curriculum.chooser import Chooser, key_of, open_curriculum
-from headrace.curriculum.config import CurriculumConfig
-from headrace.curriculum.source import CurriculumState, TaskOrder
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
 from headrace.durable.journal import AnyRecord, GoneRecord, LiveRecord, ReadyRecord
-from headrace.errors import ConfigError
-from headrace.faultsim.case import Case
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.simulate.makers import completion, group, row, scored
-from headrace.tasks.fake import FakeTask
-from headrace.types import Prompt
+from headrace.loop.curriculum.beliefs import Belief, Level, contrast, observed, sampled_chance
+from headrace.loop.curriculum.chooser import Chooser, key_of, open_curriculum
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum.source import CurriculumState, TaskOrder
+from headrace.run.config import check
+from headrace.testing.fake_task import FakeTask
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
+from headrace.testing.makers import completion, group, row, scored
 
 POOLS = CurriculumConfig(kind="pools", candidates=4, rest=10, wait=4)
 CONTRAST = CurriculumConfig(kind="contrast", candidates=4)
@@ -321,7 +321,7 @@ def test_from_its_saved_state_it_chooses_on_as_it_would_have(config: CurriculumC
 @pytest.mark.parametrize("kind", ["pools", "contrast"])
 @pytest.mark.parametrize("at", [30, 60, 90, 130])
 def test_killed_and_resumed_a_run_draws_what_its_journal_says(kind: Any, at: int):
-    """`faultsim/chosen_anew.py` reads the journal from its first record, without a checkpoint, and compares every draw."""
+    """`testing/faultsim/chosen_anew.py` reads the journal from its first record, without a checkpoint, and compares every draw."""
     faults = (Fault("kill", 0, at), Fault("kill", 1, at // 2), Fault("kill", 2, at))
     history = trial(Case(at, groups=2, max_lag=1, steps=5, checkpoint_every=2, curriculum=kind, faults=faults))
     assert history.killed >= 2 and sorted(history.trained) == list(range(5))
@@ -345,7 +345,7 @@ def test_settings_of_another_kind_are_refused(settings: dict[str, Any], words: s
 
 
 def test_an_algorithm_that_needs_no_contrast_is_refused():
-    from headrace.config import load_config
+    from headrace.run.config import load_config
 
     run = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows"}, "curriculum": {"kind": "pools"}}
     with pytest.raises(ConfigError, match="learns from groups without it as well; set curriculum.kind"):

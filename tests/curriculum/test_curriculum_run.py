@@ -14,13 +14,13 @@ import pytest
 from beside import PATIENCE, until
 from tiny_run import tiny_config
 
-from headrace.config import dump_config, read_config
-from headrace.curriculum.chooser import open_curriculum
 from headrace.durable.journal import DrawnRecord, ReadyRecord, count_steps, read_journal
+from headrace.facts.facts import PromptChosen
+from headrace.facts.records import read_metrics
+from headrace.loop.curriculum.chooser import open_curriculum
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import PromptChosen
-from headrace.observe.records import read_metrics
-from headrace.orchestration.build import build_task
+from headrace.run.build import build_task
+from headrace.run.config import dump_config, read_config
 
 REWARD = "def has_e(completions, **columns): return [float('e' in text) for text in completions]\n"
 

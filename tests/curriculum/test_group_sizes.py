@@ -10,27 +10,27 @@ import pytest
 from msgspec.structs import replace
 from test_curriculum import Cycle, flat, integral, mixed
 
-from headrace.config import check, load_config
-from headrace.curriculum.beliefs import Belief, Level, contrast, expected_chance
-from headrace.curriculum.chooser import Chooser, key_of, open_curriculum
-from headrace.curriculum.config import CurriculumConfig
+from headrace.core.errors import PoisonedRequest
+from headrace.core.reports import EngineStats
+from headrace.core.types import Prompt
 from headrace.durable.journal import GoneRecord
-from headrace.errors import PoisonedRequest
-from headrace.faultsim.case import Case
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.observe.facts import GroupEnded
-from headrace.observe.health.waits import Waits
-from headrace.observe.numbers.fates import Fates
-from headrace.orchestration.groups.bus_groups import BusGroups
-from headrace.orchestration.groups.errands import GroupSizes
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.reports import EngineStats
-from headrace.rollouts.rollout import ForksConfig, RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
+from headrace.episodes.rollout import ForksConfig, RolloutConfig
+from headrace.facts.facts import GroupEnded
+from headrace.facts.numbers.fates import Fates
+from headrace.facts.waits import Waits
+from headrace.loop.curriculum.beliefs import Belief, Level, contrast, expected_chance
+from headrace.loop.curriculum.chooser import Chooser, key_of, open_curriculum
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.staleness import StalenessConfig
+from headrace.run.config import check, load_config
+from headrace.run.hosts.bus_groups import BusGroups
+from headrace.run.hosts.errands import GroupSizes
 from headrace.settings.process_config import EvalConfig
-from headrace.types import Prompt
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
 
 GROWS = CurriculumConfig(kind="contrast", candidates=4, least_chance=0.7, largest_group=30)
 

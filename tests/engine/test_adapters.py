@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
+from headrace.core.errors import ConfigError
+from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.low_rank import PREFIX, by_adapter
-from headrace.errors import ConfigError
-from headrace.weights import AdapterSpec
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama-tied-biased", "gemma3_text", "qwen2", "qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]

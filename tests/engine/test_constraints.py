@@ -25,9 +25,9 @@ from test_native_engine import (
     teacher_forced,
 )
 
-from headrace.sampling_masks import decode_set
-from headrace.steps import Finished, Transcript, write_down
-from headrace.types import Completion, Constraint, Fork, Request, Sampling, SamplingMask
+from headrace.core.sampling_masks import decode_set
+from headrace.core.steps import Finished, Transcript, write_down
+from headrace.core.types import Completion, Constraint, Fork, Request, Sampling, SamplingMask
 
 TEXTS = ["ab", "abc", "b", "é", "è!", "日本語", "日本", "😀", '"quoted\\n"', "a" * 20]
 CHOICES = Constraint("choice", json.dumps(TEXTS))

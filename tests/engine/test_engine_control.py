@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logits_of, prompt, routing_of
 
+from headrace.core.errors import ConfigError
+from headrace.core.steps import Finished, Transcript, write_down
+from headrace.core.types import Completion, Fork, Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.scoring_request import scoring
-from headrace.errors import ConfigError
-from headrace.simulate.makers import request
-from headrace.steps import Finished, Transcript, write_down
-from headrace.types import Completion, Fork, Request, Sampling
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.testing.makers import request
 
 
 def forwarded(driver: CoreDriver, since: int = 0) -> int:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.steps import StepOutput, Transcript, write_down
+from headrace.core.types import Completion
 from headrace.engine.scoring_request import scoring
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import request, update
-from headrace.steps import StepOutput, Transcript, write_down
-from headrace.types import Completion
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request, update
 
 
 async def opened(**options: Any) -> FakeEngine:

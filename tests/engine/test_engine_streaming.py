@@ -16,19 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make, parameters, saved
 
+from headrace.core.reports import LoadReport
+from headrace.core.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.core.types import Completion, Request, Sampling, VersionSpan
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.engine.fake import FakeEngine
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts, stages
-from headrace.orchestration.workers.engine_loop import EngineLoop
-from headrace.orchestration.workers.wire import Frame, pack_payload
-from headrace.reports import LoadReport
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import request, update
-from headrace.steps import StepOutput, Transcript, spans_of, write_down
-from headrace.types import Completion, Request, Sampling, VersionSpan
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.loop.world import virtual_time
+from headrace.processes.wire import Frame, pack_payload
+from headrace.run.worker.engine_loop import EngineLoop
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request, update
 
 # --- the parts ---------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from tiny_models import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.cuda_graphs import rows_bucket, width_bucket
@@ -36,7 +37,6 @@ from headrace.engine.native.runners.families import expected_shapes, read_spec, 
 from headrace.engine.native.runners.padding import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")

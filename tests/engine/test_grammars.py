@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from headrace.core.types import Constraint
+from headrace.episodes.rollout import ConstraintConfig
 from headrace.models.grammars import LONGEST, check_constraint
-from headrace.rollouts.rollout import ConstraintConfig
 from headrace.settings.extras import EXTRAS
-from headrace.types import Constraint
 
 
 def test_without_the_library_a_constraint_is_refused_with_the_command_that_installs_it(

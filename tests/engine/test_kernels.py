@@ -18,6 +18,7 @@ from test_adapters import adapters_of
 from tiny_models import RunnerDriver, make, prompts
 from transformers import AutoModelForCausalLM
 
+from headrace.core.weights import AdapterSpec
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.forward_pass import BLOCK
@@ -28,7 +29,6 @@ from headrace.engine.native.runners.low_rank import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.sampler import Settings, sample, uniforms
-from headrace.weights import AdapterSpec
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PORTABLE = "x86-64-v3"

@@ -15,17 +15,17 @@ from tiny_models import SMALL, make
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 
+from headrace.core.errors import ConfigError
+from headrace.core.steps import PromptScores, TokenDetails
+from headrace.core.types import Fork, Request, RoutingTrace, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.engine.scoring_request import scoring
-from headrace.errors import ConfigError
-from headrace.simulate.makers import update
-from headrace.steps import PromptScores, TokenDetails
-from headrace.types import Fork, Request, RoutingTrace, Sampling
+from headrace.testing.makers import update
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weights import AdapterSpec, WeightUpdate
 
 TOLERANCE = 1e-4
 EOS = 258

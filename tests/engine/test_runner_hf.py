@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton, skip_where_inexact
 
+from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
-from headrace.errors import ConfigError
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

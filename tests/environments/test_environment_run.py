@@ -12,11 +12,11 @@ from processes import alive
 from tiny_run import HOLD, Config, hold, kill_when, of, release, tiny_config
 
 import headrace
-from headrace.config import load_config
+from headrace.core.errors import ConfigError
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError
-from headrace.observe.facts import Evaluated, GroupEnded
-from headrace.orchestration.runs.rehearse import rehearse
+from headrace.facts.facts import Evaluated, GroupEnded
+from headrace.run.config import load_config
+from headrace.run.rehearse import rehearse
 
 ENV = (
     HOLD

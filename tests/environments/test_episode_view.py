@@ -6,16 +6,16 @@ import io
 from typing import Any
 
 from headrace.algo.advantage.training_rows import rows_of
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.reports import TrainReport
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.durable.journal import JournalStep
-from headrace.observe.numbers.rollout_view import view_rollout
-from headrace.observe.report.rollouts import rollouts
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.inspect_view import rollout
-from headrace.orchestration.loops.outcomes import Rolled, talk_of
-from headrace.reports import TrainReport
-from headrace.scoring.job import ScoringJob, call, transcript_of
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.job import ScoringJob, call, transcript_of
+from headrace.facts.numbers.rollout_view import view_rollout
+from headrace.loop.outcomes import Rolled, talk_of
+from headrace.views.report.rollouts import rollouts
+from headrace.views.screen.console import Console
+from headrace.views.screen.inspect_view import rollout
 
 PROMPT = Prompt("p", "5 and 7?", (1, 2), {"answer": "12"})
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 5, "b": 7}}}

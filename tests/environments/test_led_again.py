@@ -12,21 +12,21 @@ import msgspec
 import pytest
 from tool_chats import WrittenAgent
 
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import _resumes
-from headrace.environments.libraries.attempts import open_reasoning_gym
-from headrace.environments.libraries.games import open_textarena
-from headrace.environments.libraries.gym import open_gym
-from headrace.environments.workers.environment_pool import check_function
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.process import FunctionSettings
-from headrace.environments.workers.step_driver import exports, is_end
-from headrace.environments.workers.talk import AgentReply
-from headrace.errors import ConfigError
-from headrace.playing import EnvironmentKind, Limits
-from headrace.rollouts.branching import fork_problem
-from headrace.rollouts.rollout import ForksConfig
-from headrace.tasks.reasoning_gym import columns_of
+from headrace.core.errors import ConfigError
+from headrace.core.playing import EnvironmentKind, Limits
+from headrace.episodes.branching import fork_problem
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.function import _resumes
+from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
+from headrace.episodes.environments.libraries.games import open_textarena
+from headrace.episodes.environments.libraries.gym import open_gym
+from headrace.episodes.environments.workers.environment_pool import check_function
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.process import FunctionSettings
+from headrace.episodes.environments.workers.step_driver import exports, is_end
+from headrace.episodes.environments.workers.talk import AgentReply
+from headrace.episodes.rollout import ForksConfig
+from headrace.episodes.tasks.reasoning_gym import columns_of
 
 GYM = '''
 import os, random
@@ -207,7 +207,7 @@ def resumes(kind: str, spec: str, library: LibrarySettings, given: str = "auto")
 
 def test_the_settings_say_whether_replies_are_enough(dice: Path) -> None:
     """A game and attempts are known to follow from them; of an environment of gym only its author knows."""
-    where = "headrace.environments.libraries"
+    where = "headrace.episodes.environments.libraries"
     game = f"{where}.games:open_textarena", settings("TicTacToe-v0")
     assert resumes("textarena", *game) == "exported" and resumes("textarena", *game, "replayed") == "replayed"
     plain = f"{where}.gym:open_gym", settings(f"{dice}:Dice")

@@ -14,17 +14,17 @@ import textarena
 import tool_chats
 from tool_chats import WrittenAgent, play_said, play_steps
 
-from headrace.batches import Failure
-from headrace.config import load_config
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.libraries.attempts import open_reasoning_gym
-from headrace.environments.libraries.games import Game, open_textarena
-from headrace.environments.libraries.gym import open_gym
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.libraries.attempts import open_reasoning_gym
+from headrace.episodes.environments.libraries.games import Game, open_textarena
+from headrace.episodes.environments.libraries.gym import open_gym
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.episodes import Played
+from headrace.episodes.tasks.reasoning_gym import columns_of
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played
-from headrace.tasks.reasoning_gym import columns_of
+from headrace.run.config import load_config
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import textarena
 from tiny_run import has_step, held_reward, kill_when, of, release, tiny_config
 
 import headrace
+from headrace.core.types import Scored, Turn
 from headrace.durable.journal import read_steps
-from headrace.environments.libraries.games import Game
-from headrace.observe.facts import Evaluated, GroupEnded
-from headrace.types import Scored, Turn
+from headrace.episodes.environments.libraries.games import Game
+from headrace.facts.facts import Evaluated, GroupEnded
 
 ENV = """
 import random

@@ -20,14 +20,14 @@ import tool_chats
 from tool_chats import play_said
 from websockets.asyncio.server import ServerConnection, serve
 
-from headrace.batches import Failure
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.libraries.openenv import open_openenv
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.talk import AgentReply
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.libraries.openenv import open_openenv
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.talk import AgentReply
+from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played
 
 PYTHON = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(Path(__file__).parents[2] / ".venv-openenv/bin/python")
 """An interpreter with openenv, which is no package of ours: it brings sixty others (`make openenv-setup`)."""

@@ -15,10 +15,10 @@ from tool_chats import WrittenAgent, play_steps
 
 import headrace
 from headrace.durable.journal import read_steps
-from headrace.environments.libraries.games import open_textarena
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.tasks.prompts import seed_from
-from headrace.tasks.reasoning_gym import BLOCK
+from headrace.episodes.environments.libraries.games import open_textarena
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.tasks.prompts import seed_from
+from headrace.episodes.tasks.reasoning_gym import BLOCK
 
 MOVES = ("[0]", "[1 2]", "hm", "[up]", "[4]", "[2 3]", "[roll]", "[hold]", "[1 1 1]", "[3]")
 GAMES = {

@@ -24,7 +24,7 @@ from tiny_run import of
 
 import headrace
 from headrace.durable.journal import read_steps
-from headrace.observe.facts import GroupEnded
+from headrace.facts.facts import GroupEnded
 
 ROOT = Path(__file__).parents[2]
 OPENENV = os.environ.get("HEADRACE_OPENENV_PYTHON") or str(ROOT / ".venv-openenv/bin/python")

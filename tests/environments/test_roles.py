@@ -9,11 +9,11 @@ import pytest
 import tool_chats
 from tool_chats import CALL, WrittenEngine, play_all
 
-from headrace.batches import Failure
+from headrace.core.batches import Failure
+from headrace.core.types import Scored
+from headrace.episodes.episodes import Played, with_rewards
+from headrace.loop.outcomes import talk_of
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.loops.outcomes import talk_of
-from headrace.rollouts.episodes import Played, with_rewards
-from headrace.types import Scored
 
 GAME = '''
 def look(square: str) -> str:

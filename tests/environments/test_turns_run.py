@@ -13,13 +13,13 @@ from tiny_run import of, tiny_config
 from transformers import LlamaForCausalLM
 
 import headrace
-from headrace.batches import Row
-from headrace.config import load_config
+from headrace.core.batches import Row
+from headrace.core.errors import ConfigError
+from headrace.core.types import Scored
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError
+from headrace.facts.facts import GroupEnded, Warned
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import GroupEnded, Warned
-from headrace.types import Scored
+from headrace.run.config import load_config
 
 ENV = """
 async def play(agent, prompt, answer):

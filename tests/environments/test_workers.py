@@ -14,15 +14,15 @@ import tool_chats
 from tool_chats import CALL, WrittenEngine, play_all, pool_of
 from transformers.utils import get_json_schema
 
-from headrace.batches import Failure
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
-from headrace.environments.workers import process as processes
-from headrace.environments.workers import tools
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.function import open_function
+from headrace.episodes.environments.workers import process as processes
+from headrace.episodes.environments.workers import tools
+from headrace.episodes.episodes import Played, roll_out
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played, roll_out
-from headrace.types import Prompt
 
 ENV = '''
 import asyncio, ctypes, os, sys, time
@@ -419,7 +419,7 @@ def test_the_schema_of_a_tool_is_that_of_transformers(tool: Any) -> None:
 def test_the_schema_of_a_tool_costs_neither_torch_nor_transformers() -> None:
     code = """
 import sys
-from headrace.environments.workers.tools import schema_of
+from headrace.episodes.environments.workers.tools import schema_of
 def add(a: int) -> int:
     '''Adds.
 

@@ -12,21 +12,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
+from headrace.core.reports import Capabilities
+from headrace.core.steps import StepOutput
+from headrace.core.types import Completion, Request, RolloutKey, Sampling
+from headrace.core.weights import AdapterSpec
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import in_common
-from headrace.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
-from headrace.observe.facts import MemberMoved, Warned
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import Capabilities
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import request, update
-from headrace.simulate.world import FactList
-from headrace.steps import StepOutput
-from headrace.types import Completion, Request, RolloutKey, Sampling
-from headrace.weights import AdapterSpec
+from headrace.facts.facts import MemberMoved, Warned
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request, update
 
 LENGTH = 20
 TOKEN = 0.1
@@ -160,7 +160,7 @@ def test_among_equals_the_one_with_fewer_tokens_is_taken() -> None:
 
 def test_a_fork_goes_where_its_source_is() -> None:
     async def case(flock: Flock) -> None:
-        from headrace.types import Fork
+        from headrace.core.types import Fork
 
         source, other = started(flock, ask("source", (5,)), ask("other", (6,)))
         await asyncio.gather(source, other)

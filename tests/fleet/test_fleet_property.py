@@ -13,21 +13,21 @@ from fake_world import PATIENT, LendingTrainer, OnLentDevices, lends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.errors import IdentityError
+from headrace.core.steps import StepOutput
+from headrace.core.types import Completion, RolloutKey
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.errors import IdentityError
-from headrace.observe.facts import GroupEnded, MemberMoved, TicketDrawn, WeightsLive
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.simulate import virtual_time
-from headrace.simulate.world import World
-from headrace.steps import StepOutput
-from headrace.tasks.fake import FakeTask
-from headrace.types import Completion, RolloutKey
+from headrace.facts.facts import GroupEnded, MemberMoved, TicketDrawn, WeightsLive
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.partial import PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import World
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_task import FakeTask
 
 SILENCE, GIVE_WAY = 2.0, 3.0
 MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier")
@@ -201,7 +201,7 @@ def tokens_of(engine: FakeEngine, name: str) -> tuple[int, ...]:
     """The tokens of a request on an engine that nothing happens to."""
 
     async def alone() -> tuple[int, ...]:
-        from headrace.simulate.makers import request, update
+        from headrace.testing.makers import request, update
 
         other = FakeEngine(0.0, 0.0, engine.length, seed=engine.seed)
         await other.load(update(0))

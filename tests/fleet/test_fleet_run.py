@@ -14,8 +14,8 @@ from server_processes import checked_run, config_for, headrace_server, serving
 from tiny_run import HOLD, at_steps, engines_of, hold, of, release, tiny_config, until_noted, when_step
 
 import headrace
-from headrace.observe.facts import FleetSample, MemberMoved, RunEnded
-from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
+from headrace.facts.facts import FleetSample, MemberMoved, RunEnded
+from headrace.run.fleets.pool_door import PoolQuestion, ask
 
 SLOWLY = (
     HOLD

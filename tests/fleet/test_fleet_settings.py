@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig, engine_problems
 from headrace.engine.servers.commands import visible
-from headrace.errors import ConfigError
 from headrace.native.cores import usable_cores
-from headrace.orchestration.fleets.core_shares import in_words, members_of, share_problems, split
+from headrace.run.fleets.core_shares import in_words, members_of, share_problems, split
 from headrace.serve.config import ServeConfig
 
 ONE, TWO = "http://127.0.0.1:8101", "http://127.0.0.1:8102"

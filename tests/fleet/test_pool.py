@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.engine.fake import FakeEngine
+from headrace.core.errors import ConfigError, WorkerDied
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import MemberMoved, MemberSample
-from headrace.observe.health.waits import Waits
-from headrace.observe.screen.members import absences, short, table
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.fleets import roster
-from headrace.orchestration.fleets.pool_door import SOCKET, PoolAnswer, PoolDoor, PoolQuestion, ask
-from headrace.simulate.makers import request, update
+from headrace.facts.facts import MemberMoved, MemberSample
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.run.fleets import roster
+from headrace.run.fleets.pool_door import SOCKET, PoolAnswer, PoolDoor, PoolQuestion, ask
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request, update
+from headrace.views.screen.members import absences, short, table
 
 ONE, TWO, THREE = (f"http://127.0.0.1:{port}" for port in (8101, 8102, 8103))
 Case = Callable[[Fleet, PoolDoor], Coroutine[Any, Any, None]]

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fleet import LENGTH, TOKEN, Flock, engine, flock, places, rollout, run, started, undisturbed
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.reports import EngineStats
+from headrace.core.types import Request, RolloutKey
 from headrace.engine.fleet.member import Member
-from headrace.reports import EngineStats
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import request
-from headrace.types import Request, RolloutKey
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request
 
 ROWS = 4
 WHOLE = LENGTH * TOKEN

@@ -18,7 +18,7 @@ import preloaded_python
 import pytest
 
 from headrace import cli
-from headrace.rehearsal.machine import may_have_gpu
+from headrace.run.rehearsal.machine import may_have_gpu
 
 CPU_SECONDS = 30.0
 """Of a refusal, with the processes that it starts: about 1 on the machine where this was written."""

@@ -14,7 +14,7 @@ import headrace
 from headrace import cli
 from headrace.commands.finding import run_directory
 from headrace.commands.installed import doctor
-from headrace.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
+from headrace.core.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 
 ROOT = Path(__file__).resolve().parents[2]
 

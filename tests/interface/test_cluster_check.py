@@ -18,14 +18,14 @@ from headrace import cli
 from headrace.commands.installed import cluster_check
 from headrace.commands.installed.cluster_check import examine_cluster, findings_of, findings_of_joining, versions
 from headrace.commands.installed.doctor import DoctorFinding
-from headrace.config import load_config
-from headrace.errors import ConfigError, HeadraceError
-from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.same_model import agree
-from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare
-from headrace.orchestration.workers.placed.examined import answer
-from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine
-from headrace.orchestration.workers.placed.host import NodeHost
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.processes.joining.dial import dial
+from headrace.processes.joining.same_model import agree
+from headrace.processes.placed.cluster import ClusterNode, NodeShare
+from headrace.processes.placed.examined import answer
+from headrace.processes.placed.host import NodeHost
+from headrace.run.config import load_config
+from headrace.testing.fake_cluster import FakeCluster, FakeMachine
 from headrace.version import __version__
 
 TOKEN = "a-token-of-many-characters"

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
-from headrace.errors import ConfigError
-from headrace.orchestration.store.changed_settings import ChangedSettings
-from headrace.orchestration.store.resume_rules import changes, check_bound, meaning
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
+from headrace.loop.changed_settings import ChangedSettings
+from headrace.run.config import RunConfig, adapter_runs, available_cores, check, dump_config, load_config
+from headrace.run.resume_rules import changes, check_bound, meaning
 from headrace.settings import toml
 from headrace.trainer.config import TrainConfig
-from headrace.types import Prompt
 
 STRICT = ConfigDict(extra="forbid")
 PROMPT = Prompt("p", "", (1, 2))

@@ -10,10 +10,10 @@ from checkpoints import CHATML, edit, save_tokenizer, save_weights
 from tiny_run import of, tiny_config
 
 import headrace
+from headrace.core.types import Completion, VersionSpan
+from headrace.facts.facts import GroupEnded
 from headrace.models.chat import ChatEncoder
 from headrace.models.endings import end_tokens, name_all
-from headrace.observe.facts import GroupEnded
-from headrace.types import Completion, VersionSpan
 
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|stop|>\n\n{{ m['content'] | trim }}<|eot|>{% endfor %}"

@@ -12,19 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models import resolve
 from headrace.models.chat import ChatEncoder
 from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import read_header
-from headrace.models.resolve import (
-    cache_dir,
-    check_model_dir,
-    damage,
-    model_states,
-    resolve_model,
-    write_record,
-)
+from headrace.models.resolve import cache_dir, check_model_dir, damage, model_states, resolve_model, write_record
 
 SMOL, GEMMA = (KNOWN_MODELS[name] for name in ("smollm2-135m-instruct", "gemma-3-270m"))
 
@@ -156,7 +149,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_had(tmp_path: Path) -> None:
     code = (
-        "from headrace.models.resolve import resolve_model\nfrom headrace.errors import ConfigError\n"
+        "from headrace.models.resolve import resolve_model\nfrom headrace.core.errors import ConfigError\n"
         "try: resolve_model('org/name')\nexcept ConfigError as error: print(error)"
     )
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

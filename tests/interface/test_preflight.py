@@ -14,17 +14,17 @@ from test_endings import LLAMA
 from tiny_run import tiny_config
 
 import headrace
-from headrace.chat.rendering import Rendering
 from headrace.cli import main
-from headrace.errors import ConfigError, IdentityError
+from headrace.core.chat.rendering import Rendering
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.reports import Finding
+from headrace.core.types import Prompt
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.preflight_view import show_preflight
-from headrace.rehearsal.preflight import preflight
-from headrace.rehearsal.two_columns import sight_of
-from headrace.reports import Finding
-from headrace.types import Prompt
+from headrace.run.rehearsal.preflight import preflight
+from headrace.run.rehearsal.two_columns import sight_of
+from headrace.views.screen.console import Console
+from headrace.views.screen.preflight_view import show_preflight
 
 
 def looked_at(directory: Path, **more: Any) -> dict[str, Finding]:
@@ -309,7 +309,7 @@ def test_it_costs_little(tmp_path: Path) -> None:
 
     model = sound(tmp_path)
     script = (
-        "import sys; from headrace.models.chat import ChatEncoder; from headrace.rehearsal.preflight import preflight; "
+        "import sys; from headrace.models.chat import ChatEncoder; from headrace.run.rehearsal.preflight import preflight; "
         f"preflight(ChatEncoder({str(model)!r})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

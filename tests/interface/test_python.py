@@ -21,14 +21,14 @@ import pytest
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.config import load_config
-from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, Warned
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.surface import NotebookScreen, as_html
-from headrace.orchestration.python_inputs import with_python_inputs
-from headrace.orchestration.runs.callbacks import Callbacks
-from headrace.orchestration.runs.hosting import host
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunEnded, Warned
+from headrace.run.callbacks import Callbacks
+from headrace.run.config import load_config
+from headrace.run.hosting import host
+from headrace.run.python_inputs import with_python_inputs
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.surface import NotebookScreen, as_html
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
 
@@ -354,7 +354,7 @@ def test_what_is_no_table_of_rows_is_refused(dataset, said):
 )
 def test_rows_are_checked_as_those_of_a_file_are(rows, said, tiny_llama):
     from headrace.models.chat import ChatEncoder
-    from headrace.orchestration.build import build_task
+    from headrace.run.build import build_task
 
     config, inputs = taken(dataset=rows)
     with pytest.raises(ConfigError, match=said):
@@ -363,7 +363,7 @@ def test_rows_are_checked_as_those_of_a_file_are(rows, said, tiny_llama):
 
 def test_rows_that_are_not_passed_again_are_missed(tiny_llama):
     from headrace.models.chat import ChatEncoder
-    from headrace.orchestration.build import build_task
+    from headrace.run.build import build_task
 
     with pytest.raises(ConfigError, match="kept in no file: pass the same rows from Python again"):
         build_task(taken()[0].task, ChatEncoder(tiny_llama), 0)
@@ -471,8 +471,6 @@ def test_html_has_no_background_and_no_document():
 
 
 def test_without_a_notebook_nothing_of_it_is_loaded():
-    code = (
-        "import sys, headrace.observe.screen.surface as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
-    )
+    code = "import sys, headrace.views.screen.surface as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

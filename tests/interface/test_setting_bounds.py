@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config import RunConfig, load_config
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.run.config import RunConfig, load_config
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.strict import LONGEST_NAME, STRICT
 

@@ -11,14 +11,14 @@ import pytest
 
 import headrace
 from headrace.algo.advantages import GroupRewards, gdpo, z_scores
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.job import ScoringJob, call
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.rows import RowsTask
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.config import RewardConfig, RewardSpec
+from headrace.episodes.scoring.job import ScoringJob, call
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.rows import RowsTask
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 CHAT = ScoringJob("2 + 2?", ("4", "five"), ((1,), (2, 3)), {"question": MESSAGES, "answer": "4"}, chat="question")

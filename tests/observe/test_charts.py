@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import report
 
-from headrace.observe.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
-from headrace.observe.numbers.shares import NO_CONTRAST
-from headrace.observe.report import write_report
-from headrace.observe.report.data import load
-from headrace.observe.report.draw.axes import clock_ticks, extent, labels, ticks
-from headrace.observe.report.draw.svg import Chart
-from headrace.reports import EngineStats
+from headrace.core.reports import EngineStats
+from headrace.facts.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
+from headrace.facts.numbers.shares import NO_CONTRAST
+from headrace.views.report import write_report
+from headrace.views.report.axes import clock_ticks, extent, labels, ticks
+from headrace.views.report.data import load
+from headrace.views.report.svg import Chart
 
 STYLE = Path(write_report.__code__.co_filename).with_name("style.css").read_text()
 PHONE, DIGIT = 390 - 2 * (12 + 12 + 1), 7.7

@@ -13,20 +13,20 @@ from fact_stream import FactStream
 from msgspec.structs import replace
 from rich.console import RenderableType
 
-from headrace.observe.diagnosis.deliveries import travelled
-from headrace.observe.facts import Fact, FleetSample, MemberSample, RunStarted, StepTrained, WeightsLive, WeightWay
-from headrace.observe.health.live_status import Status
-from headrace.observe.index.digest import frozen, thawed
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, read_metrics, summarise
-from headrace.observe.report import write_report
-from headrace.observe.screen import live, status_view
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.summary import summary
-from headrace.observe.texts import size
-from headrace.reports import LoadReport
-from headrace.weights import WeightUpdate
+from headrace.core.reports import LoadReport
+from headrace.core.weights import WeightUpdate
+from headrace.facts.diagnosis.deliveries import travelled
+from headrace.facts.facts import Fact, FleetSample, MemberSample, RunStarted, StepTrained, WeightsLive, WeightWay
+from headrace.facts.index.digest import frozen, thawed
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS, read_metrics, summarise
+from headrace.facts.texts import size
+from headrace.processes.health.live_status import Status
+from headrace.views.report import write_report
+from headrace.views.screen import live, status_view
+from headrace.views.screen.console import Console
+from headrace.views.screen.summary import summary
 
 WHOLE, CHANGES = 269_000_000, 2_690_000
 STEPS = 9

@@ -14,29 +14,29 @@ from fact_stream import FactStream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.batches import Group, Row
+from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.commands.plan.scenario import Scenario
+from headrace.core.batches import Group, Row
+from headrace.core.reports import LoadReport, TrainReport
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.durable.spelling import encode
-from headrace.observe.diagnosis import verdicts
-from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.fates import Histogram, length_shift, reward_shift
-from headrace.observe.numbers.state import RunState
-from headrace.observe.numbers.step_totals import trimmed
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import StepRow, summarise
-from headrace.observe.report import write_report
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.summary import summary
-from headrace.plan.planned import planned_world
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.plan.scenario import Scenario
-from headrace.reports import LoadReport, TrainReport
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.distributions import Distribution
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.diagnosis import verdicts
+from headrace.facts.facts import GroupEnded, StepTrained, WeightsLive
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.fates import Histogram, length_shift, reward_shift
+from headrace.facts.numbers.state import RunState
+from headrace.facts.numbers.step_totals import trimmed
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import StepRow, summarise
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.distributions import Distribution
+from headrace.views.report import write_report
+from headrace.views.screen.console import Console
+from headrace.views.screen.summary import summary
 
 
 def ended(ticket: int, lengths: tuple[int, ...], reason: str = "", reward: float = 0.5, lost: int = 0) -> GroupEnded:

@@ -13,17 +13,17 @@ from rich.console import RenderableType
 from test_troubles import half_failed
 
 from headrace.commands.looking.inspect import inspect
-from headrace.observe.facts import Fact, StepTrained, Warned
-from headrace.observe.health.live_status import LiveStatus, Status
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import summarise
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.layout import distinct, flow, middle_out, without_marks
-from headrace.observe.screen.live import Text, sample_panel
-from headrace.observe.screen.status_view import panel
-from headrace.observe.screen.summary import summary
-from headrace.observe.screen.terminal import LiveTerminal
+from headrace.facts.facts import Fact, StepTrained, Warned
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import summarise
+from headrace.processes.health.live_status import LiveStatus, Status
+from headrace.views.screen.console import Console
+from headrace.views.screen.layout import distinct, flow, middle_out, without_marks
+from headrace.views.screen.live import Text, sample_panel
+from headrace.views.screen.status_view import panel
+from headrace.views.screen.summary import summary
+from headrace.views.screen.terminal import LiveTerminal
 
 FACTS = list(FactStream(steps=30, groups=6).facts())
 SIZES = [(80, 24), (80, 40), (120, 40)]

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from pydantic import ValidationError
 
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.reports import EngineStats
 from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines, whole_lines
 from headrace.durable.spelling import encode
-from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.config import ObserveConfig, check_installed
-from headrace.observe.diagnosis import verdicts
-from headrace.observe.facts import (
+from headrace.facts.diagnosis import verdicts
+from headrace.facts.facts import (
     Accounting,
     Books,
     CheckpointSaved,
@@ -37,19 +37,19 @@ from headrace.observe.facts import (
     TicketDrawn,
     Warned,
 )
-from headrace.observe.health.live_status import Follower
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.engine_use import EngineUse
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import StepRow, read_metrics, summarise
-from headrace.observe.report import write_report
-from headrace.observe.resume import Resume, kept_of
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.summary import print_summary, summary
-from headrace.observe.screen.terminal import Header, LiveTerminal, PlainTerminal
-from headrace.observe.texts import bar, duration, number, sparkline
-from headrace.reports import EngineStats
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.engine_use import EngineUse
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import StepRow, read_metrics, summarise
+from headrace.facts.resume import Resume, kept_of
+from headrace.facts.texts import bar, duration, number, sparkline
+from headrace.processes.health.live_status import Follower
+from headrace.views.config import ObserveConfig, check_installed
+from headrace.views.report import write_report
+from headrace.views.screen.console import Console
+from headrace.views.screen.summary import print_summary, summary
+from headrace.views.screen.terminal import Header, LiveTerminal, PlainTerminal
 
 
 def record(run_dir: Path, facts: list[Fact], resume: Resume | None = None) -> RunState:
@@ -173,7 +173,7 @@ def test_disk_that_fills_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Pa
     script = """
 import resource, signal, sys
 from pathlib import Path
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 from headrace.durable.atomic_files import AppendFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = AppendFile(Path(sys.argv[1]))

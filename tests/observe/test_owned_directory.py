@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.environments.agents.agent_process import AgentProcess, Reaper
-from headrace.observe.health.owned_directory import OwnedDirectory, sweep
+from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper
+from headrace.processes.health.owned_directory import OwnedDirectory, sweep
 
 OWNER = """
 import os, sys, time
-from headrace.observe.health.owned_directory import OwnedDirectory
+from headrace.processes.health.owned_directory import OwnedDirectory
 print(OwnedDirectory("agent").path, flush=True)
 time.sleep(3600)
 """

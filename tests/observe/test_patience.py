@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.health import patience
-from headrace.observe.health.patience import Patience, waited_for_a_core, within
-from headrace.simulate.virtual_time import run
+from headrace.loop.world.virtual_time import run
+from headrace.processes.health import patience
+from headrace.processes.health.patience import Patience, waited_for_a_core, within
 
 
 def kept_waiting(share: float, loop: asyncio.AbstractEventLoop):

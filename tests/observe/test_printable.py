@@ -23,20 +23,20 @@ from pseudo_terminal import POISON, SURROGATE, in_terminal, is_unsafe, obeyed
 from rich.panel import Panel
 from rich.table import Table
 
-from headrace import printing
-from headrace.errors import ConfigError
-from headrace.observe.facts import Fact, FirstFailure, FirstText, MemberMoved, Planned, RunStarted, Warned, WorkerLost
-from headrace.observe.health.live_status import LiveStatus, write_live
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.recorder import Recorder
-from headrace.observe.screen import terminal
-from headrace.observe.screen.board import Board
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, texts
-from headrace.observe.screen.summary import print_summary
-from headrace.observe.screen.surface import as_html
-from headrace.printing import PrintableBytes, printable, printable_json
+from headrace.core import printing
+from headrace.core.errors import ConfigError
+from headrace.core.printing import PrintableBytes, printable, printable_json
+from headrace.facts.facts import Fact, FirstFailure, FirstText, MemberMoved, Planned, RunStarted, Warned, WorkerLost
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.recorder import Recorder
+from headrace.processes.health.live_status import LiveStatus, write_live
+from headrace.views.screen import terminal
+from headrace.views.screen.board import Board
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, texts
+from headrace.views.screen.summary import print_summary
+from headrace.views.screen.surface import as_html
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,7 +161,7 @@ def test_a_message_of_ours_steers_nothing_where_the_interpreter_prints_it() -> N
 OTHERS = """
 import logging, sys, threading, warnings
 from pseudo_terminal import POISON, SURROGATE
-from headrace.printing import guard_streams
+from headrace.core.printing import guard_streams
 guard_streams()
 TEXT = POISON + SURROGATE
 print(TEXT)
@@ -185,7 +185,7 @@ def test_what_libraries_loggers_and_the_interpreter_print_steers_nothing(tmp_pat
 
 @pytest.mark.parametrize(
     "program",
-    ["cli.py", "orchestration/workers/worker.py", "observe/health/user_process.py", "observe/health/monitor.py"],
+    ["cli.py", "run/worker/worker.py", "processes/health/user_process.py", "processes/health/monitor.py"],
 )
 def test_processes_that_print_what_others_wrote_guard_their_streams(program: str) -> None:
     calls = [ast.unparse(node) for node in ast.walk(ast.parse((ROOT / "headrace" / program).read_text()))
@@ -206,7 +206,7 @@ def test_our_messages_steer_nothing_in_a_process_of_the_user_s(capsys: pytest.Ca
 
 
 def test_a_result_that_nobody_reads_on_ends_the_command_without_a_traceback() -> None:
-    code = "from headrace.printing import echo\nfor _ in range(20000): echo('x' * 80)"
+    code = "from headrace.core.printing import echo\nfor _ in range(20000): echo('x' * 80)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     ) as process:

@@ -12,18 +12,18 @@ import pytest
 from fact_stream import FactStream, records_of, standing, write_journal
 from journal_frames import spoil
 
-from headrace.batches import Group
-from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
-from headrace.observe.numbers.state import RunState
-from headrace.observe.numbers.step_totals import over_steps
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import summarise
-from headrace.observe.report import write_report
-from headrace.observe.report.data import bins, load
-from headrace.observe.resume import Resume
-from headrace.reports import Finding, Sight, TextPart
-from headrace.types import Episode
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.reports import Finding, Sight, TextPart
+from headrace.core.types import Episode
+from headrace.facts.facts import CheckpointSaved, Fact, FilesChecked, StepTrained, Warned
+from headrace.facts.numbers.state import RunState
+from headrace.facts.numbers.step_totals import over_steps
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import summarise
+from headrace.facts.resume import Resume
+from headrace.views.report import write_report
+from headrace.views.report.data import bins, load
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}

@@ -21,17 +21,17 @@ from tiny_run import tiny_config, when_step
 import headrace
 from headrace import cli
 from headrace.commands.looking.status import ask_for_stacks
-from headrace.config import dump_config, load_config
+from headrace.core.errors import HeadraceError
 from headrace.durable.spelling import encode
-from headrace.errors import HeadraceError
-from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
-from headrace.observe.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
-from headrace.observe.health.waits import Lasting
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS
-from headrace.observe.screen import status_view
-from headrace.observe.screen.console import Console
-from headrace.orchestration.store.run_directory import RunDirectory, held
+from headrace.facts.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS
+from headrace.facts.waits import Lasting
+from headrace.processes.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
+from headrace.run.config import dump_config, load_config
+from headrace.run.run_directory import RunDirectory, held
+from headrace.views.screen import status_view
+from headrace.views.screen.console import Console
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})
 NOBODY = 2**22 + 1
@@ -229,7 +229,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.run.run_directory import RunDirectory
 held = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(100)

@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.reports import TrainReport
+from headrace.core.types import Prompt
 from headrace.durable.journal import ReadyRecord
 from headrace.durable.spelling import encode
-from headrace.observe import records
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.observe.diagnosis.verdicts import bias, held_out
-from headrace.observe.facts import (
+from headrace.facts import records
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings, judged, measured_on, shares
+from headrace.facts.diagnosis.verdicts import bias, held_out
+from headrace.facts.facts import (
     Accounting,
     Evaluated,
     Fact,
@@ -25,19 +27,17 @@ from headrace.observe.facts import (
     RunStarted,
     TicketDrawn,
 )
-from headrace.observe.health import live_status
-from headrace.observe.numbers.shares import Recent
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import StepRow, answer_of
-from headrace.observe.report import write_report
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.live import frame
-from headrace.observe.screen.status_view import lines_of
-from headrace.observe.screen.summary import summary
-from headrace.observe.screen.terminal import PlainLines
-from headrace.observe.sinks.scalars import scalars
-from headrace.reports import TrainReport
-from headrace.types import Prompt
+from headrace.facts.numbers.shares import Recent
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import StepRow, answer_of
+from headrace.facts.scalars import scalars
+from headrace.processes.health import live_status
+from headrace.views.report import write_report
+from headrace.views.screen.console import Console
+from headrace.views.screen.live import frame
+from headrace.views.screen.status_view import lines_of
+from headrace.views.screen.summary import summary
+from headrace.views.screen.terminal import PlainLines
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 100, 4, 4, 8, 1, 1, {}, max_tokens=48)
 TRACEBACK = "Traceback (your frames):\n  File \"/rewards.py\", line 12, in score\n    return table[key]\nKeyError: '7'"

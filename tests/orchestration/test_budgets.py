@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld
 
-from headrace.batches import Failure
-from headrace.engine.fake import FakeEngine
-from headrace.errors import RunPaused, TrainingError
-from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
-from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Rolled
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
+from headrace.core.batches import Failure
+from headrace.core.errors import RunPaused, TrainingError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
+from headrace.loop.budgets import Budgets
+from headrace.loop.outcomes import Rolled
+from headrace.loop.snapshots import load_controller
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
 from headrace.settings.process_config import WatchConfig
-from headrace.simulate import virtual_time
-from headrace.types import Completion, Episode, Prompt, Scored, Turn
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
 
 TABLE = {str(2 * number): 1.0 for number in range(10_000)}
 

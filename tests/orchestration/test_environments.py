@@ -16,25 +16,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Failure
-from headrace.config import check, load_config
+from headrace.core.batches import Batch, Failure
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.types import Completion, Episode, Prompt, RolloutKey, Scored, Turn, VersionSpan
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.environments.config import EnvironmentConfig, turn_problems
-from headrace.environments.fake import scripted
-from headrace.environments.kinds import ENVIRONMENTS, environment_kind
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import GroupEnded, Warned
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.packing.plan import pack_rows
-from headrace.playing import Agent, EnvironmentKind, Limits
-from headrace.rollouts.episodes import name_of_turn, roll_out, with_rewards
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.simulate import virtual_time
+from headrace.episodes.environments.config import EnvironmentConfig, turn_problems
+from headrace.episodes.environments.kinds import ENVIRONMENTS, environment_kind
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.episodes import name_of_turn, roll_out, with_rewards
+from headrace.episodes.rollout_session import Played, TurnAsked
+from headrace.facts.facts import GroupEnded, Warned
+from headrace.loop.snapshots import load_controller
+from headrace.loop.world import virtual_time
+from headrace.run.config import check, load_config
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_environments import scripted
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.packing.plan import pack_rows
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Completion, Episode, Prompt, RolloutKey, Scored, Turn, VersionSpan
 
 PROMPT = Prompt("p", "?", (1, 2))
 TWO = Limits(turns=2)
@@ -450,7 +450,7 @@ def test_a_loss_that_divides_by_the_longest_completion_is_refused_where_there_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not list(turn_problems(1, length="dr_grpo")) and not list(turn_problems(3, length=""))
-    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.environments.fake:TWO_TURNS")
+    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.testing.fake_environments:TWO_TURNS")
     config = {**MINIMAL, "environment": {"kind": "two"}, "algo": {"name": "dr_grpo"}}
     with pytest.raises(ConfigError, match="the environment has up to 2 turns, and dr_grpo divides"):
         load_config(config)
@@ -458,7 +458,7 @@ def test_a_loss_that_divides_by_the_longest_completion_is_refused_where_there_ar
 
 
 def test_the_longest_rollout_has_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.environments.fake:TWO_TURNS")
+    monkeypatch.setitem(ENVIRONMENTS, "two", "headrace.testing.fake_environments:TWO_TURNS")
     rollout = {"rollout": {"max_tokens": 24}}
     assert load_config({**MINIMAL, **rollout}).longest_rollout == 24
     assert load_config({**MINIMAL, **rollout, "environment": {"kind": "two"}}).longest_rollout == 48

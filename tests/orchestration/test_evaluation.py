@@ -11,25 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batches import Failure
-from headrace.engine.fake import FakeEngine
-from headrace.environments.fake import scripted
-from headrace.observe.facts import Evaluated
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.groups.group_source import PlayedGroup, Seen
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.evaluation import Evaluator
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
+from headrace.core.batches import Failure
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import Evaluated
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.evaluation import Evaluator
+from headrace.loop.group_source import PlayedGroup, Seen
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
 from headrace.settings.process_config import EvalConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_environments import scripted
+from headrace.testing.fake_scorer import FakeScorer
 
 PROMPTS = [Prompt(f"held-out/{number}", "?", (1, 2, number)) for number in range(3)]
 FAILED = Failure("reward_raised", "no")

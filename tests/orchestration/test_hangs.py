@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from fake_world import FakeWorld
 
-from headrace.errors import StalledError, WorkerDied
-from headrace.faultsim.case import Case
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.observe.facts import StepTrained, Waited
-from headrace.observe.health.waits import Lasting, Waits
-from headrace.observe.health.waits import Testimony as Told
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.workers.fake import FakeLauncher, FakeProcess, bare_start
-from headrace.orchestration.workers.worker_messages import TrainerReady
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
+from headrace.core.errors import StalledError, WorkerDied
+from headrace.facts.facts import StepTrained, Waited
+from headrace.facts.waits import Lasting, Waits
+from headrace.facts.waits import Testimony as Told
+from headrace.loop.world import virtual_time
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.run.worker.worker_messages import TrainerReady
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.fake_worker import FakeLauncher, FakeProcess, bare_start
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
 
 
 def waits_of(stop_after: float = 20.0, facts: list[Any] | None = None) -> Waits:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from fake_world import PATIENT, FakeWorld
 
-from headrace.engine.fake import FakeEngine
-from headrace.errors import HeadraceError, StalledError
-from headrace.observe.facts import Waited, Warned
-from headrace.observe.health.patience import LITTLE, Reading
-from headrace.observe.health.waits import Waits
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
+from headrace.core.errors import HeadraceError, StalledError
+from headrace.facts.facts import Waited, Warned
+from headrace.facts.waits import Waits
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.health.patience import LITTLE, Reading
+from headrace.testing.fake_engine import FakeEngine
 
 WARN, STOP = 50.0, 100.0
 

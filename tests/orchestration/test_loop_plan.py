@@ -12,14 +12,14 @@ from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.types import Prompt
+from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout_session import TurnAsked
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
 
 PROMPT = Prompt("p", "?", (1, 2))
 

@@ -16,23 +16,23 @@ from hypothesis import strategies as st
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.auto.allowance import MARGIN, Allowance
-from headrace.auto.candidates import Figures
-from headrace.auto.measurer import FakeMeasurer
-from headrace.auto.share import share_of
-from headrace.config import config_of_run, load_config, read_config
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.observe.facts import FirstText, Planned, RunStarted, Warned
-from headrace.orchestration.choosing import allowance_of, fit_minutes, resumed_settings, settle, wish_of
-from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.runs import one_shot, run
-from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.wording import machine_change
-from headrace.rehearsal.machine import Machine
-from headrace.simulate import virtual_time
+from headrace.facts.facts import FirstText, Planned, RunStarted, Warned
+from headrace.loop.allowance import MARGIN, Allowance
+from headrace.loop.minutes import Minutes
+from headrace.loop.world import virtual_time
+from headrace.run import one_shot, run
+from headrace.run.auto.candidates import Figures
+from headrace.run.auto.measurer import FakeMeasurer
+from headrace.run.auto.share import share_of
+from headrace.run.choosing import allowance_of, fit_minutes, resumed_settings, settle, wish_of
+from headrace.run.config import config_of_run, load_config, read_config
+from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearse import rehearse
+from headrace.run.wording import machine_change
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.fake import FakeTrainer
 
 SMOLLM = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

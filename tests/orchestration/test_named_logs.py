@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.orchestration.store.named_logs import temporary_logs
+from headrace.core.errors import ConfigError
+from headrace.durable.named_logs import temporary_logs
 
 
 def filled(logs: Path) -> Path:

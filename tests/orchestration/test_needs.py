@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import RunConfig, load_config
-from headrace.engine.fake import FakeEngine
-from headrace.errors import ConfigError
-from headrace.orchestration.needs import ASKED_BY_NOBODY, NEEDS, check_needs, check_teacher, lacking
-from headrace.reports import Capabilities
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities
+from headrace.run.config import RunConfig, load_config
+from headrace.run.needs import ASKED_BY_NOBODY, NEEDS, check_needs, check_teacher, lacking
+from headrace.testing.fake_engine import FakeEngine
 
 ASKS: dict[str, list[str]] = {
     "stop_strings": ["rollout.stop=['END']"],

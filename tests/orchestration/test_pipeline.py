@@ -20,21 +20,21 @@ from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
-from headrace.engine.fake import FakeEngine
-from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
-from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.orchestration.loops.parts import EarlierMetrics
-from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.store.checkpoints import Checkpoints, step_of
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.reports import LagStats, Noise
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion
+from headrace.core.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
+from headrace.core.reports import LagStats, Noise
+from headrace.core.types import Completion
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
+from headrace.loop.checkpoints import Checkpoints, step_of
+from headrace.loop.partial import PartialConfig
+from headrace.loop.parts import EarlierMetrics
+from headrace.loop.snapshots import load_controller
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.turns import Turns
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_trainer import FakeTrainer
 
 
 @settings(max_examples=100, deadline=None)  # `test_partial.py` asserts the same in 25 more of each of seven modes

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from fake_world import FakeWorld
 
-from headrace.errors import IdentityError
-from headrace.observe.facts import CheckpointSaved, StepTrained, Waited, Warned
-from headrace.orchestration.store.checkpoints import step_of
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
+from headrace.core.errors import IdentityError
+from headrace.facts.facts import CheckpointSaved, StepTrained, Waited, Warned
+from headrace.loop.checkpoints import step_of
+from headrace.loop.snapshots import load_controller
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_trainer import FakeTrainer
 
 SLOW = {"seconds_per_step": 1.0, "capture_seconds": 0.25}
 

@@ -18,11 +18,11 @@ from beside import until
 from tiny_run import Config, of, tiny_config, until_noted, when_step
 
 import headrace
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError, WorkerDied
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import Evaluated, RunEnded, WorkerLost
-from headrace.observe.records import StepRow
+from headrace.facts.facts import Evaluated, RunEnded, WorkerLost
+from headrace.facts.records import StepRow
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,14 @@ import pytest
 from tiny_run import Config, tiny_config
 
 import headrace
-from headrace.config import load_config
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
-from headrace.orchestration.teaching import PlannedTeacher, _text_teacher
-from headrace.types import Prompt
+from headrace.run.config import load_config
+from headrace.run.rehearse import Rehearsal, rehearse
+from headrace.run.teaching import PlannedTeacher, _text_teacher
+from headrace.testing.fake_engine import FakeEngine
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"

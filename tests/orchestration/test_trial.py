@@ -19,19 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.reports import TrialScores
+from headrace.core.types import Completion, VersionSpan
+from headrace.core.weights import trial_version
+from headrace.facts.facts import IdentityChecked, TrialChecked
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.identity import ROUNDING, IdentityProbe, pieces_of
 from headrace.models.lora import LoraConfig
-from headrace.observe.facts import IdentityChecked, TrialChecked
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.identity import ROUNDING, IdentityProbe, pieces_of
-from headrace.reports import TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import Trial, hypotheses, kind_of
-from headrace.types import Completion, VersionSpan
-from headrace.weights import trial_version
 
 TRIAL = trial_version(0)
 

@@ -25,65 +25,65 @@ from bus_world import Fleet, bus_world
 from fake_world import FakeWorld
 
 import headrace
-from headrace.config import RunConfig, load_config
+from headrace.core.errors import IdentityError, StalledError
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Job
+from headrace.core.types import Completion, Episode, Prompt, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.errors import IdentityError, StalledError
-from headrace.observe.facts import Waited, Warned
-from headrace.observe.health import stacks
-from headrace.observe.health.family import Child, Family, family
-from headrace.observe.health.live_status import read_live
-from headrace.observe.health.own_stacks import VARIABLE
-from headrace.observe.health.patience import Starvation
-from headrace.observe.health.snapshot import blame
-from headrace.observe.health.waits import Lasting, Waits, counted
-from headrace.observe.health.waits import Testimony as Told
-from headrace.observe.health.watchdog import STALLED, Watchdog
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, build, open_telemetry
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.evaluation import Evaluator
-from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.loops.utilisation import Utilisation
-from headrace.orchestration.pools import open_pools
-from headrace.orchestration.python_inputs import NO_INPUTS
-from headrace.orchestration.runs.session import Session, report_unhandled
-from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
-from headrace.orchestration.runs.train_call import TrainCall
-from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
-from headrace.orchestration.user_sites import user_sites
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import Terms
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.placed.cluster import NodeShare
-from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
-from headrace.orchestration.workers.placed.placed import PlacedLauncher
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Job
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.config import RewardConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.scoring.services.config import ServiceConfig
-from headrace.scoring.services.fake_service import ScriptedPost
-from headrace.scoring.teacher.stage import Teacher, TraceScorer
-from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.scoring.services.config import ServiceConfig
+from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer
+from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher
+from headrace.facts.facts import Waited, Warned
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Lasting, Waits, counted
+from headrace.facts.waits import Testimony as Told
+from headrace.loop.evaluation import Evaluator
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.turns import Turns
+from headrace.loop.utilisation import Utilisation
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.health import stacks
+from headrace.processes.health.family import Child, Family, family
+from headrace.processes.health.live_status import read_live
+from headrace.processes.health.own_stacks import VARIABLE
+from headrace.processes.health.patience import Starvation
+from headrace.processes.health.snapshot import blame
+from headrace.processes.health.watchdog import STALLED, Watchdog
+from headrace.processes.joining.greeting import Terms
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.launch.local import LocalLauncher
+from headrace.processes.placed.cluster import NodeShare
+from headrace.processes.placed.placed import PlacedLauncher
+from headrace.run.build import BuiltRun, build, open_telemetry
+from headrace.run.config import RunConfig, load_config
+from headrace.run.pools import open_pools
+from headrace.run.python_inputs import NO_INPUTS
+from headrace.run.session import Session, report_unhandled
+from headrace.run.several import _close, _serve_base, _SeveralRuns
+from headrace.run.teaching import SelfTeaching, TeacherEngines
+from headrace.run.train_call import TrainCall
+from headrace.run.user_sites import user_sites
 from headrace.settings.process_config import EvalConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_cluster import FakeCluster
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_service import ScriptedPost
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -299,7 +299,7 @@ def test_a_witness_that_fails_does_not_save_the_wait():
 def named_waits() -> set[tuple[str, str]]:
     """(owner, what) of every wait in the package, read from its source. What is not literal in an f-string becomes `*`.
 
-    The simulations play stalls of their own, in `plan/` and `faultsim/`.
+    The simulations play stalls of their own, in `commands/plan/` and `testing/faultsim/`.
     """
     found = set()
     for path in (path for path in PACKAGE.rglob("*.py") if not {"plan", "faultsim"} & set(path.parts)):
@@ -698,7 +698,7 @@ def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.C
 
 HANGS = """
 import re, sys, threading, time
-from headrace.observe.health.own_stacks import answer_signals
+from headrace.processes.health.own_stacks import answer_signals
 
 def sleeps():
     time.sleep(100)
@@ -979,8 +979,8 @@ def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) 
 BLOCKED = """
 import asyncio, ctypes, os, signal, sys, time
 from pathlib import Path
-from headrace.observe.health.waits import Waits
-from headrace.observe.health.watchdog import Watchdog
+from headrace.facts.waits import Waits
+from headrace.processes.health.watchdog import Watchdog
 
 def blocks():
     time.sleep(60)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from docs import messages
-from headrace.observe.diagnosis.advice import RULES
-from headrace.orchestration.loops import budgets
+from headrace.facts.diagnosis.advice import RULES
+from headrace.loop import budgets
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = messages.quoted(PAGE)

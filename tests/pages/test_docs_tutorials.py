@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.config import load_config, read_config
+from headrace.run.config import load_config, read_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]

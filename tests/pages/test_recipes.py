@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main
-from headrace.config import load_config
-from headrace.errors import ConfigError
-from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
+from headrace.core.errors import ConfigError
+from headrace.run.config import load_config
+from headrace.run.rehearse import Rehearsal, rehearse
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = sorted(folder for folder in (ROOT / "recipes").iterdir() if folder.is_dir())

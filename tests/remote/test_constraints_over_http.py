@@ -14,18 +14,18 @@ import torch
 from served import answering
 from test_native_engine import save_model
 
+from headrace.core.types import Completion, Constraint, Request, Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world.world import FactList
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.start import opened
-from headrace.simulate.world import FactList
-from headrace.types import Completion, Constraint, Request, Sampling
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import lay_out
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from labelled_engine import SGLANG, VLLM, Kind, request, so_far, until, update
 
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
 from headrace.engine.remote.dialects.labelled import UNLABELLED
 from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.errors import ConfigError, HeadraceError, IdentityError
 
 both = pytest.mark.parametrize("kind", [pytest.param(VLLM, id="vllm"), pytest.param(SGLANG, id="sglang")])
 

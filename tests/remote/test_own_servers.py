@@ -14,9 +14,9 @@ from server_processes import servers
 from tiny_run import at_steps, of, tiny_config, until_noted
 
 import headrace
-from headrace.errors import ConfigError
-from headrace.observe.facts import IdentityChecked, MemberMoved, RunEnded, WorkerLost
-from headrace.observe.records import StepRow
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import IdentityChecked, MemberMoved, RunEnded, WorkerLost
+from headrace.facts.records import StepRow
 
 
 def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[str, Any]:

@@ -14,24 +14,24 @@ import pytest
 from labelled_engine import so_far, until
 from served import answering
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.errors import ConfigError, IdentityError, WorkerDied
+from headrace.core.reports import Capabilities, EngineStats
+from headrace.core.steps import StepOutput
+from headrace.core.types import Fork, Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine, _load_missing, check_state
-from headrace.errors import ConfigError, IdentityError, WorkerDied
+from headrace.facts.facts import WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
-from headrace.observe.facts import WorkerLost
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import Capabilities, EngineStats
 from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
-from headrace.simulate.world import FactList
-from headrace.steps import StepOutput
-from headrace.types import Fork, Request, Sampling
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
-from headrace.weights import AdapterSpec, WeightUpdate
 
 LENGTH, ENDLESS = 60, 10_000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import load_config, teacher_engine
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig, engine_problems
-from headrace.errors import ConfigError
-from headrace.scoring.teacher.config import TeacherConfig
+from headrace.episodes.scoring.teacher.config import TeacherConfig
+from headrace.run.config import load_config, teacher_engine
 
 URL = "http://127.0.0.1:8000"
 SERVER = EngineConfig(kind="headrace", urls=(URL,))

@@ -28,7 +28,10 @@ def traceback(exception: str, source: str = "work()") -> str:
             traceback("OSError: [Errno 28] No space left") + "INFO:     Shutting down\n",
             "OSError: [Errno 28] No space left",
         ),
-        (traceback("headrace.errors.ConfigError: no such model") + "warnings.warn(\n", "ConfigError: no such model"),
+        (
+            traceback("headrace.core.errors.ConfigError: no such model") + "warnings.warn(\n",
+            "ConfigError: no such model",
+        ),
         (traceback("AssertionError"), "AssertionError"),
         (
             traceback("KeyError: 'x'")

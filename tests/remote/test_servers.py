@@ -26,8 +26,8 @@ from tiny_run import tiny_config
 import headrace
 from headrace import cli
 from headrace.commands.installed.doctor import engine_findings
-from headrace.config import dump_config, load_config
-from headrace.deaths import FORGIVEN
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.reports import Capabilities, EngineStats
 from headrace.engine.config import EngineConfig
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
@@ -37,12 +37,12 @@ from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import cannot_reload, look, places, require
 from headrace.engine.servers.server_process import ServerProcess
-from headrace.errors import ConfigError, WorkerDied
+from headrace.loop.world import virtual_time
 from headrace.models.lora import LoraConfig
-from headrace.rehearsal.shape import read_shape
-from headrace.reports import Capabilities, EngineStats
+from headrace.processes.deaths import FORGIVEN
+from headrace.run.config import dump_config, load_config
+from headrace.run.rehearsal.shape import read_shape
 from headrace.settings.interpreters import Found
-from headrace.simulate import virtual_time
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys, time

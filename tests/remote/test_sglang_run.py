@@ -12,8 +12,8 @@ from server_processes import checked_run, config_for, serving, sglang
 from tiny_run import at_steps, of, until_noted
 
 import headrace
-from headrace.errors import ConfigError, IdentityError
-from headrace.observe.facts import WorkerLost
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.facts.facts import WorkerLost
 
 
 @pytest.mark.parametrize("tables", [{"rollout": {"top_p": 0.95}}, {"lora": {"rank": 4}}])

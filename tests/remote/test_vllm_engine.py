@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from labelled_engine import ENDS, LENGTH, VLLM, request, so_far, until, update
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.types import Request, Sampling
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.dialects.vllm_facts import statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.engine.remote.strangers import open_control
-from headrace.serve.fakes.fake_vllm import FakeVllm
-from headrace.types import Request, Sampling
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.servers.fake_vllm import FakeVllm
 
 served, run = VLLM.served, VLLM.run
 

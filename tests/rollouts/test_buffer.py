@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace.batches import Failure, Group
-from headrace.observe.facts import Accounting
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import group, prompt, row
+from headrace.core.batches import Failure, Group
+from headrace.facts.facts import Accounting
+from headrace.loop.buffer import Buffer
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.makers import group, prompt, row
 
 PACED = StalenessConfig(groups_per_step=2, max_lag=1)
 """Four slots."""

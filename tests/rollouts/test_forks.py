@@ -15,23 +15,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Failure, Row
-from headrace.config import load_config
+from headrace.core.batches import Batch, Failure, Row
+from headrace.core.errors import ConfigError
+from headrace.core.playing import EnvironmentKind
+from headrace.core.types import Branch, Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 from headrace.durable.journal import read_steps
-from headrace.engine.fake import FakeEngine
-from headrace.environments.fake import scripted
-from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.playing import EnvironmentKind
-from headrace.rollouts.branching import as_tree, fork_problem, path_to, pivot_of
-from headrace.rollouts.episodes import as_trees, roll_out, with_rewards
-from headrace.rollouts.rollout import ForksConfig, RolloutConfig
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.simulate import virtual_time
+from headrace.episodes.branching import as_tree, fork_problem, path_to, pivot_of
+from headrace.episodes.episodes import as_trees, roll_out, with_rewards
+from headrace.episodes.rollout import ForksConfig, RolloutConfig
+from headrace.episodes.rollout_session import Played, TurnAsked
+from headrace.facts.facts import GroupEnded
+from headrace.loop.snapshots import load_controller
+from headrace.loop.world import virtual_time
+from headrace.run.config import load_config
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_environments import scripted
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Branch, Completion, Episode, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 
 PROMPT = Prompt("p", "?", (1, 2))
 

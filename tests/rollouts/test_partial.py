@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.engine.fake import FakeEngine
-from headrace.observe.facts import GroupEnded, WeightsLive
-from headrace.observe.health.waits import Waits
-from headrace.rollouts.partial import Interrupts, PartialConfig, joined, partial_problems
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.steps import Finished, StepOutput, TokenDetails, Transcript, write_down
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Request, Sampling, SamplingMask, TopLogprobs, VersionSpan
+from headrace.core.steps import Finished, StepOutput, TokenDetails, Transcript, write_down
+from headrace.core.types import Completion, Request, Sampling, SamplingMask, TopLogprobs, VersionSpan
+from headrace.facts.facts import GroupEnded, WeightsLive
+from headrace.facts.waits import Waits
+from headrace.loop.partial import Interrupts, PartialConfig, joined, partial_problems
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
 
 MODES = (
     "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",

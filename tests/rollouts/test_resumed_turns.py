@@ -12,15 +12,15 @@ import pytest
 import tool_chats
 from tool_chats import CALL, WrittenEngine
 
-from headrace.batches import Failure
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Prompt
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.function import open_function
+from headrace.episodes.episodes import Played, roll_out
+from headrace.episodes.notebook import Page
+from headrace.episodes.rollout_session import TurnAsked
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played, roll_out
-from headrace.rollouts.notebook import Page
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Prompt
 
 ENV = '''
 import asyncio, os, time

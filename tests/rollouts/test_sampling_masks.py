@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.sampling_masks import decode_set, encode_set, joined_masks, shortened_mask
-from headrace.types import SamplingMask
+from headrace.core.sampling_masks import decode_set, encode_set, joined_masks, shortened_mask
+from headrace.core.types import SamplingMask
 
 VOCABULARY = 77
 Left = frozenset[int] | None

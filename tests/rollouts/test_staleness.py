@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.batches import Group, Row
-from headrace.engine.fake import FakeEngine
-from headrace.observe.facts import GroupEnded, StepTrained
-from headrace.rollouts.staleness import StalenessConfig, first_version, judge
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Prompt, RolloutKey
+from headrace.core.batches import Group, Row
+from headrace.core.types import Prompt, RolloutKey
+from headrace.facts.facts import GroupEnded, StepTrained
+from headrace.loop.staleness import StalenessConfig, first_version, judge
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
 
 
 def _kept_lags(world: FakeWorld) -> list[int]:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from headrace.algo.advantage.training_rows import rows_of
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played, RolloutSession, TurnAsked
-from headrace.types import Completion, Prompt, RoutingTrace, Scored, VersionSpan
+from headrace.core.playing import Limits
+from headrace.core.types import Completion, Prompt, RoutingTrace, Scored, VersionSpan
+from headrace.episodes.rollout_session import Played, RolloutSession, TurnAsked
 
 TURNS, LAYERS, K = 10, 3, 2
 PROMPT = Prompt("p", "?", (1, 2, 3))

@@ -15,8 +15,8 @@ from tiny_run import HOLD, hold, kill_when, of, release, tiny_config
 import headrace
 from headrace.commands.running.gateway_command import use_gateway
 from headrace.durable.journal import read_steps
-from headrace.environments.kinds import ADDRESS_FILE
-from headrace.observe.facts import Evaluated, GroupEnded
+from headrace.episodes.environments.kinds import ADDRESS_FILE
+from headrace.facts.facts import Evaluated, GroupEnded
 
 AGENT = (
     HOLD

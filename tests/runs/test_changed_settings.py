@@ -16,13 +16,13 @@ import pytest
 from meant_run import Life, live
 from tiny_run import of
 
-from headrace.config import RunConfig, dump_config, load_config, read_config
+from headrace.core.errors import ConfigError
+from headrace.core.types import RolloutKey
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded, RunEnded, Warned
-from headrace.orchestration.store.resume_rules import CONTENTS, RULES, rule_of
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.types import RolloutKey
+from headrace.facts.facts import GroupEnded, RunEnded, Warned
+from headrace.loop.snapshots import load_controller
+from headrace.run.config import RunConfig, dump_config, load_config, read_config
+from headrace.run.resume_rules import CONTENTS, RULES, rule_of
 
 REWARD = """
 import zlib

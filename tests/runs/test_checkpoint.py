@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import CheckpointError
-from headrace.faultsim.faults import Disk, Fault, Killed
-from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
+from headrace.core.errors import CheckpointError
+from headrace.loop.checkpoints import FILES, Checkpoints, damage
+from headrace.testing.faultsim.faults import Disk, Fault, Killed
 
 
 def _save(checkpoints: Checkpoints, step: int, content: bytes = b"x" * 1000) -> Path:

@@ -23,7 +23,11 @@ from hypothesis import strategies as st
 from journal_frames import frames_of, places_of, put_frames, spoil
 
 from headrace import cli
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.reports import TrainReport
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Prompt, SamplingMask
 from headrace.durable import spelling
 from headrace.durable.atomic_files import AppendFile
 from headrace.durable.journal import (
@@ -47,12 +51,8 @@ from headrace.durable.journal import (
 )
 from headrace.durable.pass_log import PassLog, PassNote, discard_passes, read_passes
 from headrace.durable.segments import HEAD, JOURNAL, SEGMENT, framed, index_of, read_index, segments_of
-from headrace.errors import ConfigError, HeadraceError
-from headrace.faultsim.faults import Disk, Fault, Killed
-from headrace.observe.facts import StepTrained
-from headrace.reports import TrainReport
-from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, SamplingMask
+from headrace.facts.facts import StepTrained
+from headrace.testing.faultsim.faults import Disk, Fault, Killed
 
 FACTS = list(FactStream(steps=3, groups=2, size=2, tokens=4).facts())
 RECORDS: tuple[AnyRecord, ...] = (
@@ -686,7 +686,7 @@ def test_a_disk_that_fills_leaves_whole_records_and_their_numbers(tmp_path: Path
     script = """
 import resource, signal, sys
 from pathlib import Path
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 from headrace.durable.journal import Journal, LiveRecord
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """C7 with real processes: kill -9 anywhere, again and again, and nothing is lost, trained twice, or otherwise than without.
 
-First the simulated run of `headrace/faultsim/lives.py` in forked children with real files, hundreds of kills; then whole runs of
+First the simulated run of `headrace/testing/faultsim/lives.py` in forked children with real files, hundreds of kills; then whole runs of
 the tiny model, in which engine, trainer, controller or all of them are killed. `HEADRACE_KILLS=300` sets how many of the latter
 the slow test makes.
 """
@@ -23,13 +23,13 @@ from kill_child import FINISHED, live
 from tiny_run import tiny_config, workers_of
 
 from headrace.durable.journal import end_of_journal, read_steps
-from headrace.faultsim.case import Case
-from headrace.faultsim.checks import RunHistory
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.lives import trial
-from headrace.faultsim.oracles import trained_in
-from headrace.observe.facts import RunEnded
-from headrace.observe.records import read_metrics
+from headrace.facts.facts import RunEnded
+from headrace.facts.records import read_metrics
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.checks import RunHistory
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.lives import trial
+from headrace.testing.faultsim.oracles import trained_in
 
 # --- the simulated run, and its files -----------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from tiny_run import Config, of, tiny_config
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.errors import CheckpointError, ConfigError
-from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive
-from headrace.observe.records import StepRow
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
+from headrace.facts.records import StepRow
 
 
 @pytest.fixture(scope="session")

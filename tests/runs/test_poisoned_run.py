@@ -11,7 +11,7 @@ import pytest
 from pseudo_terminal import POISON, in_terminal, is_unsafe, obeyed
 from tiny_run import tiny_config
 
-from headrace.config import dump_config, load_config
+from headrace.run.config import dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

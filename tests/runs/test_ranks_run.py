@@ -18,10 +18,10 @@ from tiny_run import Config, at_steps, of, ranks_of, tiny_config, weights_of
 import headrace
 from headrace import cli
 from headrace.commands.again.replay import replay
-from headrace.config import dump_config, load_config
+from headrace.core.errors import WorkerDied
 from headrace.durable.journal import count_steps
-from headrace.errors import WorkerDied
-from headrace.observe.facts import RunEnded, StepTrained
+from headrace.facts.facts import RunEnded, StepTrained
+from headrace.run.config import dump_config, load_config
 
 STEPS = 6
 

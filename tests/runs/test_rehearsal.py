@@ -15,27 +15,27 @@ from tiny_run import tiny_config
 import headrace
 from headrace import cli
 from headrace.algo.config import AlgoConfig
-from headrace.config import RunConfig, dump_config, load_config
+from headrace.core.errors import ConfigError
 from headrace.durable.journal import LiveRecord
 from headrace.engine.config import EngineConfig
-from headrace.errors import ConfigError
+from headrace.episodes.tasks.config import TaskConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
 from headrace.native.free_memory import GIB, gib
-from headrace.orchestration.build import build_task
-from headrace.orchestration.python_inputs import with_python_inputs
-from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
-from headrace.rehearsal import memory_needs
-from headrace.rehearsal.machine import Machine
-from headrace.rehearsal.memory_needs import MemoryPlan, needs, notes, refusals
-from headrace.rehearsal.place import place_problem
-from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
-from headrace.rehearsal.shape import ModelShape, read_shape
-from headrace.rehearsal.words import algorithm, page
+from headrace.run.build import build_task
+from headrace.run.config import RunConfig, dump_config, load_config
+from headrace.run.python_inputs import with_python_inputs
+from headrace.run.rehearsal import memory_needs
+from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearsal.memory_needs import MemoryPlan, needs, notes, refusals
+from headrace.run.rehearsal.place import place_problem
+from headrace.run.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
+from headrace.run.rehearsal.shape import ModelShape, read_shape
+from headrace.run.rehearsal.words import algorithm, page
+from headrace.run.rehearse import Rehearsal, rehearse
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
 from headrace.settings.user_code import defines
-from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 
 Config = dict[str, Any]

@@ -19,14 +19,14 @@ from test_lora_run import loud_llama  # noqa: F401
 from tiny_run import Config, at_steps, of, tiny_config, trained_steps, when_step, workers_of
 
 import headrace
-from headrace.config import load_config
-from headrace.deaths import FORGIVEN
-from headrace.errors import WorkerDied
-from headrace.observe.facts import RunEnded, RunStarted, Warned
-from headrace.observe.records import StepRow
-from headrace.orchestration.python_inputs import NO_INPUTS
-from headrace.orchestration.runs.hosting import Errands, host
-from headrace.orchestration.runs.train_call import TrainCall
+from headrace.core.errors import WorkerDied
+from headrace.facts.facts import RunEnded, RunStarted, Warned
+from headrace.facts.records import StepRow
+from headrace.processes.deaths import FORGIVEN
+from headrace.run.config import load_config
+from headrace.run.hosting import Errands, host
+from headrace.run.python_inputs import NO_INPUTS
+from headrace.run.train_call import TrainCall
 
 
 @pytest.fixture

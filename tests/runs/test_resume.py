@@ -1,6 +1,6 @@
 """Going on with a run: everything is read and checked before anything is changed, and killed in between it can be done again.
 
-The runs are those of the simulation (`headrace/faultsim/lives.py`), with settings put beside them: no model is loaded.
+The runs are those of the simulation (`headrace/testing/faultsim/lives.py`), with settings put beside them: no model is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from tiny_run import Config, of, tiny_config
 
 import headrace
 from headrace.commands.looking.status import report as status
-from headrace.config import RunConfig, dump_config, read_config
+from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.core.reports import TrainReport
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Prompt, Request, RolloutKey, Sampling
 from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import (
     AnyRecord,
@@ -33,20 +36,17 @@ from headrace.durable.journal import (
     read_steps,
 )
 from headrace.durable.pass_log import PassLog, read_passes
-from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.faultsim.faults import Disk, Fault, Killed
-from headrace.faultsim.lives import Case
-from headrace.observe.facts import RunEnded, TicketDrawn, Warned
-from headrace.observe.records import METRICS, StepRow
-from headrace.orchestration.runs.lane import Lane, open_lane
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, _begun, read_saved_run
-from headrace.orchestration.store.resume_rules import changes, meaning
-from headrace.orchestration.store.run_directory import RunDirectory, configs_until
-from headrace.orchestration.store.snapshots import ControllerState, load_controller
-from headrace.reports import TrainReport
-from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, Request, RolloutKey, Sampling
+from headrace.facts.facts import RunEnded, TicketDrawn, Warned
+from headrace.facts.records import METRICS, StepRow
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.recovery import SavedRun, _begun, read_saved_run
+from headrace.loop.snapshots import ControllerState, load_controller
+from headrace.run.config import RunConfig, dump_config, read_config
+from headrace.run.lane import Lane, open_lane
+from headrace.run.resume_rules import changes, meaning
+from headrace.run.run_directory import RunDirectory, configs_until
+from headrace.testing.faultsim.faults import Disk, Fault, Killed
+from headrace.testing.faultsim.lives import Case
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 

@@ -19,24 +19,24 @@ from hypothesis import strategies as st
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace import rewards
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Failure, Group
-from headrace.errors import TrainingError
-from headrace.observe.facts import GroupEnded, RunEnded, Warned
-from headrace.observe.numbers.fates import Histogram
-from headrace.observe.records import StepRow
-from headrace.orchestration.loops.evaluation import _standard_error
-from headrace.rewards import LARGEST, number_of
-from headrace.rollouts import episodes as episodes_module
-from headrace.rollouts.episodes import with_rewards
-from headrace.rollouts.rollout_session import Played
-from headrace.scoring import job, reward_scorer
-from headrace.scoring.config import RewardConfig
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core import rewards
+from headrace.core.batches import Failure, Group
+from headrace.core.errors import TrainingError
+from headrace.core.rewards import LARGEST, number_of
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes import episodes as episodes_module
+from headrace.episodes.episodes import with_rewards
+from headrace.episodes.rollout_session import Played
+from headrace.episodes.scoring import job, reward_scorer
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.facts.facts import GroupEnded, RunEnded, Warned
+from headrace.facts.numbers.fates import Histogram
+from headrace.facts.records import StepRow
+from headrace.loop.evaluation import _standard_error
 
 PROMPT = Prompt("p", "?", (1, 2))
 STRANGE = [

@@ -21,9 +21,7 @@ from tiny_run import Config, at_steps, of, tiny_config, trained_steps, until_not
 
 import headrace
 from headrace import cli
-from headrace.config import dump_config, load_config
-from headrace.durable.journal import read_steps
-from headrace.errors import (
+from headrace.core.errors import (
     CheckpointError,
     ConfigError,
     HeadraceError,
@@ -31,7 +29,8 @@ from headrace.errors import (
     StalledError,
     WorkerDied,
 )
-from headrace.observe.facts import (
+from headrace.durable.journal import read_steps
+from headrace.facts.facts import (
     CheckpointSaved,
     Evaluated,
     GroupEnded,
@@ -41,10 +40,11 @@ from headrace.observe.facts import (
     Warned,
     WorkerLost,
 )
-from headrace.observe.records import StepRow
-from headrace.orchestration.loops.identity import ROUNDING
-from headrace.orchestration.loops.utilisation import LAST_WORD
-from headrace.orchestration.store.snapshots import load_controller
+from headrace.facts.records import StepRow
+from headrace.loop.identity import ROUNDING
+from headrace.loop.snapshots import load_controller
+from headrace.loop.utilisation import LAST_WORD
+from headrace.run.config import dump_config, load_config
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def command(config: Config, tmp_path: Path, *more: str) -> list[str]:
 
 
 def headrace_toml(config: Config) -> str:
-    from headrace.config import dump_config, load_config
+    from headrace.run.config import dump_config, load_config
 
     return dump_config(load_config(config))
 
@@ -404,7 +404,7 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
 NEVER_LOADS = """
 import os, sys, time
 parent = os.getppid()
-while "headrace.orchestration.workers.fork_server" in sys.orig_argv and os.getppid() == parent:
+while "headrace.run.worker.fork_server" in sys.orig_argv and os.getppid() == parent:
     time.sleep(0.05)
 """
 """A `sitecustomize.py` with which workers are never ready: the process that they are forked from does not begin with its imports."""

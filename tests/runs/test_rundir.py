@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tiny_run import tiny_config
 
-from headrace.config import RunConfig, load_config
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.durable.atomic_files import full_disk_as_error
-from headrace.errors import ConfigError, HeadraceError
-from headrace.faultsim.faults import Disk, Fault
-from headrace.observe.facts import Warned
-from headrace.observe.health.watchdog import Watchdog
-from headrace.observe.records import read_metrics
-from headrace.orchestration.runs.lane import open_lane
-from headrace.orchestration.store.run_directory import RunDirectory
+from headrace.facts.facts import Warned
+from headrace.facts.records import read_metrics
+from headrace.processes.health.watchdog import Watchdog
+from headrace.run.config import RunConfig, load_config
+from headrace.run.lane import open_lane
+from headrace.run.run_directory import RunDirectory
+from headrace.testing.faultsim.faults import Disk, Fault
 
 
 def _start(config: RunConfig) -> None:

@@ -15,11 +15,11 @@ from tiny_run import Config, of
 
 import headrace
 from headrace import cli
-from headrace.config import dump_config, load_config
+from headrace.core.errors import ConfigError, TrainingError
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError, TrainingError
-from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
-from headrace.observe.records import StepRow
+from headrace.facts.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
+from headrace.facts.records import StepRow
+from headrace.run.config import dump_config, load_config
 
 
 @pytest.fixture

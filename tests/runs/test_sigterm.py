@@ -17,8 +17,8 @@ from test_run import NEVER_LOADS, command
 from tiny_run import Config, of, tiny_config, when_step, workers_of
 
 import headrace
-from headrace.observe.facts import CheckpointSaved, RunEnded
-from headrace.orchestration.runs.hosting import TERMINATED, Termination, complete
+from headrace.facts.facts import CheckpointSaved, RunEnded
+from headrace.run.hosting import TERMINATED, Termination, complete
 
 LINE = "headrace: SIGTERM: the run ends after this step, with a checkpoint, or without one in "
 
@@ -164,7 +164,7 @@ def test_a_handler_of_the_caller_stays() -> None:
 
 WORKER = """
 import os, signal, subprocess, sys, time
-from headrace.observe.health.orphans import leave_sigterm_to_controller
+from headrace.processes.health.orphans import leave_sigterm_to_controller
 leave_sigterm_to_controller()
 os.kill(os.getpid(), signal.SIGTERM)
 forked = os.fork()

@@ -14,17 +14,17 @@ import pytest
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.auto.share import _descendants
-from headrace.errors import ConfigError
-from headrace.observe.facts import WeightsLive
-from headrace.observe.screen import start_line
-from headrace.observe.screen.start_line import StartSteps
-from headrace.orchestration import build as building
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.runs import rehearse as rehearsing
-from headrace.orchestration.workers.launch import preloaded
-from headrace.scoring import functions
-from headrace.scoring.workers import processes
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring import functions
+from headrace.episodes.scoring.workers import processes
+from headrace.facts.facts import WeightsLive
+from headrace.processes.launch import preloaded
+from headrace.run import build as building
+from headrace.run import rehearse as rehearsing
+from headrace.run.auto.share import _descendants
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.views.screen import start_line
+from headrace.views.screen.start_line import StartSteps
 
 
 def test_everything_of_the_user_is_loaded_once(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.chat.streamed_text import StreamedText
+from headrace.core.chat.streamed_text import StreamedText
 from headrace.durable.journal import read_steps
 from headrace.engine.native.sampling.stopping import Stopper
-from headrace.observe.records import StepRow
+from headrace.facts.records import StepRow
 
 PIECES = ["t", "he", "then", "e", "ab", "abc", "🙂", "日本", "\u0301", " ", "x"]
 """What tokens decode to, as far as they are whole characters."""

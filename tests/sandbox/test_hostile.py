@@ -12,9 +12,9 @@ import pytest
 from beside import until
 from processes import alive
 
-from headrace.sandbox.isolation import examine_isolation
-from headrace.sandbox.sandbox import Sandbox, SandboxLost
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox.isolation import examine_isolation
+from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 
 LIMITS = SandboxLimits(cpu_seconds=2, seconds=20.0, memory=256 << 20, disk=2 << 20, files=8, threads=64, output=10_000)
 
@@ -153,7 +153,7 @@ def test_files_on_the_disk_are_watched():
 
 def test_no_process_outlives_its_caller():
     code = (
-        "import os, threading, time\nfrom headrace.sandbox.sandbox import Sandbox, SandboxLimits\n"
+        "import os, threading, time\nfrom headrace.episodes.sandbox.sandbox import Sandbox, SandboxLimits\n"
         f"own = Sandbox({LIMITS._replace(seconds=1000.0)})\n"
         "threading.Thread(target=own.run, args=('import time\\ntime.sleep(1000)',), daemon=True).start()\n"
         "print('ready', flush=True)\ntime.sleep(1000)"

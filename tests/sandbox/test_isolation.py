@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.sandbox import sandbox as sandboxes
-from headrace.sandbox.config import Isolation
-from headrace.sandbox.isolation import KINDS, examine_isolation, refuse_missing
-from headrace.sandbox.kernel import landlock, seccomp
-from headrace.sandbox.sandbox_limits import DEFAULT
+from headrace.core.errors import ConfigError
+from headrace.episodes.sandbox import sandbox as sandboxes
+from headrace.episodes.sandbox.config import Isolation
+from headrace.episodes.sandbox.isolation import KINDS, examine_isolation, refuse_missing
+from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT
 
 pytestmark = pytest.mark.skipif(
     not (landlock.version() and seccomp.known()), reason="the kernel has no Landlock or no filters"
@@ -35,8 +35,8 @@ LACKING = {
 def lack(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Makes the processes that make calls those of a machine that lacks something."""
     program = (
-        "import sys; from headrace.sandbox import private_directory, zygote; from headrace.sandbox.inside import confine; "
-        f"from headrace.sandbox.kernel import landlock, seccomp, thread_gate; {change}; zygote.main(sys.argv[1:])"
+        "import sys; from headrace.episodes.sandbox import private_directory, zygote; from headrace.episodes.sandbox.inside import confine; "
+        f"from headrace.episodes.sandbox.kernel import landlock, seccomp, thread_gate; {change}; zygote.main(sys.argv[1:])"
     )
     monkeypatch.setattr(sandboxes, "_ZYGOTE", ("-P", "-c", program))
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from headrace.commands.installed.doctor import sandbox_findings
-from headrace.config import load_config
-from headrace.environments.workers.environment_pool import check_function
-from headrace.environments.workers.process import FunctionSettings
-from headrace.errors import ConfigError
-from headrace.sandbox.config import SandboxConfig
-from headrace.sandbox.isolation import KINDS, IsolationFound, isolation_problem
-from headrace.sandbox.sandbox import Sandbox
-from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
-from headrace.sandbox.tool import run_python
-from headrace.scoring.config import RewardConfig
-from headrace.scoring.extract import code_block
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.environments.workers.environment_pool import check_function
+from headrace.episodes.environments.workers.process import FunctionSettings
+from headrace.episodes.sandbox.config import SandboxConfig
+from headrace.episodes.sandbox.isolation import KINDS, IsolationFound, isolation_problem
+from headrace.episodes.sandbox.sandbox import Sandbox
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.episodes.sandbox.tool import run_python
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.extract import code_block
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.run.config import load_config
 from tests.sandbox.test_hostile import LIMITS, pytestmark  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.sandbox.kernel import seccomp
+from headrace.episodes.sandbox.kernel import seccomp
 
 PID = 4242
 HEADERS = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batches import Failure
-from headrace.sandbox.sandbox import Sandbox
-from headrace.sandbox.sandbox_limits import DEFAULT
-from headrace.scoring.unit_tests import load_unit_tests
+from headrace.core.batches import Failure
+from headrace.episodes.sandbox.sandbox import Sandbox
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT
+from headrace.episodes.scoring.unit_tests import load_unit_tests
 from tests.sandbox.test_hostile import pytestmark  # noqa: F401
 
 KEPT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("styles_of_tests.toml").read_text())

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.batches import Failure
-from headrace.config import load_config
-from headrace.errors import ConfigError
-from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.job import Effort, ScoringJob, Values
-from headrace.scoring.parts.comparing import compared, pairs_of, win_rates
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.scoring.services.config import JudgeConfig, ServiceConfig
-from headrace.scoring.services.endpoint import BadAnswer
-from headrace.scoring.services.fake_service import FakeService, ScriptedPost
-from headrace.scoring.services.judge import rewards_of_ranks
-from headrace.scoring.services.judge_answers import read_ranking, read_score, read_verdict
-from headrace.simulate import virtual_time
-from headrace.types import Scored
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Scored
+from headrace.episodes.scoring.config import RewardConfig, RewardSpec
+from headrace.episodes.scoring.job import Effort, ScoringJob, Values
+from headrace.episodes.scoring.parts.comparing import compared, pairs_of, win_rates
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.scoring.services.config import JudgeConfig, ServiceConfig
+from headrace.episodes.scoring.services.endpoint import BadAnswer
+from headrace.episodes.scoring.services.judge import rewards_of_ranks
+from headrace.episodes.scoring.services.judge_answers import read_ranking, read_score, read_verdict
+from headrace.loop.world import virtual_time
+from headrace.run.config import load_config
+from headrace.testing.fake_service import FakeService, ScriptedPost
 from tests.scoring.test_services import MINIMAL, PROMPT, episode, failures, rewards
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.scoring.extract import last_number
+from headrace.episodes.scoring.extract import last_number
 
 VALUES = {
     "": "", "none": "", "so 1,234.": "1234", "a\n12\n": "12", "The answer is 1,234.": "1234", "$1,234.00": "1234.00", "1,234,567": "1234567",

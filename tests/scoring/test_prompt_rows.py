@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from tool_chats import HERMES, PLAIN, save_tokenizer
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.prompts import RemarkedTask
+from headrace.episodes.tasks.read import read_rows
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.build import build_task
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.prompts import RemarkedTask
-from headrace.tasks.read import read_rows
-from headrace.types import Prompt
+from headrace.run.build import build_task
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.batches import Failure
-from headrace.scoring.job import ScoringJob
-from headrace.scoring.parts.score_log import ScoreLog
+from headrace.core.batches import Failure
+from headrace.episodes.scoring.job import ScoringJob
+from headrace.episodes.scoring.parts.score_log import ScoreLog
 
 JOB = ScoringJob("2 + 2?", ("4", "5"), ((1,), (2,)), {"answer": "4"})
 OTHER: dict[str, Any] = {

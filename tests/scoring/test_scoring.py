@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 from processes import gone
 from pydantic import ValidationError
 
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.observe.health.user_prints import LOG, SCREEN
-from headrace.scoring.builtin import reasoning_gym_reward
-from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
-from headrace.scoring.extract import answer_tag
-from headrace.scoring.fake import FakeScorer
-from headrace.scoring.job import Effort, read_values
-from headrace.scoring.overlong import punished, soft_overlong_punishment
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.simulate import virtual_time
-from headrace.tasks.reasoning_gym import columns_of
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.builtin import reasoning_gym_reward
+from headrace.episodes.scoring.config import OverlongConfig, RewardConfig, RewardSpec
+from headrace.episodes.scoring.extract import answer_tag
+from headrace.episodes.scoring.job import Effort, read_values
+from headrace.episodes.scoring.overlong import punished, soft_overlong_punishment
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.tasks.reasoning_gym import columns_of
+from headrace.loop.world import virtual_time
+from headrace.processes.health.user_prints import LOG, SCREEN
+from headrace.testing.fake_scorer import FakeScorer
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
 
@@ -713,9 +713,9 @@ def starts(completions):
 """)
     code = f"""
 import asyncio, pathlib
-from headrace.sandbox.sandbox_limits import DEFAULT
-from headrace.scoring.workers.processes import WorkerProcess
-from headrace.scoring.job import ScoringJob
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT
+from headrace.episodes.scoring.workers.processes import WorkerProcess
+from headrace.episodes.scoring.job import ScoringJob
 async def main():
     worker = WorkerProcess([DEFAULT.as_text(), "{file}:starts"], None)
     await worker.start()

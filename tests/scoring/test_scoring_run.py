@@ -14,13 +14,13 @@ from tiny_run import of, tiny_config
 
 import headrace
 from headrace.commands.again import replay
+from headrace.core.errors import ConfigError
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError
-from headrace.observe.facts import ScorerAsked
-from headrace.observe.records import StepRow
-from headrace.observe.screen.console import Console
-from headrace.scoring.parts.score_log import SCORES
-from headrace.scoring.services.fake_service import FakeService
+from headrace.episodes.scoring.parts.score_log import SCORES
+from headrace.facts.facts import ScorerAsked
+from headrace.facts.records import StepRow
+from headrace.testing.fake_service import FakeService
+from headrace.views.screen.console import Console
 from tests.scoring.test_judges import by_length
 from tests.scoring.test_services import lengths
 

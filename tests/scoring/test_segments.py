@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Failure
-from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.parts.segmenting import returns_of, split, token_ends
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.scoring.services.config import ServiceConfig
-from headrace.scoring.services.fake_service import ScriptedPost
-from headrace.simulate import virtual_time
-from headrace.types import Completion, Episode, Scored, Turn, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.types import Completion, Episode, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.config import RewardConfig, RewardSpec
+from headrace.episodes.scoring.parts.segmenting import returns_of, split, token_ends
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.scoring.services.config import ServiceConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_service import ScriptedPost
 from tests.scoring.test_services import PROMPT, failures
 
 PIECES = ["a", "bc", ".\n", "\n", "\n\n", " d", "é", "\n\ne", "\u2603"]

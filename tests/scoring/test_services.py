@@ -13,23 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.batches import Failure
-from headrace.config import check, load_config
-from headrace.errors import ConfigError
-from headrace.observe.facts import ScorerAsked
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.scoring.config import RewardConfig, RewardSpec
-from headrace.scoring.job import Effort, ScoringJob
-from headrace.scoring.parts.score_log import SCORES, ScoreLog
-from headrace.scoring.reward_scorer import RewardScorer
-from headrace.scoring.services.config import ServiceConfig
-from headrace.scoring.services.endpoint import FIRST_PAUSE
-from headrace.scoring.services.fake_service import FakeService, ScriptedPost
-from headrace.scoring.services.service import HttpService
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.config import RewardConfig, RewardSpec
+from headrace.episodes.scoring.job import Effort, ScoringJob
+from headrace.episodes.scoring.parts.score_log import SCORES, ScoreLog
+from headrace.episodes.scoring.reward_scorer import RewardScorer
+from headrace.episodes.scoring.services.config import ServiceConfig
+from headrace.episodes.scoring.services.endpoint import FIRST_PAUSE
+from headrace.episodes.scoring.services.service import HttpService
+from headrace.facts.facts import ScorerAsked
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.run.config import check, load_config
+from headrace.testing.fake_service import FakeService, ScriptedPost
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4"})
 
@@ -173,7 +173,7 @@ def test_an_answer_that_is_none_is_never_a_zero(answer, reason):
         async def post(self, *given: Any) -> Any:
             import msgspec
 
-            from headrace.scoring.services.http_post import HttpAnswer
+            from headrace.episodes.scoring.services.http_post import HttpAnswer
 
             await super().post(*given)
             return HttpAnswer(200, {}, msgspec.json.encode(answer))

@@ -20,15 +20,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Task
+from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable
-from headrace.errors import ConfigError
-from headrace.protocols import Task
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.fake import FakeTask
-from headrace.tasks.reasoning_gym import BY_HASH, ReasoningGymTask
-from headrace.tasks.rows import RowsTask
-from headrace.tasks.seeds import SeedsTask
-from headrace.types import Prompt
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.reasoning_gym import BY_HASH, ReasoningGymTask
+from headrace.episodes.tasks.rows import RowsTask
+from headrace.episodes.tasks.seeds import SeedsTask
+from headrace.testing.fake_task import FakeTask
 
 NONE: Mapping[str, Any] = {}
 ADDING = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.batches import Failure
-from headrace.config import load_config, teacher_engine
-from headrace.engine.fake import FakeEngine
-from headrace.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
-from headrace.observe.facts import Waited
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.teaching import messages_of
-from headrace.scoring.fake import FakeScorer
-from headrace.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score_episode
-from headrace.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
-from headrace.scoring.teacher.vocabulary import vocabulary_problem
+from headrace.core.batches import Failure
+from headrace.core.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
+from headrace.core.types import Completion, Episode, Prompt, Scored, Stop, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
+from headrace.episodes.scoring.teacher.stage import NoReward, Teacher, TraceScorer, score_episode
+from headrace.episodes.scoring.teacher.text_teacher import TextScorer, TextTeacher, with_system
+from headrace.episodes.scoring.teacher.vocabulary import vocabulary_problem
+from headrace.facts.facts import Waited
+from headrace.facts.waits import Waits
+from headrace.run.config import load_config, teacher_engine
+from headrace.run.teaching import messages_of
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
 from headrace.trainer.step.shadow import Shadow
-from headrace.types import Completion, Episode, Prompt, Scored, Stop, Turn, VersionSpan
 from headrace.weight_sync.directory import DirectoryReceiver, offer
-from headrace.weights import WeightUpdate
 
 PROMPT = Prompt("p", "2 + 2?", (7, 8, 9), {"kind": "sum", "level": 2})
 

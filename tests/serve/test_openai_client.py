@@ -13,9 +13,9 @@ import pytest
 from served import faked
 from tool_chats import PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.types import Request
 from headrace.serve.serving import Serving
-from headrace.types import Request
+from headrace.testing.fake_engine import FakeEngine
 
 LONGEST = 300
 WEATHER: Any = {

@@ -16,10 +16,10 @@ from test_openai_client import ASKING, run, saying
 from tool_chats import PLAIN, save_tokenizer, tokens_of
 from transformers import PreTrainedTokenizerFast
 
-from headrace.chat.token_bytes import offsets_of, text_of_bytes
-from headrace.engine.fake import FakeEngine
+from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
 from headrace.models.chat import ChatEncoder
 from headrace.serve.serving import Serving
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
 from headrace.web.unknown_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from served import Client, faked
 
-from headrace.chat.streamed_text import StreamedText
-from headrace.engine.fake import FakeEngine
+from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.serve.following import follow
 from headrace.serve.serving import Serving
-from headrace.simulate.makers import request
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request
 from headrace.web.limits import ServerLimits
-from headrace.weights import AdapterSpec, WeightUpdate
 
 Case = Callable[[Client, Serving], Awaitable[None]]
 LONGEST = 300

@@ -14,11 +14,11 @@ import pytest
 from served import answering, faked
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.fake import FakeEngine
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
 from headrace.serve.start import opened
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 
 CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

@@ -10,7 +10,7 @@ import pytest
 from served import faked
 
 from headrace.cli import main
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.serve.app import ROUTES
 from headrace.serve.config import ServeConfig
 from headrace.settings.secrets import read_token

@@ -13,9 +13,9 @@ from served import faked
 from test_openai_client import ARGUMENTS, ASKING, CALLS, WEATHER, prompt_of, run, saying
 from tool_chats import PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.chat.messages import Message
-from headrace.engine.fake import FakeEngine
+from headrace.core.chat.messages import Message
 from headrace.serve.serving import Serving
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web.errors import Refused
 from headrace.web.formats.stored_responses import StoredResponses
 

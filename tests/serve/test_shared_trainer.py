@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from headrace.algo.tinker import LOSSES
-from headrace.errors import CheckpointError, ConfigError
+from headrace.core.errors import CheckpointError, ConfigError
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedLora, TrainingPass
 from headrace.trainer.shared.config import SharedConfig
 from headrace.trainer.shared.shared_trainer import SharedTrainer

@@ -19,7 +19,6 @@ from msgspec import structs
 from served import faked
 from starlette.applications import Starlette
 
-from headrace.engine.fake import FakeEngine
 from headrace.serve.config import TrainLimits
 from headrace.serve.training import samplers, sessions
 from headrace.serve.training.door import Door
@@ -35,6 +34,7 @@ from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
 from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
 from headrace.serve.training.routes import routes
 from headrace.serve.training.store import Store
+from headrace.testing.fake_engine import FakeEngine
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused, answer_error
 from headrace.web.limits import ServerLimits

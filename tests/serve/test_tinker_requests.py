@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.orchestration.clients.process_shared import StateLost
+from headrace.loop.world import virtual_time
+from headrace.run.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.door import Door
 from headrace.serve.training.futures import FutureAnswer, Futures
@@ -22,7 +23,6 @@ from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
 from headrace.serve.training.models import Model
 from headrace.serve.training.sessions import ClientSession, Sessions
 from headrace.serve.training.store import CheckpointFacts, Store
-from headrace.simulate import virtual_time
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
 from headrace.web.errors import Refused
 

@@ -16,7 +16,7 @@ import pytest
 from served import faked
 from tool_chats import TEMPLATES, save_tokenizer, tokens_of
 
-from headrace.engine.fake import FakeEngine
+from headrace.testing.fake_engine import FakeEngine
 
 PYTHON = os.environ.get("HEADRACE_VERIFIERS_PYTHON") or str(Path(__file__).parents[2] / ".venv-verifiers/bin/python")
 LONGEST = 300

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tinker
 
 from headrace.engine.config import EngineConfig
-from headrace.orchestration.workers.build import open_launcher
+from headrace.run.worker.build import open_launcher
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving

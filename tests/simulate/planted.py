@@ -22,15 +22,15 @@ from pathlib import Path
 import msgspec
 from planted_faults import PLANTED, Planted
 
-from headrace.faultsim.case import Case
+from headrace.testing.faultsim.case import Case
 
 PACKAGE = Path(__file__).resolve().parents[2] / "headrace"
 SCHEDULES = 1500
 
 _HUNT = """
 import json, sys, headrace, msgspec
-from headrace.faultsim.case import Case, case_of
-from headrace.faultsim.fuzz import problem_of
+from headrace.testing.faultsim.case import Case, case_of
+from headrace.testing.faultsim.fuzz import problem_of
 assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
 cases = map(case_of, range(*json.loads(sys.argv[2]))) if sys.argv[2].startswith("[") else [msgspec.json.decode(sys.argv[2], type=Case)]
 for number, case in enumerate(cases, 1):
@@ -42,8 +42,8 @@ for number, case in enumerate(cases, 1):
 
 _HUNT_DAYS = """
 import json, sys, headrace
-from headrace.faultsim.cluster.day import run_day
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
+from headrace.testing.faultsim.cluster.day import run_day
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
 for number, seed in enumerate(range(*json.loads(sys.argv[2])), 1):
     try:

@@ -28,21 +28,21 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
     return Planted(name, file, contract, mistake, ((old, new), *more))
 
 
-LEDGER = "orchestration/loops/ledger.py"
-SAVING = "orchestration/loops/saving.py"
-PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
+LEDGER = "loop/ledger.py"
+SAVING = "loop/saving.py"
+PIPELINE, ROLLING = "loop/pipeline.py", "loop/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
-    "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
+    "loop/recovery.py", "loop/snapshots.py", "loop/checkpoints.py",
 )  # fmt: skip
-CHOOSER = "curriculum/chooser.py"
-SCORE_LOG, ENDPOINT = "scoring/parts/score_log.py", "scoring/services/endpoint.py"
-BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
+CHOOSER = "loop/curriculum/chooser.py"
+SCORE_LOG, ENDPOINT = "episodes/scoring/parts/score_log.py", "episodes/scoring/services/endpoint.py"
+BUFFER, PARTIAL, STALENESS = "loop/buffer.py", "loop/partial.py", "loop/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
 REQUESTS = "engine/fleet/moving_requests.py"
 JOURNAL, SEGMENTS, TICKETS, FILES = (
     "durable/journal.py",
     "durable/segments.py",
-    "observe/numbers/tickets.py",
+    "facts/numbers/tickets.py",
     "durable/atomic_files.py",
 )
 

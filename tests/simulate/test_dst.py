@@ -1,6 +1,6 @@
 """Contracts C1 to C7 under kills, crashes, hangs, lost messages and full disks: the real controller, in virtual time.
 
-`headrace/faultsim/lives.py` says how. Here: thousands of seeds, every bug that was found so (pinned), and bugs that are planted, which
+`headrace/testing/faultsim/lives.py` says how. Here: thousands of seeds, every bug that was found so (pinned), and bugs that are planted, which
 must be found.
 """
 
@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from headrace.durable import pass_log
-from headrace.faultsim.case import MODES, Case, case_of
-from headrace.faultsim.faults import Fault
-from headrace.faultsim.fuzz import fuzz, problem_of, shrunk
-from headrace.faultsim.lives import trial
-from headrace.orchestration.store import recovery
+from headrace.loop import recovery
+from headrace.testing.faultsim.case import MODES, Case, case_of
+from headrace.testing.faultsim.faults import Fault
+from headrace.testing.faultsim.fuzz import fuzz, problem_of, shrunk
+from headrace.testing.faultsim.lives import trial
 
 CHUNKS, SEEDS = 24, 75
 SLOW = range(1, CHUNKS)

@@ -15,21 +15,14 @@ import pytest
 from headrace import cli
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group
-from headrace.config import dump_config, load_config
-from headrace.durable.spelling import encode
-from headrace.errors import ConfigError
-from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, StepRow, read_metrics
-from headrace.plan.answer import PlanRequest, answer
-from headrace.plan.charts import draw
-from headrace.plan.parts.shared_cores import Shared
-from headrace.plan.parts.simulated_trainer import SimulatedTrainer
-from headrace.plan.rates import hardware
-from headrace.plan.rates.calibrate import calibrate
-from headrace.plan.rates.from_run import rates_of_run
-from headrace.plan.rates.hardware import (
+from headrace.commands.plan.answer import PlanRequest, answer
+from headrace.commands.plan.charts import draw
+from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
+from headrace.commands.plan.rates import hardware
+from headrace.commands.plan.rates.calibrate import calibrate
+from headrace.commands.plan.rates.from_run import rates_of_run
+from headrace.commands.plan.rates.hardware import (
     GPUS,
     engine_rates,
     replica_gpus,
@@ -39,18 +32,25 @@ from headrace.plan.rates.hardware import (
     trainer_rates,
     trainer_traffic,
 )
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
-from headrace.plan.rates.shapes import SHAPES, shape_of
-from headrace.plan.reasons import bias, bottleneck
-from headrace.plan.sweep import Option, recommended, sweep
-from headrace.reports import EngineStats, LoadReport, TrainReport
-from headrace.rollouts.branching import as_tree
-from headrace.simulate import virtual_time
-from headrace.simulate.codes import real_tokens
-from headrace.simulate.distributions import fixed, parse
-from headrace.simulate.surroundings import TurnShape
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.commands.plan.rates.shapes import SHAPES, shape_of
+from headrace.commands.plan.reasons import bias, bottleneck
+from headrace.commands.plan.sweep import Option, recommended, sweep
+from headrace.core.batches import Batch, Group
+from headrace.core.errors import ConfigError
+from headrace.core.reports import EngineStats, LoadReport, TrainReport
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
+from headrace.durable.spelling import encode
+from headrace.episodes.branching import as_tree
+from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS, StepRow, read_metrics
+from headrace.loop.world import virtual_time
+from headrace.loop.world.codes import real_tokens
+from headrace.loop.world.distributions import fixed, parse
+from headrace.loop.world.surroundings import TurnShape
+from headrace.run.config import dump_config, load_config
 
 
 def config_of(**sections: dict[str, Any]) -> Any:

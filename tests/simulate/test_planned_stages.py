@@ -14,27 +14,27 @@ import msgspec
 import pytest
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch
-from headrace.config import load_config
-from headrace.plan.answer import Answer, PlanRequest, answer
-from headrace.plan.command import text
-from headrace.plan.measure import predict
-from headrace.plan.parts.engine import SimulatedEngine
-from headrace.plan.parts.shared_cores import Shared
-from headrace.plan.parts.simulated_trainer import SimulatedTrainer
-from headrace.plan.rates import hardware
-from headrace.plan.rates.fits import newly_computed, rotated
-from headrace.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, passes_of, trainer_rates
-from headrace.plan.rates.publish_times import Publishing, time_publishing
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
-from headrace.plan.rates.shapes import SHAPES
-from headrace.plan.scenario import Scenario
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.codes import prompt_tokens
-from headrace.simulate.distributions import fixed
-from headrace.simulate.makers import request, update
+from headrace.commands.plan.answer import Answer, PlanRequest, answer
+from headrace.commands.plan.command import text
+from headrace.commands.plan.measure import predict
+from headrace.commands.plan.parts.engine import SimulatedEngine
+from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
+from headrace.commands.plan.rates import hardware
+from headrace.commands.plan.rates.fits import newly_computed, rotated
+from headrace.commands.plan.rates.hardware import GPUS, PASSES, Gpu, engine_rates, passes_of, trainer_rates
+from headrace.commands.plan.rates.publish_times import Publishing, time_publishing
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.commands.plan.rates.shapes import SHAPES
+from headrace.commands.plan.scenario import Scenario
+from headrace.core.batches import Batch
+from headrace.episodes.rollout import RolloutConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.loop.world.codes import prompt_tokens
+from headrace.loop.world.distributions import fixed
+from headrace.run.config import load_config
+from headrace.testing.makers import request, update
 from headrace.trainer.config import TrainConfig
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)

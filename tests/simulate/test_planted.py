@@ -30,7 +30,7 @@ def test_code_that_has_moved_away_is_said(tmp_path: Path) -> None:
     planted = BY_NAME["no_window"]
     (tmp_path / planted.file).parent.mkdir()
     (tmp_path / planted.file).write_text("# rewritten\n")
-    with pytest.raises(AssertionError, match="no_window: rollouts/buffer.py has this 0 times instead of once"):
+    with pytest.raises(AssertionError, match="no_window: loop/buffer.py has this 0 times instead of once"):
         apply(planted, tmp_path)
 
 

@@ -17,30 +17,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
-from headrace.engine.fake import FakeEngine
-from headrace.errors import ConfigError, IdentityError
-from headrace.observe.facts import StepTrained, WeightsLive
-from headrace.plan.measure import predict
-from headrace.plan.parts.engine import SimulatedEngine
-from headrace.plan.parts.pool import Replicas
-from headrace.plan.parts.shared_cores import Shared
-from headrace.plan.planned import planned_world
-from headrace.plan.rates import fits
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
-from headrace.plan.scenario import Scenario
-from headrace.reports import EngineStats
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig, seed_of
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import distributions, virtual_time
-from headrace.simulate.codes import completion_tokens, prompt_tokens
-from headrace.simulate.distributions import Distribution, empirical, fixed, parse
-from headrace.simulate.makers import request, update
-from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask, TurnShape
-from headrace.simulate.world import FactList
-from headrace.steps import StepOutput, write_down
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Request
+from headrace.commands.plan.measure import predict
+from headrace.commands.plan.parts.engine import SimulatedEngine
+from headrace.commands.plan.parts.pool import Replicas
+from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.rates import fits
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
+from headrace.commands.plan.scenario import Scenario
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.reports import EngineStats
+from headrace.core.steps import StepOutput, write_down
+from headrace.core.types import Completion, Request
+from headrace.episodes.rollout import RolloutConfig, seed_of
+from headrace.facts.facts import StepTrained, WeightsLive
+from headrace.loop.partial import PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import distributions, virtual_time
+from headrace.loop.world.codes import completion_tokens, prompt_tokens
+from headrace.loop.world.distributions import Distribution, empirical, fixed, parse
+from headrace.loop.world.surroundings import SimulatedScorer, SimulatedTask, TurnShape
+from headrace.loop.world.world import FactList
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.makers import request, update
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
 """10 ms a pass, however many run."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace import cli
-from headrace.plan.rates.shapes import SHAPES
-from headrace.plan.rates.travel import (
+from headrace.commands.plan.rates.shapes import SHAPES
+from headrace.commands.plan.rates.travel import (
     CHANGED,
     INDEX_AND_VALUE,
     bytes_per_change,

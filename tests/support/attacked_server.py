@@ -21,23 +21,23 @@ from unittest.mock import AsyncMock
 from fact_stream import write_run
 from served import answering, faked
 
-from headrace.engine.fake import FakeEngine
-from headrace.environments.agents.served_rollouts import talks_of
-from headrace.environments.gateway.gateway import Gateway
+from headrace.core.playing import Limits
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.environments.agents.served_rollouts import talks_of
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.rollout_session import RolloutSession, TurnAsked
 from headrace.models.chat import ChatEncoder
-from headrace.observe.board.board_routes import make_board_app
-from headrace.observe.board.runs_board import RunsBoard
-from headrace.orchestration.fleets.pool_door import SOCKET, PoolDoor
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
+from headrace.processes.joining.listener import Listener
+from headrace.run.fleets.pool_door import SOCKET, PoolDoor
 from headrace.serve.app import make_app
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.door import Door
 from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.routes import routes
 from headrace.serve.training.store import Store
-from headrace.types import Completion, Prompt, VersionSpan
+from headrace.testing.fake_engine import FakeEngine
+from headrace.views.board.board_routes import make_board_app
+from headrace.views.board.runs_board import RunsBoard
 from headrace.web.limits import ServerLimits
 
 CONTEXT = 4000

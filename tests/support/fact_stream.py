@@ -1,4 +1,4 @@
-"""A synthetic but consistent run for the tests of `observe/`: an asynchronous run that learns, with troubles on request."""
+"""A synthetic but consistent run for the tests of `facts/`: an asynchronous run that learns, with troubles on request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from headrace.batches import Failure, Group, Row
+from headrace.core.batches import Failure, Group, Row
+from headrace.core.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.durable.journal import AnyRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.durable.segments import SEGMENT
-from headrace.observe.facts import (
+from headrace.facts.facts import (
     Accounting,
     CheckpointSaved,
     EngineSample,
@@ -29,13 +32,10 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.numbers.tickets import Tickets
-from headrace.observe.recorder import Recorder
-from headrace.observe.resume import Resume
-from headrace.reports import EngineStats, LagStats, LoadReport, TokenNumbers, TrainReport
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.numbers.tickets import Tickets
+from headrace.facts.recorder import Recorder
+from headrace.facts.resume import Resume
 
 
 class FactStream:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.core.steps import StepOutput
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.sampling.sampler import Settings, sample
 from headrace.engine.native.servable import GIB, ServableModel
-from headrace.steps import StepOutput
-from headrace.types import Request, Sampling
-from headrace.weights import AdapterSpec, WeightUpdate
 
 VOCABULARY = 40
 POISON = 39

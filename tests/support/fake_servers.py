@@ -17,9 +17,9 @@ from pathlib import Path
 import headrace
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
-from headrace.serve.fakes.fake_sglang import FakeSglang
-from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm, VllmGenerate
 from headrace.serve.start import opened
+from headrace.testing.servers.fake_sglang import FakeSglang
+from headrace.testing.servers.fake_vllm import FAULTS, FakeVllm, VllmGenerate
 from headrace.web.server import bind, make_server
 
 

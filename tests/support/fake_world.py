@@ -8,24 +8,24 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from headrace.batches import Batch
-from headrace.engine.fake import FakeEngine
+from headrace.core.batches import Batch
+from headrace.core.errors import WorkerDied
+from headrace.core.reports import SleepReport, TrainReport
 from headrace.engine.fleet.fleet import Fleet
-from headrace.errors import WorkerDied
-from headrace.observe.facts import StepTrained
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import summarise
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.parts import EarlierMetrics, earlier_metrics
-from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.loops.turns import SharedDevices
-from headrace.reports import SleepReport, TrainReport
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
+from headrace.facts.facts import StepTrained
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import summarise
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.parts import EarlierMetrics, earlier_metrics
+from headrace.loop.pipeline import Pipeline
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.turns import SharedDevices
+from headrace.loop.world.world import World
 from headrace.settings.process_config import WatchConfig
-from headrace.simulate.world import World
-from headrace.tasks.fake import FakeTask
-from headrace.trainer.fake import FakeTrainer
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_task import FakeTask
+from headrace.testing.fake_trainer import FakeTrainer
 
 PATIENT = WatchConfig(failed_pause=1.0, outages=1000)
 """For worlds in which rollouts are made to fail: no share of failures pauses the run."""

@@ -8,10 +8,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from headrace.faultsim.case import Case
-from headrace.faultsim.checks import RunHistory
-from headrace.faultsim.faults import Disk, Fault, until_done
-from headrace.faultsim.lives import Life
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.checks import RunHistory
+from headrace.testing.faultsim.faults import Disk, Fault, until_done
+from headrace.testing.faultsim.lives import Life
 
 FINISHED, FAILED = 0, 9
 

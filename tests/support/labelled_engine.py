@@ -12,23 +12,23 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from served import answering
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.dialects.sglang import SglangDialect
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world.world import FactList
 from headrace.models.chat import ChatEncoder
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.serve.fakes.fake_sglang import FakeSglang
-from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.serve.serving import Serving
-from headrace.simulate.world import FactList
-from headrace.types import Request, Sampling
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.servers.fake_sglang import FakeSglang
+from headrace.testing.servers.fake_vllm import FakeVllm
 from headrace.web.limits import ServerLimits
 from headrace.weight_sync.files import RECORD, UpdateRecord
-from headrace.weights import Manifest, WeightUpdate
 
 LENGTH = 60
 ENDS = (102, 105)

@@ -19,32 +19,32 @@ import torch
 from fake_engine_model import FakeRunner
 
 from headrace.algo.advantage.groups import algorithm_of
-from headrace.batches import Batch, Failure, Row
-from headrace.config import RunConfig
+from headrace.core.batches import Batch, Failure, Row
+from headrace.core.playing import KEPT, Agent, Environment, EnvironmentKind
+from headrace.core.reports import EngineStats, LoadReport, TrainReport
+from headrace.core.rewards import usable
+from headrace.core.steps import Transcript
+from headrace.core.types import Completion, Episode, Prompt, Request, Scored, VersionSpan
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.servable import GIB, ServableModel
 from headrace.engine.request_book import RequestBook
-from headrace.environments.kinds import environment_kind
+from headrace.episodes.environments.kinds import environment_kind
+from headrace.episodes.scoring.extract import Extractor
+from headrace.loop import rolling
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration import build as build_module
-from headrace.orchestration.build import BuiltRun, build, build_task, open_telemetry
-from headrace.orchestration.loops import rolling
-from headrace.orchestration.pools import Pools
-from headrace.orchestration.python_inputs import NO_INPUTS
-from headrace.orchestration.runs.lane import Lane, open_lane
-from headrace.orchestration.runs.session import run_clock
-from headrace.orchestration.store.run_directory import RunDirectory
-from headrace.playing import KEPT, Agent, Environment, EnvironmentKind
-from headrace.reports import EngineStats, LoadReport, TrainReport
-from headrace.rewards import usable
-from headrace.scoring.extract import Extractor
+from headrace.run import build as build_module
+from headrace.run.build import BuiltRun, build, build_task, open_telemetry
+from headrace.run.config import RunConfig
+from headrace.run.lane import Lane, open_lane
+from headrace.run.pools import Pools
+from headrace.run.python_inputs import NO_INPUTS
+from headrace.run.run_directory import RunDirectory
+from headrace.run.session import run_clock
 from headrace.settings.user_code import load_function
-from headrace.steps import Transcript
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Episode, Prompt, Request, Scored, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.testing.fake_trainer import FakeTrainer
 
 END = 2
 """The token that ends a completion."""

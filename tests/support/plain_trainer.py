@@ -14,9 +14,9 @@ import tiny_models
 import torch
 from torch import Tensor
 
-from headrace.batches import Row
-from headrace.reports import TrainReport
-from headrace.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.core.batches import Row
+from headrace.core.reports import TrainReport
+from headrace.core.types import RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
 
 VOCABULARY = 96
 

@@ -12,13 +12,13 @@ from typing import Any
 import aiohttp
 from starlette.applications import Starlette
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
 from headrace.serve.app import make_app
 from headrace.serve.serving import Serving
+from headrace.testing.fake_engine import FakeEngine
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
-from headrace.weights import WeightUpdate
 
 LOOPBACK = "127.0.0.1"
 

@@ -15,8 +15,8 @@ from tiny_run import of, tiny_config
 
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.server_process import free_port
-from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive
-from headrace.observe.records import StepRow
+from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
+from headrace.facts.records import StepRow
 
 HEADRACE = {"kv_gib": 0.01, "context_length": 64, "max_running": 16, "dtype": '"float32"'}
 VLLM = "--host 127.0.0.1 --dtype float32 --max-model-len 65 --enable-lora --max-loras 2 --enable-scale-out"

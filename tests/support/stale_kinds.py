@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from headrace.algo.config import AlgoConfig
-from headrace.config import load_config
+from headrace.core.errors import IdentityError
 from headrace.engine.fleet.fleet import Fleet
-from headrace.errors import IdentityError
-from headrace.observe.facts import TrialChecked
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration import starting
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.workers.build import open_launcher
-from headrace.simulate.world import FactList
+from headrace.facts.facts import TrialChecked
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.identity import IdentityProbe
+from headrace.loop.world.world import FactList
+from headrace.run import starting
+from headrace.run.config import load_config
+from headrace.run.worker.build import open_launcher
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.trainer.step.trial import hypotheses

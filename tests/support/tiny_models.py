@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.runners.padding import require_exact
 from headrace.engine.native.runners.skeleton import Skeleton, read
-from headrace.errors import ConfigError
 
 
 def skip_where_inexact(dtype: torch.dtype) -> None:

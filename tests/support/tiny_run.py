@@ -16,7 +16,7 @@ from beside import Beside, until
 from safetensors.torch import load_file
 
 from headrace.durable.journal import count_steps
-from headrace.observe.records import read_metrics
+from headrace.facts.records import read_metrics
 
 Config = dict[str, Any]
 
@@ -156,8 +156,8 @@ def _workers(pid: int) -> Iterator[tuple[str, int]]:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError, ValueError):  # no process, or gone meanwhile
             continue
-        if parent == pid and b"headrace.orchestration.workers.worker" in words:
-            yield words[words.index(b"headrace.orchestration.workers.worker") + 1].decode(), int(entry.name)
+        if parent == pid and b"headrace.run.worker.worker" in words:
+            yield words[words.index(b"headrace.run.worker.worker") + 1].decode(), int(entry.name)
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -169,7 +169,7 @@ def ranks_of(pid: int) -> list[int]:
         except OSError:  # gone meanwhile
             continue
         parent, *_ = stat.rsplit(")", 1)[1].split()[1:]
-        if int(parent) == pid and b"headrace.orchestration.workers.worker" in words and b"trainer" in words:
+        if int(parent) == pid and b"headrace.run.worker.worker" in words and b"trainer" in words:
             found.append(int(entry.name))
     return sorted(found)
 

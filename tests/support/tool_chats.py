@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.function import open_function
-from headrace.environments.workers.player import arguments
-from headrace.environments.workers.step_driver import check_columns, is_end
-from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
+from headrace.core.batches import Failure
+from headrace.core.playing import EnvironmentKind
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.function import open_function
+from headrace.episodes.environments.workers.player import arguments
+from headrace.episodes.environments.workers.step_driver import check_columns, is_end
+from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent, messages_of
+from headrace.episodes.episodes import Played, roll_out
+from headrace.episodes.rollout_session import TurnAsked
 from headrace.models.chat import ChatEncoder
-from headrace.playing import EnvironmentKind
-from headrace.rollouts.episodes import Played, roll_out
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Prompt, VersionSpan
 
 _TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
 _CHATML_TOOLS = (

@@ -14,12 +14,12 @@ import torch
 from test_trainer import batch, model_dir, trainer  # noqa: F401
 
 from headrace.algo.config import AlgoConfig
-from headrace.errors import CheckpointError
+from headrace.core.errors import CheckpointError
+from headrace.core.reports import Captured
 from headrace.models.lora import LoraConfig
 from headrace.native.free_memory import GIB
-from headrace.orchestration.workers.wire import Frame, pack_payload
-from headrace.orchestration.workers.worker import Saver
-from headrace.reports import Captured
+from headrace.processes.wire import Frame, pack_payload
+from headrace.run.worker.worker import Saver
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.host_copy import RESERVE, HostCopy
 from headrace.trainer.step.learner import Assignment

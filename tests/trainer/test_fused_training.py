@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.packing import Segment
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
@@ -30,6 +29,7 @@ from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
 from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.packing import Segment
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step.optimizer import apply
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.packing import Kept
 from headrace.trainer.forward.head import BLOCK_ELEMENTS, Head, _blocks, dense_logprobs, token_logprobs
+from headrace.trainer.packing import Kept
 
 
 def csr(rows: list[list[int]]) -> Kept:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_head import by_hand, csr, problem
 
-from headrace.packing import Kept
 from headrace.trainer.forward.head import dense_logprobs, token_logprobs
+from headrace.trainer.packing import Kept
 
 
 def languages(target: torch.Tensor, vocabulary: int) -> tuple[Kept, list[list[int]]]:

@@ -12,16 +12,16 @@ from pydantic import ValidationError
 from tiny_models import prompts, reference, saved
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
-from headrace.config import load_config
-from headrace.errors import ConfigError, IdentityError
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.types import Prompt
 from headrace.models.lora import LoraConfig
+from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.quantise import NF4, QuantisedLinear
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt
 
 PREFIX = "base_model.model."
 

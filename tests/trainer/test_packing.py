@@ -14,9 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
-from headrace.batches import Batch, Group, Row
-from headrace.packing import ROOT, Kept, Pack, PickedNumbers, Segment, StepPlan, pack_rows, pack_sequence, split_ranks
-from headrace.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.types import Prompt, RoutingTrace, SamplingMask, TeacherTrace, TopLogprobs
+from headrace.trainer.packing import (
+    ROOT,
+    Kept,
+    Pack,
+    PickedNumbers,
+    Segment,
+    StepPlan,
+    pack_rows,
+    pack_sequence,
+    split_ranks,
+)
 
 NAN, INF = math.nan, math.inf
 

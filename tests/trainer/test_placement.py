@@ -14,10 +14,10 @@ from plain_trainer import same_numbers
 from safetensors.torch import load_file
 
 from headrace.algo.config import AlgoConfig
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.testing.simulated_ranks import Ring, Simulated
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.root import within
-from headrace.trainer.placement.simulated import Ring, Simulated
 from headrace.trainer.step.trainer import TorchTrainer
 from tests.trainer.test_trainer import batch, gradients, model_dir, reference  # noqa: F401
 

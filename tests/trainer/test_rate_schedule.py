@@ -13,10 +13,10 @@ from tiny_run import of, tiny_config
 
 import headrace
 from headrace import cli
-from headrace.config import dump_config, load_config
-from headrace.observe.facts import Warned
-from headrace.observe.records import StepRow
-from headrace.orchestration.runs.rehearse import rehearse
+from headrace.facts.facts import Warned
+from headrace.facts.records import StepRow
+from headrace.run.config import dump_config, load_config
+from headrace.run.rehearse import rehearse
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.rate_schedule import change_of_rate, drawn, learning_rate
 

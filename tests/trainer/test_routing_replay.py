@@ -20,23 +20,23 @@ import transformers
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import token_mean
-from headrace.batches import Batch, Group, Row
 from headrace.commands.installed import parity
 from headrace.commands.installed.parity import ParityRow
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt, Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
-from headrace.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import enable_checkpointing
+from headrace.trainer.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt, Request, Sampling
-from headrace.weights import WeightUpdate
 
 MIXTURES = ["qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]
 TOKENS = list(range(3, 20))

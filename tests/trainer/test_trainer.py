@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
-from headrace.errors import CheckpointError, ConfigError
-from headrace.packing.ranks import split_ranks
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.types import Prompt
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.tree_attention import tree_of
+from headrace.trainer.packing.ranks import split_ranks
 from headrace.trainer.rate_schedule import learning_rate
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt
 
 V = 61
 SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
-from headrace.config import load_config
-from headrace.errors import CheckpointError, ConfigError
-from headrace.orchestration.workers.launch.child import environment
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.types import Prompt
+from headrace.processes.launch.child import environment
+from headrace.run.config import load_config
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
 from headrace.trainer.step.exporting import export_weights
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Prompt
 
 LR, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.1
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import token_mean
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.types import SamplingMask, TeacherTrace, TopLogprobs
 from headrace.native.varlen import Layout, is_right, varlen_kernel
-from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
 from headrace.trainer.forward.varlen_tree import varlen_of
-from headrace.types import SamplingMask, TeacherTrace, TopLogprobs
+from headrace.trainer.packing import ROOT, Pack, Segment, pack_rows, split_ranks
 
 V = 61
 CPU = torch.device("cpu")

@@ -13,17 +13,17 @@ import torch
 from tiny_models import prompts, saved
 
 from headrace.algo.config import AlgoConfig
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.scoring_request import scoring
-from headrace.errors import IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
-from headrace.weights import WeightUpdate
 
 Loras = dict[str, LoraConfig]
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 from beside import Beside
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.packed import lay_out
@@ -28,7 +29,6 @@ from headrace.weight_sync.push.broadcast import Broadcast, Link
 from headrace.weight_sync.push.buckets import BUCKET
 from headrace.weight_sync.push.round_messages import BeginRound, GetKey, GotBucket, JoinGroup, PutKey
 from headrace.weight_sync.sockets import send_message
-from headrace.weights import AdapterSpec, WeightUpdate
 
 VALUES = 2 * BUCKET + 999
 """bfloat16: four buckets, and a piece of a fifth."""

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from headrace.errors import ConfigError, IdentityError
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc, IpcReceiver, IpcSender
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weights import AdapterSpec, WeightUpdate
 
 MANIFESTS = {
     "": lay_out([("w", torch.empty(300, 70)), ("b", torch.empty(3))], torch.bfloat16),

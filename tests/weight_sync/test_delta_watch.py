@@ -11,14 +11,14 @@ from fake_world import FakeWorld
 from tiny_run import of, tiny_config
 
 import headrace
-from headrace.config import load_config
-from headrace.observe.facts import Warned
-from headrace.orchestration.python_inputs import with_python_inputs
-from headrace.orchestration.runs.rehearse import rehearse
-from headrace.simulate import virtual_time
+from headrace.core.weights import WeightUpdate
+from headrace.facts.facts import Warned
+from headrace.loop.world import virtual_time
+from headrace.run.config import load_config
+from headrace.run.python_inputs import with_python_inputs
+from headrace.run.rehearse import rehearse
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.delta.watch import DeltaWatch
-from headrace.weights import WeightUpdate
 
 DELTA = Encoding(delta=True, anchor_every=4)
 
@@ -75,7 +75,7 @@ def test_a_pipeline_warns_while_it_runs(tmp_path: Path) -> None:
     world = FakeWorld(tmp_path, steps=8, deltas=DeltaWatch(DELTA, "float32"))
     virtual_time.run(world.run())
     (warned,) = [fact for fact in world.facts.of(Warned) if "sends 100 % of the weights" in fact.message]
-    live = [fact.t for fact in world.facts.of(headrace.observe.facts.WeightsLive)]
+    live = [fact.t for fact in world.facts.of(headrace.facts.facts.WeightsLive)]
     assert live[4] <= warned.t < live[6], "behind the fourth version of eight that was trained"
 
 

@@ -17,10 +17,11 @@ import torch
 from beside import Beside
 from tiny_run import tiny_config
 
-from headrace.config import load_config
-from headrace.errors import IdentityError
-from headrace.orchestration.starting import transport_of
-from headrace.protocols import Transport, WeightSender
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import Transport, WeightSender
+from headrace.core.weights import WeightUpdate
+from headrace.run.config import load_config
+from headrace.run.starting import transport_of
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
@@ -28,7 +29,6 @@ from headrace.weight_sync.over_tcp.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import LONGEST, read_message, send_message
 from headrace.weight_sync.transport import TRANSPORTS
-from headrace.weights import WeightUpdate
 
 SHAPES = {"embed": (3000, 16), "q": (64, 64), "norm": (7,)}
 PAYLOAD = sum(2 * torch.Size(shape).numel() for shape in SHAPES.values())

@@ -15,7 +15,8 @@ import pytest
 import torch
 from beside import Beside
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.config import FULL
 from headrace.weight_sync.directory import DirectoryReceiver
 from headrace.weight_sync.offers import OfferingSender
@@ -23,7 +24,6 @@ from headrace.weight_sync.over_http.http_ranges import Http, HttpReceiver, HttpS
 from headrace.weight_sync.over_http.relays import FANOUT
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.slots import Slots, anonymous_memory
-from headrace.weights import WeightUpdate
 
 PARAMETERS = [("embed", torch.arange(8e6).view(2000, 4000)), ("norm", torch.ones(7))]
 MANIFESTS = {"": lay_out(PARAMETERS, torch.bfloat16)}

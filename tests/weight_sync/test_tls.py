@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from headrace.errors import ConfigError, IdentityError
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.web.tls import TlsIdentity, first_certificate
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.over_http.http_ranges import Http
@@ -22,7 +23,6 @@ from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
 from headrace.weight_sync.over_tcp.tcp import Question, Tcp
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import send_message
-from headrace.weights import WeightUpdate
 
 MANIFESTS = {"": lay_out([("w", torch.empty(70_000))], torch.bfloat16)}
 MARK = 1.234

@@ -11,12 +11,12 @@ import torch
 from labelled_engine import Kind, update
 from safetensors.torch import load_file, save_file
 
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.dialects.vllm_checksums import checksums
-from headrace.errors import IdentityError
-from headrace.serve.fakes.fake_vllm import FakeVllm
-from headrace.serve.fakes.runtime_checksums import checksums_of
-from headrace.weights import WeightUpdate
+from headrace.testing.servers.fake_vllm import FakeVllm
+from headrace.testing.servers.runtime_checksums import checksums_of
 
 EVERY = 2
 SERVER: Kind[FakeVllm] = Kind(FakeVllm, lambda ends: VllmDialect(ends, check_every=EVERY))

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import tiny_config
 
-from headrace.config import load_config
-from headrace.errors import IdentityError
-from headrace.orchestration.starting import transport_of
-from headrace.protocols import Transport, WeightReceiver, WeightSender
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import Transport, WeightReceiver, WeightSender
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.run.config import load_config
+from headrace.run.starting import transport_of
 from headrace.trainer.model.causal_lm import tied_names
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.packed import fingerprint, lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weight_sync.transport import TRANSPORTS, AnyTransport
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 
 def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -12,10 +12,10 @@ from tiny_run import Config, has_step, kill_when, of, tiny_config
 
 import headrace
 from headrace import cli
-from headrace.config import load_config
-from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, RunStarted, WeightsLive, WeightWay
-from headrace.orchestration.wording import placement
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunEnded, RunStarted, WeightsLive, WeightWay
+from headrace.run.config import load_config
+from headrace.run.wording import placement
 
 WAYS = list(itertools.product(("tcp", "http", "files", "broadcast"), ("full", "delta")))
 

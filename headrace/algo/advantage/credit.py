@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.algo.policy.tokens import MAX_LOG_RATIO
-from headrace.types import Scored
+from headrace.core.types import Scored
 
 EPSILON = 1e-8
 

@@ -22,8 +22,8 @@ from headrace.algo.advantage.credit import (
 from headrace.algo.advantage.training_rows import advantages_of_segments, reference_of, rows_of
 from headrace.algo.advantages import Advantage, GroupRewards, Pair, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Group, Row
-from headrace.types import Prompt, Scored
+from headrace.core.batches import Group, Row
+from headrace.core.types import Prompt, Scored
 
 
 def algorithm_of(algo: AlgoConfig, longest: int, weights: Mapping[str, float] | None = None) -> Algorithm:

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from headrace.batches import Row
-from headrace.sampling_masks import joined_masks
-from headrace.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
+from headrace.core.batches import Row
+from headrace.core.sampling_masks import joined_masks
+from headrace.core.types import Completion, Episode, Prompt, RoutingTrace, Scored, TeacherTrace, TopLogprobs
 
 Overlong = Literal["train", "mask"]
 

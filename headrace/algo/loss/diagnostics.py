@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import REASONS
-from headrace.reports import LagStats, Noise
+from headrace.core.reports import LagStats, Noise
 
 LAGS = (1.0, 2.0, 3.0)
 """Edges between the buckets 0, 1, 2, 3+."""

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.policy.loss import Loss, LossFunction
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.algo.user_functions import load_function
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.settings.strict import STRICT
 
 if TYPE_CHECKING:

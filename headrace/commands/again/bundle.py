@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.types import Struct
 from headrace.durable.journal import JournalStep
 from headrace.durable.spelling import encode
-from headrace.errors import ConfigError, HeadraceError
-from headrace.types import Struct
 
 FORMAT = 1
 FACTS, CODE, STATE = "bundle.json", "code", "state"
@@ -42,7 +42,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     """Versions by the name of the package."""
     machine: dict[str, str]
-    """The mark of the machine that did the step (`observe/machine_mark.py`); empty if it was not recorded."""
+    """The mark of the machine that did the step (`facts/machine_mark.py`); empty if it was not recorded."""
     model: str
     """A known name or a hub id; for a model that was a directory, the directory's own name."""
     local: bool

@@ -13,21 +13,21 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.batches import Failure
 from headrace.commands.again.bundle import FORMAT, Bundle, places_named, write_bundle
 from headrace.commands.again.replay import read_expected, why_inexact
 from headrace.commands.again.rerun import RerunPlan, plan_rerun, rerun, settings_at
 from headrace.commands.again.updates import Updates, norms_of_updates
-from headrace.config import RunConfig, dump_config
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.reports import differing
 from headrace.durable.journal import JournalStep, read_steps
-from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.orchestration.teaching import reward_weights
-from headrace.reports import differing
-from headrace.scoring.config import HANDED
+from headrace.episodes.scoring.config import HANDED
+from headrace.run.config import RunConfig, dump_config
+from headrace.run.teaching import reward_weights
 from headrace.settings.toml import Tree
 from headrace.version import __version__
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
 
 INCLUDED = ("code", "adapter", "weights")
 """The parts that a bundle holds only if they are asked for: source files that the settings name, and the state of the trainer before the step."""
@@ -159,7 +159,7 @@ def portable_settings(config: RunConfig, code: CodeFiles) -> tuple[Tree, tuple[s
 
 def _specs(config: RunConfig) -> str:
     """The reward functions as TOML: `reward.function` is short for a list of one."""
-    from headrace.scoring.config import RewardConfig
+    from headrace.episodes.scoring.config import RewardConfig
     from headrace.settings.toml import dump
 
     return dump(RewardConfig(functions=config.reward.specs))

@@ -16,15 +16,15 @@ from headrace.commands.again.stages import (
     reward_stage,
     trained_stages,
 )
-from headrace.config import RunConfig
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, texts
+from headrace.run.config import RunConfig
 from headrace.settings.paths import resolve_paths
 from headrace.settings.toml import build
 from headrace.version import __version__
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, texts
 
 TRAINED: tuple[StageName, ...] = ("loss", "backward", "optimizer")
 

@@ -1,7 +1,7 @@
 """`headrace replay RUN --step N [--to M]`: repeats steps of a run and compares the results (C8).
 
 On the machine that ran them, every number of the report and the fingerprint of the new weights must be equal bit for bit. On another
-machine (see `observe/machine_mark.py`) floating-point sums have another order, and so they have on a GPU, whose atomic additions come in
+machine (see `facts/machine_mark.py`) floating-point sums have another order, and so they have on a GPU, whose atomic additions come in
 any order. There the means of a step must agree within `TOLERANCE` and counts exactly; fingerprints are not compared, because one differing
 bit changes them completely.
 """
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.commands.again.rerun import RerunPlan, Stage, cores_here, machines_of, plan_rerun, rerun
-from headrace.config import RunConfig, config_of_run, read_config
+from headrace.core.errors import CheckpointError
+from headrace.core.reports import TrainReport, differing
 from headrace.durable.journal import LiveRecord, read_only
-from headrace.errors import CheckpointError
-from headrace.observe.facts import WeightsLive
-from headrace.observe.machine_mark import machine_mark
-from headrace.observe.records import read_metrics
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
-from headrace.observe.texts import plural
-from headrace.reports import TrainReport, differing
+from headrace.facts.facts import WeightsLive
+from headrace.facts.machine_mark import machine_mark
+from headrace.facts.records import read_metrics
+from headrace.facts.texts import plural
+from headrace.run.config import RunConfig, config_of_run, read_config
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, numbers, texts
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Allowed relative difference of a step's means on another machine, by training dtype. The absolute difference may be a tenth of it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.commands.arguments import Commands, add_command, add_run, positive
 from headrace.commands.finding import run_directory
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 
 def add_replay(commands: Commands) -> None:

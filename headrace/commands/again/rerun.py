@@ -15,24 +15,24 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
-from headrace.batches import Batch
-from headrace.config import RunConfig, config_of_run, read_config
+from headrace.core.batches import Batch
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.protocols import Trainer
+from headrace.core.reports import TrainReport
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps, refuse_earlier
-from headrace.errors import ConfigError, HeadraceError
+from headrace.durable.named_logs import temporary_logs
+from headrace.facts.facts import RunStarted
+from headrace.facts.records import StepRow, read_metrics
+from headrace.loop.checkpoints import Checkpoints, damage
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
-from headrace.observe.facts import RunStarted
-from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.planned_loops import plan_of
-from headrace.orchestration.pools import trainer_start
-from headrace.orchestration.store.checkpoints import Checkpoints, damage
-from headrace.orchestration.store.named_logs import temporary_logs
-from headrace.orchestration.store.run_directory import configs_until
-from headrace.orchestration.teaching import reward_weights
-from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.protocols import Trainer
-from headrace.reports import TrainReport
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.run.config import RunConfig, config_of_run, read_config
+from headrace.run.planned_loops import plan_of
+from headrace.run.pools import trainer_start
+from headrace.run.run_directory import configs_until
+from headrace.run.teaching import reward_weights
+from headrace.run.worker.build import open_launcher, open_transport
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
 
 
 def machines_of(run_dir: Path) -> dict[int, Mapping[str, str]]:
-    """Returns the mark of the machine that did each step (`observe/machine_mark.py`); steps are counted from 1."""
+    """Returns the mark of the machine that did each step (`facts/machine_mark.py`); steps are counted from 1."""
     machine: Mapping[str, str] = {}
     machines: dict[int, Mapping[str, str]] = {}
     for fact in read_metrics(run_dir):

@@ -13,18 +13,18 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
-from headrace.batches import Failure, Group
 from headrace.commands.again.bundle import STATE, Bundle
 from headrace.commands.again.replay import beyond, is_exact, tolerance_of, worded
 from headrace.commands.again.rerun import batch_of, open_trainer
 from headrace.commands.again.updates import apart, norms_of_updates
-from headrace.config import RunConfig
-from headrace.errors import CheckpointError, ConfigError
-from headrace.observe.texts import plural
-from headrace.orchestration.build import build_scorer
-from headrace.reports import TrainReport, differing
-from headrace.scoring.config import BUILTIN, HANDED, RewardSpec, distinct
-from headrace.types import Scored
+from headrace.core.batches import Failure, Group
+from headrace.core.errors import CheckpointError, ConfigError
+from headrace.core.reports import TrainReport, differing
+from headrace.core.types import Scored
+from headrace.episodes.scoring.config import BUILTIN, HANDED, RewardSpec, distinct
+from headrace.facts.texts import plural
+from headrace.run.build import build_scorer
+from headrace.run.config import RunConfig
 
 StageName = Literal["reward", "advantage", "loss", "backward", "optimizer"]
 BACKWARD = ("grad_norm", "skipped")

@@ -18,11 +18,18 @@ from typing import Any
 
 from headrace.commands.installed.doctor import GIB, DoctorFinding, print_findings
 from headrace.commands.installed.shared_check import SEEN, SharedCheck, ThisMachine, shared_places, until_all
-from headrace.config import RunConfig
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
+from headrace.facts.texts import plural
 from headrace.models.resolve import resolve_model
-from headrace.observe.texts import plural
-from headrace.orchestration.seats import (
+from headrace.processes.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind, Terms
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.same_model import terms_of
+from headrace.processes.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
+from headrace.processes.placed.examined import ExaminedWorker
+from headrace.processes.placed.host import PACKAGES
+from headrace.run.config import RunConfig
+from headrace.run.seats import (
     check_seats,
     invitation,
     ranks_of,
@@ -32,15 +39,8 @@ from headrace.orchestration.seats import (
     threads_elsewhere,
     threads_of_rank,
 )
-from headrace.orchestration.user_sites import terms_of_code
-from headrace.orchestration.workers.build import open_cluster
-from headrace.orchestration.workers.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind, Terms
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
-from headrace.orchestration.workers.placed.examined import ExaminedWorker
-from headrace.orchestration.workers.placed.host import PACKAGES
-from headrace.printing import echo
+from headrace.run.user_sites import terms_of_code
+from headrace.run.worker.build import open_cluster
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 

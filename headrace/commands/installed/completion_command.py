@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from headrace.commands.arguments import Commands, add_command
-from headrace.printing import echo
+from headrace.core.printing import echo
 
 HOW = {
     "bash": '  echo "source <(headrace completion bash)" >> ~/.bashrc',

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.engine.servers.installed import MODULES, REMEDY, look, places
-from headrace.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
-from headrace.environments.verifiers.verifiers_package import lacking, look_for_verifiers
+from headrace.episodes.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
+from headrace.episodes.environments.verifiers.verifiers_package import lacking, look_for_verifiers
 from headrace.native.cores import usable_cores
 from headrace.native.free_memory import memory
-from headrace.rehearsal.machine import ask_torch, torch_facts
+from headrace.run.rehearsal.machine import ask_torch, torch_facts
 from headrace.settings.extras import EXTRAS, install, is_installed, pip_install
 
 State = Literal["ok", "note", "bad"]
@@ -224,8 +224,8 @@ def _gib(count: float) -> str:
 
 def sandbox_findings() -> Iterator[DoctorFinding]:
     """The kinds of isolation of code that a model writes, each found out by trial."""
-    from headrace.sandbox.isolation import examine_isolation
-    from headrace.sandbox.sandbox import SandboxLost
+    from headrace.episodes.sandbox.isolation import examine_isolation
+    from headrace.episodes.sandbox.sandbox import SandboxLost
 
     try:
         found = examine_isolation()
@@ -276,9 +276,9 @@ def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
 
 def _chosen() -> dict[str, str]:
     """Returns the choices that a run of the demo's model would make by measurement, for engine and trainer."""
-    from headrace.auto.candidates import candidates, choose, choose_threads
-    from headrace.auto.measurer import ProbeMeasurer, thread_counts
     from headrace.engine.config import EngineConfig
+    from headrace.run.auto.candidates import candidates, choose, choose_threads
+    from headrace.run.auto.measurer import ProbeMeasurer, thread_counts
     from headrace.trainer.config import TrainConfig
 
     engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(usable_cores())
@@ -318,8 +318,8 @@ def print_findings(sections: dict[str, list[DoctorFinding]]) -> int:
     """Prints the findings and the verdict; returns the exit code."""
     from rich.table import Table
 
-    from headrace.observe.screen.console import Console
-    from headrace.observe.screen.console import PrintableText as Text
+    from headrace.views.screen.console import Console
+    from headrace.views.screen.console import PrintableText as Text
 
     console = Console()
     for title, findings in sections.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from headrace.commands.arguments import Commands, add_command, add_set
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 
 def add_doctor(commands: Commands) -> None:
@@ -37,7 +37,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
     if arguments.cluster:
         from headrace.commands.installed.cluster_check import examine_cluster
-        from headrace.config import load_config
+        from headrace.run.config import load_config
 
         return examine_cluster(load_config(arguments.cluster, arguments.set))
     if arguments.set:

@@ -19,17 +19,17 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import EngineCore, TrainerCore
+from headrace.core.steps import Transcript, write_down
+from headrace.core.types import Completion, Request, Sampling
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.config import EngineConfig
-from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.workers.build import build_engine_core, build_trainer_core, open_transport
-from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
-from headrace.protocols import EngineCore, TrainerCore
-from headrace.steps import Transcript, write_down
+from headrace.run.worker.build import build_engine_core, build_trainer_core, open_transport
+from headrace.run.worker.worker_messages import EngineStart, TrainerStart
 from headrace.trainer.config import TrainConfig
-from headrace.types import Completion, Request, Sampling
-from headrace.weights import Manifest, WeightUpdate
 
 Dtype = Literal["bfloat16", "float32"]
 Path_ = Literal["kernels", "fused", "hf"]

@@ -9,9 +9,9 @@ from rich.status import Status
 
 from headrace.commands.installed.parity import DTYPES, LIMITS, Dtype, ParityRow, measure
 from headrace.models.resolve import resolve_model
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, numbers, texts
 
 COLUMNS = (
     *texts("dtype", "engine", "sampling", "replayed in the trainer"),

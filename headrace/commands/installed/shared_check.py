@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from headrace.commands.installed.doctor import DoctorFinding
-from headrace.config import RunConfig
-from headrace.orchestration.seats import ranks_of
-from headrace.orchestration.workers.placed.host import NodeHost
+from headrace.processes.placed.host import NodeHost
+from headrace.run.config import RunConfig
+from headrace.run.seats import ranks_of
 
 SEEN = 30.0
 """Seconds in which a machine must see what another one has written. NFS keeps what it knows of a directory for as long, unless it is asked not to."""

@@ -7,18 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import replace_file
-from headrace.errors import ConfigError
-from headrace.observe.health.live_status import judge, read_live
-from headrace.observe.records import METRICS
-from headrace.observe.report.apart import settings_apart
-from headrace.observe.report.data import load
-from headrace.observe.report.side_by_side import COLOURS, CURVES, ComparedRun, compared_numbers, comparison_page
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
-from headrace.observe.texts import number, sparkline
-from headrace.orchestration.store.run_directory import held
+from headrace.facts.records import METRICS
+from headrace.facts.texts import number, sparkline
+from headrace.processes.health.live_status import judge, read_live
+from headrace.run.run_directory import held
+from headrace.views.report.apart import settings_apart
+from headrace.views.report.data import load
+from headrace.views.report.side_by_side import COLOURS, CURVES, ComparedRun, compared_numbers, comparison_page
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, numbers, texts
 
 CURVE = 60
 """Characters of a curve in the terminal."""

@@ -14,17 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.batches import Group, Row
-from headrace.durable.journal import (
-    Damage,
-    DrawnRecord,
-    GoneRecord,
-    JournalReader,
-    JournalStep,
-    require_journal,
-)
-from headrace.reports import TrainReport
-from headrace.types import Completion, Scored
+from headrace.core.batches import Group, Row
+from headrace.core.reports import TrainReport
+from headrace.core.types import Completion, Scored
+from headrace.durable.journal import Damage, DrawnRecord, GoneRecord, JournalReader, JournalStep, require_journal
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
 """|Δ log-prob| of one token, in nats, that another order of summation explains, by the engine's dtype."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.commands.looking.diff import KINDS, RunComparison, compare_runs
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, numbers, texts
-from headrace.observe.texts import clip, plural
+from headrace.facts.texts import clip, plural
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, numbers, texts
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.commands.again.rerun import Stage, plan_rerun, rerun
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo, printable_json, say
+from headrace.core.reports import TrainReport
+from headrace.core.types import Struct
 from headrace.durable.journal import AnyRecord, Damage, GoneRecord, JournalReader, JournalStep, require_journal
 from headrace.durable.spelling import encode
-from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.inspect_view import show
-from headrace.observe.texts import counted, number
-from headrace.orchestration.runs.pieces import pieces_of
-from headrace.printing import echo, printable_json, say
-from headrace.reports import TrainReport
-from headrace.types import Struct
+from headrace.facts.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
+from headrace.facts.texts import counted, number
+from headrace.run.pieces import pieces_of
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.inspect_view import show
 
 SHOWN = 3
 """The number of rollouts that are shown token by token by default."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.commands.arguments import Commands, add_command, add_run, positive
 from headrace.commands.finding import run_directory
-from headrace.printing import echo
+from headrace.core.printing import echo
 
 
 def add_ls(commands: Commands) -> None:
@@ -42,8 +42,8 @@ def add_report(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from headrace.observe.report import write_report
-    from headrace.orchestration.runs.pieces import pieces_of
+    from headrace.run.pieces import pieces_of
+    from headrace.views.report import write_report
 
     run_dir = run_directory(arguments.run)
     echo(write_report(run_dir, pieces_of(run_dir)))

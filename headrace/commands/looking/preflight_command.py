@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from headrace.commands.arguments import Commands, add_command
-from headrace.printing import say
+from headrace.core.printing import say
 
 REFUSED = 2
 
@@ -27,12 +27,12 @@ def add_preflight(commands: Commands) -> None:
 def _preflight(arguments: argparse.Namespace) -> int:
     import asyncio
 
+    from headrace.episodes.tasks.read import kind_of
     from headrace.models.endings import ANSWER, QUESTION
-    from headrace.observe.screen.console import Console
-    from headrace.observe.screen.preflight_view import show_preflight
-    from headrace.orchestration.python_inputs import with_python_inputs
-    from headrace.orchestration.runs.rehearse import try_files
-    from headrace.tasks.read import kind_of
+    from headrace.run.python_inputs import with_python_inputs
+    from headrace.run.rehearse import try_files
+    from headrace.views.screen.console import Console
+    from headrace.views.screen.preflight_view import show_preflight
 
     settings: dict[str, Any] = {"name": "preflight", "model": {"path": arguments.model}, "eval": {"prompts": 0}}
     settings |= {"reward": {"function": arguments.reward}} if arguments.reward else {}

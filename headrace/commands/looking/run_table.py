@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.errors import ConfigError
-from headrace.observe.board.run_list import RunLine, RunList
-from headrace.observe.costs import dollars
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.fitted_table import FittedTable, TableColumn
-from headrace.observe.texts import clip, duration
-from headrace.orchestration.store.run_directory import held
-from headrace.printing import echo, printable_json
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo, printable_json
+from headrace.facts.costs import dollars
+from headrace.facts.texts import clip, duration
+from headrace.run.run_directory import held
+from headrace.views.board.run_list import RunLine, RunList
+from headrace.views.screen.console import Console
+from headrace.views.screen.fitted_table import FittedTable, TableColumn
 
 STATE = 48
 """Characters of a state; headrace status shows all of it."""

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Group
 from rich.live import Live as Redrawn
 
-from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.health import live_status, stacks
-from headrace.observe.screen import status_view
-from headrace.observe.screen.console import Console
-from headrace.orchestration.store.run_directory import CONFIG, LOCK, held
-from headrace.printing import echo
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.printing import echo
+from headrace.processes.health import live_status, stacks
+from headrace.run.run_directory import CONFIG, LOCK, held
+from headrace.views.screen import status_view
+from headrace.views.screen.console import Console
 
 DEAD = 1
 EVERY = 2.0

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.config import RunConfig
-from headrace.observe.texts import short_time
-from headrace.plan.measure import Prediction
-from headrace.plan.rates import hardware
-from headrace.plan.rates.rates import Rates
-from headrace.plan.rates.shapes import Architecture
-from headrace.plan.rates.travel import BFLOAT16
-from headrace.plan.scenario import Scenario
-from headrace.plan.sweep import try_out
+from headrace.commands.plan.measure import Prediction
+from headrace.commands.plan.rates import hardware
+from headrace.commands.plan.rates.rates import Rates
+from headrace.commands.plan.rates.shapes import Architecture
+from headrace.commands.plan.rates.travel import BFLOAT16
+from headrace.commands.plan.scenario import Scenario
+from headrace.commands.plan.sweep import try_out
+from headrace.facts.texts import short_time
+from headrace.run.config import RunConfig
 
 HOST_LINK = 25e9
 """Bytes per second between a GPU and the memory of its host: PCIe 4.0 x16 (32 GB/s), used to four fifths (an assumption)."""

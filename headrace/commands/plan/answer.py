@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config import RunConfig, load_config
-from headrace.errors import ConfigError
+from headrace.commands.plan.alternation import Lending, TurnTaking, lending, taking_turns
+from headrace.commands.plan.rates import hardware
+from headrace.commands.plan.rates.hardware import NETWORK
+from headrace.commands.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.commands.plan.rates.shapes import shape_of
+from headrace.commands.plan.rates.travel import Travel, travel_of
+from headrace.commands.plan.reasons import BUSY
+from headrace.commands.plan.scenario import Scenario
+from headrace.commands.plan.sweep import Option, Split, recommended, sweep, try_out
+from headrace.core.errors import ConfigError
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import read_metrics
+from headrace.loop.world.distributions import Distribution, fixed, parse
+from headrace.loop.world.surroundings import TurnShape
 from headrace.models.resolve import cache_dir
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import read_metrics
-from headrace.plan.alternation import Lending, TurnTaking, lending, taking_turns
-from headrace.plan.rates import hardware
-from headrace.plan.rates.hardware import NETWORK
-from headrace.plan.rates.rates import Rates, load_rates, save_rates
-from headrace.plan.rates.shapes import shape_of
-from headrace.plan.rates.travel import Travel, travel_of
-from headrace.plan.reasons import BUSY
-from headrace.plan.scenario import Scenario
-from headrace.plan.sweep import Option, Split, recommended, sweep, try_out
-from headrace.simulate.distributions import Distribution, fixed, parse
-from headrace.simulate.surroundings import TurnShape
+from headrace.run.config import RunConfig, load_config
 
 Say = Callable[[str], None]
 
@@ -169,12 +169,12 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
         notes.append(EXPECTED)
         return _computed(request), 1.0
     if request.run and not request.calibrate:
-        from headrace.plan.rates.from_run import rates_of_run
+        from headrace.commands.plan.rates.from_run import rates_of_run
 
         return rates_of_run(request.run, request.config)
     path = request.rates or rates_file(request.config)
     if request.calibrate:
-        from headrace.plan.rates.calibrate import calibrate
+        from headrace.commands.plan.rates.calibrate import calibrate
 
         measured = calibrate(request.config, say)
         save_rates(measured, path)
@@ -340,7 +340,7 @@ def _nearest(split: Split, request: PlanRequest) -> Scenario:
 
 
 def config_for(source: str, run: Path | None, sets: list[str]) -> RunConfig:
-    from headrace.config import config_of_run, read_config
+    from headrace.run.config import config_of_run, read_config
 
     if run:
         return read_config(config_of_run(run), sets)

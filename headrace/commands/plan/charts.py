@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from headrace.observe import report as report_package
-from headrace.observe.report.draw.axes import extent
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.lag_charts import lag_class
-from headrace.observe.texts import number, short_time
-from headrace.plan.answer import Answer
-from headrace.plan.reasons import bottleneck, recommendation
-from headrace.plan.sweep import Option
+from headrace.commands.plan.answer import Answer
+from headrace.commands.plan.reasons import bottleneck, recommendation
+from headrace.commands.plan.sweep import Option
+from headrace.facts.texts import number, short_time
+from headrace.views import report as report_package
+from headrace.views.report.axes import extent
+from headrace.views.report.lag_charts import lag_class
+from headrace.views.report.svg import Chart, figure
+from headrace.views.report.tables import table
 
 _STYLE = Path(report_package.__file__).parent / "style.css"
 

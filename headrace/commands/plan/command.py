@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.texts import number, short_time
-from headrace.plan.answer import Answer, PlanRequest, answer
-from headrace.plan.rates import hardware
-from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
-from headrace.plan.rates.mesh import Traffic
-from headrace.plan.rates.shapes import shape_of
-from headrace.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
-from headrace.plan.reasons import bias, bottleneck, recommendation
-from headrace.plan.sweep import Option
-from headrace.printing import echo
-from headrace.rehearsal.memory_needs import token_activations
+from headrace.commands.plan.answer import Answer, PlanRequest, answer
+from headrace.commands.plan.rates import hardware
+from headrace.commands.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
+from headrace.commands.plan.rates.mesh import Traffic
+from headrace.commands.plan.rates.shapes import shape_of
+from headrace.commands.plan.rates.travel import BFLOAT16, Travel, changed_share, difference, pays_below, whole
+from headrace.commands.plan.reasons import bias, bottleneck, recommendation
+from headrace.commands.plan.sweep import Option
+from headrace.core.printing import echo
+from headrace.facts.texts import number, short_time
+from headrace.run.rehearsal.memory_needs import token_activations
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS
 
@@ -33,7 +33,7 @@ def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path 
         else text(found, request, price)
     )
     if picture:
-        from headrace.plan.charts import draw
+        from headrace.commands.plan.charts import draw
 
         picture.write_text(draw(found, request.config.name, price))
         echo(f"the page with charts is in {picture}", err=True)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded, StepTrained, Waited
-from headrace.observe.numbers.fates import Histogram
-from headrace.plan.parts.pool import Replicas
-from headrace.plan.planned import planned_world
-from headrace.plan.scenario import Scenario
-from headrace.reports import EngineStats
-from headrace.simulate import virtual_time
-from headrace.types import Struct
+from headrace.commands.plan.parts.pool import Replicas
+from headrace.commands.plan.planned import planned_world
+from headrace.commands.plan.scenario import Scenario
+from headrace.core.errors import ConfigError
+from headrace.core.reports import EngineStats
+from headrace.core.types import Struct
+from headrace.facts.facts import GroupEnded, StepTrained, Waited
+from headrace.facts.numbers.fates import Histogram
+from headrace.loop.world import virtual_time
 
 FILLING = 4
 """Steps at the start that are not counted, in addition to max_lag, because the pipeline fills."""

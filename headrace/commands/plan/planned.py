@@ -6,16 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.plan.parts.engine import SimulatedEngine
-from headrace.plan.parts.pool import Replicas
-from headrace.plan.parts.shared_cores import Shared
-from headrace.plan.parts.simulated_trainer import SimulatedTrainer
-from headrace.plan.scenario import Scenario
-from headrace.protocols import Observer
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
-from headrace.simulate.world import World
+from headrace.commands.plan.parts.engine import SimulatedEngine
+from headrace.commands.plan.parts.pool import Replicas
+from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.parts.simulated_trainer import SimulatedTrainer
+from headrace.commands.plan.scenario import Scenario
+from headrace.core.protocols import Observer
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.rollout import RolloutConfig
+from headrace.loop.world.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
+from headrace.loop.world.world import World
 
 NEVER = 1e12
 """Seconds. A plan may be slow, so waits have no deadline."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.plan.measure import Prediction
-from headrace.plan.scenario import Scenario
-from headrace.plan.sweep import Option, fastest
+from headrace.commands.plan.measure import Prediction
+from headrace.commands.plan.scenario import Scenario
+from headrace.commands.plan.sweep import Option, fastest
 
 BUSY = 0.1
 """Idle share below which a pool counts as the bottleneck."""

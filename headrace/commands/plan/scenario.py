@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.algo.config import AlgoConfig
-from headrace.plan.rates.rates import Rates
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate.distributions import Distribution, fixed
-from headrace.simulate.surroundings import TurnShape
+from headrace.commands.plan.rates.rates import Rates
+from headrace.episodes.rollout import RolloutConfig
+from headrace.loop.partial import PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world.distributions import Distribution, fixed
+from headrace.loop.world.surroundings import TurnShape
 
 COARSENESS = 16
 """Simulated tokens of a mean completion at most: enough to see in which part of it weights were swapped."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.plan.measure import Prediction, margins, predict
-from headrace.plan.scenario import Scenario
-from headrace.rollouts.staleness import StalenessConfig
+from headrace.commands.plan.measure import Prediction, margins, predict
+from headrace.commands.plan.scenario import Scenario
+from headrace.loop.staleness import StalenessConfig
 
 LAGS = (0, 1, 2, 4)
 SPLITS = 7

@@ -12,8 +12,8 @@ from pathlib import Path
 import headrace
 from headrace.commands.arguments import Commands, add_command, add_run, add_step
 from headrace.commands.finding import run_directory
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 
 
 def add_export(commands: Commands) -> None:
@@ -85,8 +85,8 @@ def _push(run_dir: Path, folder: Path, checkpoint: Path, *, name: str, private: 
     from headrace.commands.again.bundle_export import without_places
     from headrace.commands.publishing.hub import push
     from headrace.commands.publishing.model_card import write_card
-    from headrace.config import config_of_run, read_config
-    from headrace.orchestration.store.checkpoints import step_of
+    from headrace.loop.checkpoints import step_of
+    from headrace.run.config import config_of_run, read_config
 
     step = step_of(checkpoint)
     with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:

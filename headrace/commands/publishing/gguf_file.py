@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headrace.commands.publishing.gguf_tokenizer import GgufTokenizer, read_tokenizer
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 
 class GgufFamily(NamedTuple):

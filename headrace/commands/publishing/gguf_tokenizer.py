@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.endings import end_of_turn
 from headrace.models.tokenizer import load_tokenizer
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from headrace.commands.again.bundle_export import CodeFiles, portable_settings
 from headrace.commands.publishing.curve_picture import curve_picture
-from headrace.config import RunConfig, config_of_run, read_config
+from headrace.facts.diagnosis.verdicts import all_verdicts
+from headrace.facts.numbers.state import RunState
 from headrace.models.known_models import KNOWN_MODELS
-from headrace.observe.diagnosis.verdicts import all_verdicts
-from headrace.observe.numbers.state import RunState
-from headrace.observe.report.data import ReportData, load
-from headrace.observe.report.side_by_side import ComparedRun, final_numbers
+from headrace.run.config import RunConfig, config_of_run, read_config
 from headrace.settings.toml import dump
 from headrace.version import __version__
+from headrace.views.report.data import ReportData, load
+from headrace.views.report.side_by_side import ComparedRun, final_numbers
 
 CARD, PICTURE = "README.md", "reward.png"
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headrace
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 from headrace.settings.extras import install, is_installed
 
 DEMO = "demo"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.commands.finding import run_directory
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 from headrace.settings.secrets import GATEWAY
 
 
@@ -55,7 +55,7 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
         raise ConfigError(f"{command[0]} is no program that can be run here; install it, or write its whole path")
     import asyncio
 
-    from headrace.environments.agents.outside_agents import OutsideAgents
+    from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 
     count = asyncio.run(OutsideAgents(address, command, at_once, echo).play())
     echo(f"the run is over; rollouts played here: {count}")
@@ -63,7 +63,7 @@ def use_gateway(run: str, command: Sequence[str], at_once: int) -> int:
 
 
 def address_of(run_dir: Path) -> str:
-    from headrace.environments.kinds import ADDRESS_FILE
+    from headrace.episodes.environments.kinds import ADDRESS_FILE
 
     try:
         return (run_dir / "logs" / ADDRESS_FILE).read_text().strip()

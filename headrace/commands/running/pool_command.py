@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from headrace.commands.finding import run_directory
-from headrace.errors import ConfigError, HeadraceError
+from headrace.core.errors import ConfigError, HeadraceError
 
 SECONDS = 120.0
 """Seconds in which a run answers. One that adds a server waits until that answers, or for engine.patience."""
@@ -27,9 +27,9 @@ def pool(arguments: argparse.Namespace) -> int:
 
 def change_pool(run_dir: Path, change: str, member: str) -> int:
     """Raises ConfigError for a wrong question, HeadraceError for what the run has refused."""
-    from headrace.observe.screen.console import Console
-    from headrace.observe.screen.members import table
-    from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
+    from headrace.run.fleets.pool_door import PoolQuestion, ask
+    from headrace.views.screen.console import Console
+    from headrace.views.screen.members import table
 
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rollouts(arguments: argparse.Namespace) -> int:
     """Raises HeadraceError with what ends it, unless the run is over or SIGTERM was sent."""
-    from headrace.orchestration.groups.rollout_host import HostPatience
-    from headrace.orchestration.runs.rollout_hosting import Hosting, serve_rollouts
+    from headrace.run.hosts.rollout_host import HostPatience
+    from headrace.run.rollout_hosting import Hosting, serve_rollouts
 
     serve_rollouts(
         Hosting(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.settings.secrets import read_token
 
 OFFERS = ("engine", "trainer", "scorer", "environment")
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def worker(arguments: argparse.Namespace) -> int:
     """Becomes the worker: the process keeps its id, unless it is to offer itself again. Raises ConfigError."""
-    from headrace.observe.health import orphans
-    from headrace.orchestration.workers.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
-    from headrace.orchestration.workers.launch.child import PROGRAM, environment
+    from headrace.processes.health import orphans
+    from headrace.processes.joining.greeting import ADDRESS, AGAIN, CA, MODEL, PATIENCE, TOKEN, USER_CODE
+    from headrace.processes.launch.child import PROGRAM, environment
 
     if arguments.address and arguments.offers != "trainer":
         raise ConfigError("--address is where a rank of the trainer is reached, and nobody else is; leave it out")
@@ -78,7 +78,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 def _again_and_again(words: list[str], variables: dict[str, str]) -> int:
     """Starts the worker whenever it has ended, so that what libraries hold of a run (process groups, devices) ends with it."""
-    from headrace.orchestration.workers.joining.offering import NOBODY, REFUSED
+    from headrace.processes.joining.offering import NOBODY, REFUSED
 
     while True:
         code = subprocess.call(words, env=variables)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 from headrace.settings.extras import install, is_installed
 
 NEEDED = ("starlette", "uvicorn")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def board(arguments: argparse.Namespace) -> int:
     """Serves until it is asked to end (SIGINT, SIGTERM). Raises ConfigError."""
-    from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
+    from headrace.processes.health.orphans import PARENT, signal_me_when_orphaned
     from headrace.settings.secrets import read_token
     from headrace.web.limits import check_address
 
@@ -53,10 +53,10 @@ def board(arguments: argparse.Namespace) -> int:
 
 def _serve(directory: Path, host: str, port: int, token: str) -> None:
     from headrace.models.resolve import cache_dir
-    from headrace.observe.board.board_routes import make_board_app
-    from headrace.observe.board.runs_board import RunsBoard
-    from headrace.orchestration.runs.pieces import pieces_of
-    from headrace.orchestration.store.run_directory import held
+    from headrace.run.pieces import pieces_of
+    from headrace.run.run_directory import held
+    from headrace.views.board.board_routes import make_board_app
+    from headrace.views.board.runs_board import RunsBoard
     from headrace.web.server import address_of, bind, make_server, serve_until_asked
 
     def leave() -> None:
@@ -81,7 +81,7 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    from headrace.observe.health.orphans import of_this_process
+    from headrace.processes.health.orphans import of_this_process
 
     _refuse_without_server("headrace train --board")
     made = [one for one in (directory, *directory.parents) if not one.exists()]

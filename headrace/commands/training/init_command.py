@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from headrace.commands.arguments import Commands, add_command
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 
 QUESTIONS = {
     "model": (

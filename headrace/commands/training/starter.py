@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.config import BUILTIN, IN_SANDBOX
+from headrace.episodes.scoring.extract import last_number
+from headrace.episodes.tasks.read import kind_of, read_rows
 from headrace.models.known_models import KNOWN_MODELS
-from headrace.scoring.config import BUILTIN, IN_SANDBOX
-from headrace.scoring.extract import last_number
-from headrace.tasks.read import kind_of, read_rows
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "conversations", "input", "query")
 ANSWERS = ("answer", "solution", "target", "output", "label", "response")
@@ -57,7 +57,7 @@ def write_starter(config: Path, *, model: str, data: str, reward: str) -> list[P
     """Writes the config, and the file of the reward function if there is none yet. Returns the paths written.
 
     Raises ConfigError if the answers do not fit together, before anything is written."""
-    from headrace.config import checked, read_config
+    from headrace.run.config import checked, read_config
 
     if config.suffix != ".toml":
         raise ConfigError(f"{config}: a config is a TOML file; name it {config.stem or 'mine'}.toml")

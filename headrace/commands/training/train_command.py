@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from headrace.commands.arguments import INTERRUPTED, Commands, add_command, add_set, add_step, positive
 from headrace.commands.finding import is_config, run_directory
 from headrace.commands.serving import board_command as boarding
-from headrace.errors import ConfigError
-from headrace.printing import echo
+from headrace.core.errors import ConfigError
+from headrace.core.printing import echo
 
 if TYPE_CHECKING:
-    from headrace.config import RunConfig
+    from headrace.run.config import RunConfig
 
 
 def add_train(commands: Commands) -> None:
@@ -38,7 +38,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = _config(arguments.config, run_dir, sets)
     if arguments.dry_run:
         return _rehearse(config, run_dir)
-    from headrace.orchestration.runs import run
+    from headrace.run import run
 
     with boarding.beside((run_dir or config.run_dir).parent, arguments.board):
         result = run.train(config, resume=run_dir)
@@ -49,10 +49,10 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
     """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
     import asyncio
 
-    from headrace.config import dump_config
-    from headrace.observe.screen.console import Console
-    from headrace.observe.screen.preflight_view import show_preflight
-    from headrace.orchestration.runs.rehearse import rehearse
+    from headrace.run.config import dump_config
+    from headrace.run.rehearse import rehearse
+    from headrace.views.screen.console import Console
+    from headrace.views.screen.preflight_view import show_preflight
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
     echo(f"{dump_config(done.config)}\n{done.page()}\n\nFiles")
@@ -69,8 +69,8 @@ def add_eval(commands: Commands) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from headrace.observe.diagnosis.troubles import measured_on
-    from headrace.orchestration.runs import one_shot
+    from headrace.facts.diagnosis.troubles import measured_on
+    from headrace.run import one_shot
 
     named = is_config(arguments.source)
     run_dir = None if named else run_directory(arguments.source)
@@ -86,9 +86,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The named config, or the config of the run."""
-    from headrace.config import adapter_runs, config_of_run, load_config
-    from headrace.orchestration.choosing import resumed_settings
-    from headrace.orchestration.python_inputs import refuse_python_inputs
+    from headrace.run.choosing import resumed_settings
+    from headrace.run.config import adapter_runs, config_of_run, load_config
+    from headrace.run.python_inputs import refuse_python_inputs
 
     source = file or (run_dir and config_of_run(run_dir))
     if not source:

@@ -15,9 +15,9 @@ import headrace
 from headrace.compat.trl.grpo_config import GRPOConfig, value_of
 from headrace.compat.trl.trl_model import adapter_settings, model_settings, quantised
 from headrace.compat.trl.trl_settings import refuse_what_cannot_be, settings_from, without_meaning
-from headrace.errors import ConfigError
-from headrace.scoring.python_rewards import RewardFunction
-from headrace.scoring.trl import trl_reward
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.python_rewards import RewardFunction
+from headrace.episodes.scoring.trl import trl_reward
 from headrace.settings.toml import Tree, merge
 
 RUN = "headrace"

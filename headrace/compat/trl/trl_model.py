@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.settings.toml import Tree
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from headrace.compat.trl.fields import FIELDS
 from headrace.compat.trl.grpo_config import changed, unknown, value_of
-from headrace.errors import ConfigError
-from headrace.observe.config import ObserveConfig
+from headrace.core.errors import ConfigError
 from headrace.settings.toml import Tree
+from headrace.views.config import ObserveConfig
 
 ROOM = 256
 """Tokens that a chat template may add to a prompt."""

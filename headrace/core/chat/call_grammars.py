@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.chat.formats import HERMES, LLAMA, MISTRAL, CallFormat
-from headrace.chat.messages import Tool
+from headrace.core.chat.formats import HERMES, LLAMA, MISTRAL, CallFormat
+from headrace.core.chat.messages import Tool
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 SPACES = r"[ \n\r\t]{1,32}"

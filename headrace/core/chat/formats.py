@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.chat.gemma_calls import read_call
-from headrace.chat.messages import DEEPEST, LONGEST_NAME, too_deep
-from headrace.chat.qwen_calls import ARGUMENT, ARGUMENT_ENDS, read_functions, typed
+from headrace.core.chat.gemma_calls import read_call
+from headrace.core.chat.messages import DEEPEST, LONGEST_NAME, too_deep
+from headrace.core.chat.qwen_calls import ARGUMENT, ARGUMENT_ENDS, read_functions, typed
 
 T = TypeVar("T")
 

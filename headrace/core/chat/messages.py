@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.chat.rendering import ROLES
-from headrace.errors import ConfigError, nearest
+from headrace.core.chat.rendering import ROLES
+from headrace.core.errors import ConfigError, nearest
 
 LONGEST_NAME = 128
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]

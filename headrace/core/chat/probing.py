@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.chat.formats import FORMATS, CallFormat, ToolCall
-from headrace.chat.reading import read_calls
-from headrace.errors import ConfigError
+from headrace.core.chat.formats import FORMATS, CallFormat, ToolCall
+from headrace.core.chat.reading import read_calls
+from headrace.core.errors import ConfigError
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
 """(messages, tools) -> what the template writes. It may raise anything."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.chat.formats import CallFormat, ToolCall
+from headrace.core.chat.formats import CallFormat, ToolCall
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 
 ARGUMENTS, TOOLS = "chat_template_kwargs", "tools"
 """The columns of a row that its chat template is given, as TRL calls them."""

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from headrace.core.errors import HeadraceError, IdentityError, WorkerDied
+from headrace.core.reports import EngineStats
+from headrace.core.weights import WeightUpdate
 from headrace.engine.fleet.member import Member
 from headrace.engine.fleet.rotation import Rotation
-from headrace.errors import HeadraceError, IdentityError, WorkerDied
-from headrace.reports import EngineStats
-from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 

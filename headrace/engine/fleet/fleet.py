@@ -13,6 +13,11 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.steps import Transcript
+from headrace.core.types import Completion, Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.fleet.care import Care
 from headrace.engine.fleet.lent import LentEngine
 from headrace.engine.fleet.member import Member, MemberEngine
@@ -20,13 +25,8 @@ from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Ro
 from headrace.engine.fleet.totals import Totals, in_common, samples
 from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
-from headrace.errors import ConfigError, HeadraceError, IdentityError
-from headrace.observe.facts import EngineSample, FleetSample
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.steps import Transcript
-from headrace.types import Completion, Request
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import EngineSample, FleetSample
+from headrace.facts.telemetry import Telemetry
 
 SAMPLES = 20
 """Members whose statistics are recorded in one second: those of a thousand, every second, would fill a gigabyte in two hours."""

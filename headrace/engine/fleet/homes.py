@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.core.types import Request, RolloutKey
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending
-from headrace.types import Request, RolloutKey
 
 REMEMBERED = 1 << 14
 """Groups and requests whose places are remembered. Older ones are forgotten, which costs a prompt that is computed again."""

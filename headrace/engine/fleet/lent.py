@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.reports import SleepReport
 from headrace.engine.fleet.care import Care
 from headrace.engine.fleet.member import Member, MemberEngine
 from headrace.engine.fleet.rotation import Rotation
-from headrace.errors import HeadraceError, WorkerDied
-from headrace.reports import SleepReport
 
 
 class LentMember(MemberEngine, Protocol):
@@ -34,7 +34,7 @@ class LentMember(MemberEngine, Protocol):
 
 
 class LentEngine:
-    """The member as an engine that sleeps (`SleepingEngine` in `orchestration/loops/turns.py`). Both calls may be repeated, and cut off."""
+    """The member as an engine that sleeps (`SleepingEngine` in `loop/turns.py`). Both calls may be repeated, and cut off."""
 
     def __init__(
         self, rotation: Rotation, member: Member, cares: dict[Member | None, asyncio.Task[None]], patience: float

@@ -7,9 +7,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from headrace.core.protocols import Engine
+from headrace.core.reports import EngineStats, LoadReport
 from headrace.engine.request_book import Pending
-from headrace.protocols import Engine
-from headrace.reports import EngineStats, LoadReport
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from contextlib import suppress
 
 import msgspec
 
+from headrace.core.errors import HeadraceError, PoisonedRequest
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Completion, Request
 from headrace.engine.fleet.homes import Homes, group_of
 from headrace.engine.fleet.member import Attempt, Member
 from headrace.engine.request_book import Pending, RequestBook
-from headrace.errors import HeadraceError, PoisonedRequest
-from headrace.steps import Finished, StepOutput
-from headrace.types import Completion, Request
 
 
 class Requests:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from headrace.core.errors import IdentityError, WorkerDied
+from headrace.core.weights import WeightUpdate
 from headrace.engine.fleet.member import Held, Member, MemberEngine
 from headrace.engine.fleet.moving_requests import Requests
-from headrace.errors import IdentityError, WorkerDied
-from headrace.observe.facts import MemberMoved
-from headrace.observe.telemetry import Telemetry
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import MemberMoved
+from headrace.facts.telemetry import Telemetry
 
 Check = Callable[[MemberEngine], Awaitable[float]]
 """Probes an engine. Returns the difference that it found, and raises IdentityError where that is too large."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from headrace.core.reports import TOTALS, Capabilities, EngineStats
 from headrace.engine.fleet.member import Member
-from headrace.observe.facts import MemberSample
-from headrace.reports import TOTALS, Capabilities, EngineStats
+from headrace.facts.facts import MemberSample
 
 
 class Totals:

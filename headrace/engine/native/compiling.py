@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from headrace.core.steps import Finished
+from headrace.core.types import Sampling
 from headrace.engine.native.sampling.guides import Guide, Guides
 from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.engine.native.schedule.sequences import Sequence
-from headrace.steps import Finished
-from headrace.types import Sampling
 
 PATIENCE = 0.02
 """Seconds for which a step without other work waits for a constraint."""

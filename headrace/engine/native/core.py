@@ -16,6 +16,11 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.core.errors import ConfigError
+from headrace.core.reports import EngineStats, SleepReport, capable
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Request, Stop
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
@@ -32,12 +37,7 @@ from headrace.engine.native.servable import ServableModel, count_blocks, read_mo
 from headrace.engine.native.served import Served
 from headrace.engine.native.sleeping import Sleeping
 from headrace.engine.native.stepping import Stepper
-from headrace.errors import ConfigError
 from headrace.models.grammars import Grammars
-from headrace.reports import EngineStats, SleepReport, capable
-from headrace.steps import Finished, StepOutput
-from headrace.types import Request, Stop
-from headrace.weights import WeightUpdate
 
 
 @dataclass(frozen=True)

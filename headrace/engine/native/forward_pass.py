@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headrace.weights import AdapterSpec
+from headrace.core.weights import AdapterSpec
 
 BLOCK = 32
 """Tokens per block of KV cache. The cache is shared, copied and accounted for in whole blocks."""

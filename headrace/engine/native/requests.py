@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headrace.types import Request, Sampling
+from headrace.core.types import Request, Sampling
 
 COLDEST = 1e-5
 """Logits divided by less could overflow."""

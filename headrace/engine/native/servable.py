@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from headrace.core.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.runners import skeleton, weight_tensors
 from headrace.engine.native.sampling.stopping import Decode
-from headrace.errors import ConfigError
 from headrace.models.endings import endings_of
 from headrace.models.tokenizer import load_tokenizer
 

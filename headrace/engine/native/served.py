@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.native.cache.prefixes import Root
-from headrace.weights import AdapterSpec, WeightUpdate
 
 
 @dataclass(frozen=True)

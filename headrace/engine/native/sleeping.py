@@ -13,10 +13,10 @@ import time
 import numpy as np
 import torch
 
+from headrace.core.reports import SleepReport
 from headrace.engine.native.forward_pass import Runner
 from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.native.memory import held, trim
-from headrace.reports import SleepReport
 
 
 class Sleeping:

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails
+from headrace.core.types import RoutingTrace, Stop
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.sampling import details
@@ -20,8 +22,6 @@ from headrace.engine.native.schedule.passes import Chunk, Plan, Planner
 from headrace.engine.native.schedule.scheduler import LOST, Scheduler
 from headrace.engine.native.schedule.sequences import Sequence
 from headrace.engine.native.served import Served
-from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails
-from headrace.types import RoutingTrace, Stop
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.core.errors import ConfigError, IdentityError
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.errors import ConfigError, IdentityError
 from headrace.web.crowd import raise_open_files
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.reports import TOTALS, EngineStats
+from headrace.core.reports import TOTALS, EngineStats
 
 
 class RunCounts:

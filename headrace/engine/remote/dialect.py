@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.steps import Finished, PromptScores, TokenDetails
+from headrace.core.types import Request, Stop
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.steps import Finished, PromptScores, TokenDetails
-from headrace.types import Request, Stop
-from headrace.weights import WeightUpdate
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 
 
 class Unreachable(HeadraceError):

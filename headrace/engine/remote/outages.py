@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from headrace.deaths import Deaths
+from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.processes.deaths import Deaths
 
 T = TypeVar("T")
 

@@ -18,6 +18,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.steps import Finished, StepOutput, Transcript
+from headrace.core.types import Completion, Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.counts import RunCounts
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
@@ -27,13 +32,8 @@ from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
-from headrace.errors import ConfigError, HeadraceError, IdentityError
-from headrace.observe.facts import EngineSample, WorkerLost
-from headrace.observe.telemetry import Telemetry
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.steps import Finished, StepOutput, Transcript
-from headrace.types import Completion, Request
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import EngineSample, WorkerLost
+from headrace.facts.telemetry import Telemetry
 
 ATTEMPTS = 5
 """Streams of one request that may break without a token; then it has failed."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headrace.types import Request
+from headrace.core.types import Request
 
 
 class Standstill:

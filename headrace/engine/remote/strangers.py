@@ -6,9 +6,9 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from headrace.core.errors import ConfigError
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError
 
 
 @dataclass(frozen=True)

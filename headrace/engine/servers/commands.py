@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from headrace.core.errors import ConfigError
 from headrace.engine.config import OF_FLEETS, OF_SERVERS, EngineConfig
-from headrace.errors import ConfigError
 from headrace.settings.interpreters import Found, foreign_variables
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.settings.extras import install
 from headrace.settings.interpreters import Found, interpreter, look_into
 from headrace.version import PACKAGE, __version__

@@ -16,7 +16,7 @@ from pathlib import Path
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import HOST, Command
 from headrace.engine.servers.server_log import last_line, not_loaded, raised
-from headrace.observe.health import patience
+from headrace.processes.health import patience
 
 ENDING = 2 * server_guard.GRACE
 """Seconds in which the guard should have ended the server."""

@@ -10,8 +10,16 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.environments.kinds import ATROPOS, ENVIRONMENTS, GATEWAY, LIBRARIES, PROCESS, VERIFIERS, environment_kind
-from headrace.playing import Limits, Resumes
+from headrace.core.playing import Limits, Resumes
+from headrace.episodes.environments.kinds import (
+    ATROPOS,
+    ENVIRONMENTS,
+    GATEWAY,
+    LIBRARIES,
+    PROCESS,
+    VERIFIERS,
+    environment_kind,
+)
 from headrace.settings.strict import STRICT
 
 ToolPlace = Literal["template", "hermes"]

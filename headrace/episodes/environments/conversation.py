@@ -18,20 +18,20 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.chat.formats import HERMES, CallFormat
-from headrace.chat.messages import Tool, begins_answer, described
-from headrace.chat.reading import CallReader, read_calls
-from headrace.chat.rendering import TemplateUse
-from headrace.chat.streamed_text import StreamedText
-from headrace.chat.thinking import CLOSING, is_open_in
-from headrace.environments.config import ToolPlace
-from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
-from headrace.errors import ConfigError
+from headrace.core.chat.formats import HERMES, CallFormat
+from headrace.core.chat.messages import Tool, begins_answer, described
+from headrace.core.chat.reading import CallReader, read_calls
+from headrace.core.chat.rendering import TemplateUse
+from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.chat.thinking import CLOSING, is_open_in
+from headrace.core.errors import ConfigError
+from headrace.core.playing import Agent
+from headrace.core.types import Completion, Constraint
+from headrace.episodes.environments.config import ToolPlace
+from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.workers.episode_frames import PROBLEM, SPECIALS, ChatReply, WrittenCall
 from headrace.models.chat import off_loop
 from headrace.models.control_tokens import Written, texts_of
-from headrace.playing import Agent
-from headrace.types import Completion, Constraint
 
 Message = Mapping[str, Any]
 

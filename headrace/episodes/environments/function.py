@@ -9,13 +9,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from headrace.chat.rendering import arguments_of
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.conversation import Conversation, TurnEncoder
-from headrace.environments.kinds import LIBRARIES
-from headrace.environments.turn_log import TurnLog
-from headrace.environments.workers.environment_pool import Beginning, Pool, check_function
-from headrace.environments.workers.episode_frames import (
+from headrace.core.chat.rendering import arguments_of
+from headrace.core.errors import ConfigError, RolloutFailed
+from headrace.core.playing import KEPT, Agent, Environment, EnvironmentKind, Resumes
+from headrace.core.types import Prompt
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.conversation import Conversation, TurnEncoder
+from headrace.episodes.environments.kinds import LIBRARIES
+from headrace.episodes.environments.turn_log import TurnLog
+from headrace.episodes.environments.workers.environment_pool import Beginning, Pool, check_function
+from headrace.episodes.environments.workers.episode_frames import (
     ChatAsked,
     ChatReply,
     FunctionLoaded,
@@ -24,13 +27,10 @@ from headrace.environments.workers.episode_frames import (
     RolloutDone,
     ToolAnswered,
 )
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.process import FunctionSettings, RolloutAsked
-from headrace.errors import ConfigError, RolloutFailed
-from headrace.observe.health.user_process import HERE, Sites
-from headrace.playing import KEPT, Agent, Environment, EnvironmentKind, Resumes
-from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
-from headrace.types import Prompt
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.processes.health.user_process import HERE, Sites
 
 
 def open_function(

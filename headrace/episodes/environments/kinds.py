@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 
-from headrace.playing import EnvironmentKind
+from headrace.core.playing import EnvironmentKind
 
 ENVIRONMENTS = {
-    "single_turn": "headrace.environments.single_turn:SINGLE_TURN",
+    "single_turn": "headrace.episodes.environments.single_turn:SINGLE_TURN",
 }
 """Places of `playing.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
 
 LIBRARIES = {
-    "reasoning_gym": "headrace.environments.libraries.attempts:open_reasoning_gym",
-    "gym": "headrace.environments.libraries.gym:open_gym",
-    "openenv": "headrace.environments.libraries.openenv:open_openenv",
-    "textarena": "headrace.environments.libraries.games:open_textarena",
+    "reasoning_gym": "headrace.episodes.environments.libraries.attempts:open_reasoning_gym",
+    "gym": "headrace.episodes.environments.libraries.gym:open_gym",
+    "openenv": "headrace.episodes.environments.libraries.openenv:open_openenv",
+    "textarena": "headrace.episodes.environments.libraries.games:open_textarena",
 }
 """Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
 (`workers/loading.py`), because what they import may crash or hang."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.playing import Agent, EnvironmentKind, Limits
-from headrace.types import Prompt
+from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.types import Prompt
 
 
 class SingleTurn:

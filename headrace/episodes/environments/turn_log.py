@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.environments.workers.episode_frames import ChatAsked, Rewarded, RolloutDone, ToolAnswered
-from headrace.playing import Agent
-from headrace.types import Struct
+from headrace.core.playing import Agent
+from headrace.core.types import Struct
+from headrace.episodes.environments.workers.episode_frames import ChatAsked, Rewarded, RolloutDone, ToolAnswered
 
 
 class TurnNote(Struct, frozen=True, tag="turn"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace.chat.reading import CallReader
-from headrace.chat.streamed_text import StreamedText
-from headrace.types import Completion
+from headrace.core.chat.reading import CallReader
+from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.types import Completion
 from headrace.web.formats.followed_turn import TurnPiece
 
 

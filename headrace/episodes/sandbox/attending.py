@@ -8,11 +8,11 @@ import select
 import signal
 from typing import Any, NamedTuple
 
-from headrace.observe.health.patience import Patience
-from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED
-from headrace.sandbox.kernel.thread_gate import ThreadGate
-from headrace.sandbox.private_directory import PrivateDirectory
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED
+from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
+from headrace.episodes.sandbox.private_directory import PrivateDirectory
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from headrace.processes.health.patience import Patience
 
 _LOOK = 0.05
 """Seconds between two looks at the private directory and at the deadline."""

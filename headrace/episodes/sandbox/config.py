@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits, SandboxSettings
 from headrace.settings.strict import STRICT
 
 Isolation = Literal["network", "filesystem", "processes", "threads", "memory", "cpu", "disk"]

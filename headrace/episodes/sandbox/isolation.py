@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.errors import ConfigError
-from headrace.sandbox.inside import isolation_trial
-from headrace.sandbox.sandbox import Sandbox, SandboxLost
-from headrace.sandbox.sandbox_limits import DEFAULT, SandboxLimits
+from headrace.core.errors import ConfigError
+from headrace.episodes.sandbox.inside import isolation_trial
+from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxLimits
 
 KINDS = ("network", "filesystem", "processes", "threads", "memory", "cpu", "disk")
 """The kinds whose absence must be allowed."""

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headrace.sandbox.kernel.namespaces import mount_private
-from headrace.sandbox.kernel.syscalls import unmount
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox.kernel.namespaces import mount_private
+from headrace.episodes.sandbox.kernel.syscalls import unmount
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 
 
 class PrivateDirectory:

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.health.owned_directory import OwnedDirectory
-from headrace.sandbox.inside import json_frames
-from headrace.sandbox.sandbox_limits import SandboxLimits
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.version import PACKAGE
 
-_ZYGOTE = ("-P", "-m", "headrace.sandbox.zygote")
+_ZYGOTE = ("-P", "-m", "headrace.episodes.sandbox.zygote")
 _GRACE = 30.0
 """Seconds after which a process that makes calls is killed, if it has not ended by itself."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from headrace.sandbox.isolation import refuse_missing
-from headrace.sandbox.sandbox import Sandbox
-from headrace.sandbox.use import settings_of_this_process
+from headrace.episodes.sandbox.isolation import refuse_missing
+from headrace.episodes.sandbox.sandbox import Sandbox
+from headrace.episodes.sandbox.use import settings_of_this_process
 
 _one = threading.Lock()
 _sandbox: Sandbox | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
 
 _settings = DEFAULT
 
@@ -21,5 +21,5 @@ def settings_of_this_process() -> SandboxSettings:
 
 def check_if_imported(who: str) -> None:
     """Raises ConfigError if functions that were loaded have imported the sandbox and this machine lacks isolation. `who`: the functions."""
-    if tool := sys.modules.get("headrace.sandbox.tool"):
+    if tool := sys.modules.get("headrace.episodes.sandbox.tool"):
         tool.sandbox_of_this_process(who)

@@ -1,4 +1,4 @@
-"""The process that makes calls: `python -P -m headrace.sandbox.zygote LIMITS DIRECTORY memory|disk`, driven by `sandbox.py`.
+"""The process that makes calls: `python -P -m headrace.episodes.sandbox.zygote LIMITS DIRECTORY memory|disk`, driven by `sandbox.py`.
 
 It has imported what code usually needs, and forks for each call, which takes milliseconds where an interpreter of its own takes tens of
 them. It never reads a test: the process of the code is forked first, and the process of the test then reads the next frame itself. So
@@ -21,17 +21,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from headrace.sandbox.attending import Forked, attend, pipes, report_of
-from headrace.sandbox.inside.confine import confine, take_descriptors
-from headrace.sandbox.inside.json_frames import receive, send
-from headrace.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
-from headrace.sandbox.inside.tester import run_test
-from headrace.sandbox.inside.together import run_together, sealed
-from headrace.sandbox.kernel import landlock, seccomp
-from headrace.sandbox.kernel.namespaces import enter
-from headrace.sandbox.kernel.thread_gate import ThreadGate
-from headrace.sandbox.private_directory import PrivateDirectory
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox.attending import Forked, attend, pipes, report_of
+from headrace.episodes.sandbox.inside.confine import confine, take_descriptors
+from headrace.episodes.sandbox.inside.json_frames import receive, send
+from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED, end, run_program, serve_calls
+from headrace.episodes.sandbox.inside.tester import run_test
+from headrace.episodes.sandbox.inside.together import run_together, sealed
+from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.kernel.namespaces import enter
+from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
+from headrace.episodes.sandbox.private_directory import PrivateDirectory
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 
 USUAL = (
     "asyncio", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools",

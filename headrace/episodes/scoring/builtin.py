@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.scoring.job import fail_raised
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.job import fail_raised
 from headrace.settings.extras import absent
 
 

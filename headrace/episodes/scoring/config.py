@@ -10,9 +10,9 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.scoring.extract import Extract
-from headrace.scoring.parts.segmenting import Form
-from headrace.scoring.services.config import LABELS, EndpointConfig, JudgeConfig, ServiceConfig, step_problems
+from headrace.episodes.scoring.extract import Extract
+from headrace.episodes.scoring.parts.segmenting import Form
+from headrace.episodes.scoring.services.config import LABELS, EndpointConfig, JudgeConfig, ServiceConfig, step_problems
 from headrace.settings.strict import STRICT
 
 BUILTIN = ("reasoning_gym", "unit_tests", "unit_tests_all")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.types import Completion
+from headrace.core.types import Completion
 
 Extract = Literal["", "last_number", "answer_tag", "code_block"]
 _MINUS = "-\u2212\u2013\ufe63\uff0d"

@@ -8,20 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.observe.health.user_prints import unwrap
-from headrace.observe.health.user_process import HERE, Sites
-from headrace.sandbox.sandbox_limits import SandboxSettings
-from headrace.sandbox.use import use_settings
-from headrace.scoring.config import RewardConfig, RewardSpec, distinct
-from headrace.scoring.extract import Extractor
-from headrace.scoring.job import Ask, Effort, LoadedReward, ScoringJob, Values, is_async
-from headrace.scoring.parts.comparing import compared
-from headrace.scoring.parts.part import RewardPart
-from headrace.scoring.python_rewards import rewards_of
-from headrace.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess, check_functions
-from headrace.scoring.workers.spread import SpreadPool
-from headrace.scoring.workers.threads import ThreadPool
+from headrace.core.errors import ConfigError
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
+from headrace.episodes.sandbox.use import use_settings
+from headrace.episodes.scoring.config import RewardConfig, RewardSpec, distinct
+from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.job import Ask, Effort, LoadedReward, ScoringJob, Values, is_async
+from headrace.episodes.scoring.parts.comparing import compared
+from headrace.episodes.scoring.parts.part import RewardPart
+from headrace.episodes.scoring.python_rewards import rewards_of
+from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess, check_functions
+from headrace.episodes.scoring.workers.spread import SpreadPool
+from headrace.episodes.scoring.workers.threads import ThreadPool
+from headrace.processes.health.user_prints import unwrap
+from headrace.processes.health.user_process import HERE, Sites
 
 _Call = Callable[[ScoringJob], Awaitable[Values]]
 

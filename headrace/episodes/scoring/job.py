@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.observe.health.patience import within
-from headrace.observe.health.user_prints import SCREEN, bounded_prints
-from headrace.rewards import Unusable, number_of, shown
-from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
+from headrace.core.batches import Failure
+from headrace.core.rewards import Unusable, number_of, shown
+from headrace.core.types import Episode, Struct
+from headrace.episodes.scoring.trl import ONLY_THERE, TrlReward, conversation
+from headrace.processes.health.patience import within
+from headrace.processes.health.user_prints import SCREEN, bounded_prints
 from headrace.settings.user_code import one_line, traceback_of, unreachable
-from headrace.types import Episode, Struct
 
 Values = list[float | tuple[float, ...] | Failure | None]
 """One per completion: a finite number, one for each of its segments, a failure, or None if a function written for TRL does not apply."""

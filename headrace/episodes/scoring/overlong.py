@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from headrace.batches import Failure
-from headrace.protocols import Scorer
-from headrace.scoring.config import PUNISHMENT, OverlongConfig
-from headrace.types import Episode, Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.protocols import Scorer
+from headrace.core.types import Episode, Prompt, Scored
+from headrace.episodes.scoring.config import PUNISHMENT, OverlongConfig
 
 
 def soft_overlong_punishment(length: int, longest: int, cache: int) -> float:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.scoring.config import HANDED, RewardSpec
-from headrace.scoring.job import signature_problem
-from headrace.scoring.workers.threads import name_of
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.config import HANDED, RewardSpec
+from headrace.episodes.scoring.job import signature_problem
+from headrace.episodes.scoring.workers.threads import name_of
 
 RewardFunction = Callable[..., Any]
 Rewards = (

@@ -9,27 +9,27 @@ from typing import Any
 
 import msgspec
 
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.observe.health.user_process import HERE, Sites
-from headrace.observe.telemetry import Telemetry
-from headrace.rewards import usable
-from headrace.sandbox.sandbox_limits import DEFAULT, SandboxSettings
-from headrace.scoring.config import RewardConfig
-from headrace.scoring.extract import Extractor
-from headrace.scoring.functions import FunctionPools
-from headrace.scoring.job import LoadedReward
-from headrace.scoring.parts.comparing import compared
-from headrace.scoring.parts.part import PartCaller, RewardPart
-from headrace.scoring.parts.score_log import ScoreLog
-from headrace.scoring.parts.segmenting import Decode, graded, returns_of
-from headrace.scoring.services.config import check_client
-from headrace.scoring.services.http_post import HttpPoster, Poster
-from headrace.scoring.services.judge import Judge
-from headrace.scoring.services.service import HttpService
-from headrace.scoring.workers.processes import WorkerProcess
-from headrace.scoring.workers.threads import ThreadPool
-from headrace.types import Episode, Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.rewards import usable
+from headrace.core.types import Episode, Prompt, Scored
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
+from headrace.episodes.scoring.config import RewardConfig
+from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.functions import FunctionPools
+from headrace.episodes.scoring.job import LoadedReward
+from headrace.episodes.scoring.parts.comparing import compared
+from headrace.episodes.scoring.parts.part import PartCaller, RewardPart
+from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts.segmenting import Decode, graded, returns_of
+from headrace.episodes.scoring.services.config import check_client
+from headrace.episodes.scoring.services.http_post import HttpPoster, Poster
+from headrace.episodes.scoring.services.judge import Judge
+from headrace.episodes.scoring.services.service import HttpService
+from headrace.episodes.scoring.workers.processes import WorkerProcess
+from headrace.episodes.scoring.workers.threads import ThreadPool
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.health.user_process import HERE, Sites
 
 
 class RewardScorer:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from headrace.batches import Failure
-from headrace.printing import echo
-from headrace.sandbox.sandbox import Sandbox, SandboxLost, SandboxResult
-from headrace.sandbox.tool import sandbox_of_this_process
+from headrace.core.batches import Failure
+from headrace.core.printing import echo
+from headrace.episodes.sandbox.sandbox import Sandbox, SandboxLost, SandboxResult
+from headrace.episodes.sandbox.tool import sandbox_of_this_process
 
 SLOW = ("cpu", "time")
 """Reasons for which the other tests of the completion are not run: a group has one deadline."""

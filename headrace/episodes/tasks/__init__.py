@@ -1,5 +1,5 @@
 """The sources of prompts.
 
 Read `config.py`, `prompts.py` (a question becomes a prompt), `conversations.py` (the forms of a prompt in a row), `read.py` and `rows.py`
-(files), `python_rows.py` (rows from Python), `reasoning_gym.py` (generated problems), `seeds.py` (seeds alone, for games). `fake.py` is the task without data.
+(files), `python_rows.py` (rows from Python), `reasoning_gym.py` (generated problems), `seeds.py` (seeds alone, for games).
 """

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.chat.rendering import Rendering
+from headrace.core.chat.rendering import Rendering
 from headrace.settings.strict import STRICT
 
 # Settings that belong to some kinds only, as they are when nobody set them.

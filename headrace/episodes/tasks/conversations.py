@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.chat.messages import role_problem, text_of
-from headrace.errors import ConfigError, nearest
-from headrace.tasks.config import TaskConfig
+from headrace.core.chat.messages import role_problem, text_of
+from headrace.core.errors import ConfigError, nearest
+from headrace.episodes.tasks.config import TaskConfig
 
 Message = dict[str, Any]
 

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.chat.messages import begins_answer
-from headrace.chat.rendering import ARGUMENTS, TOOLS, arguments_of, tools_of
-from headrace.errors import ConfigError
-from headrace.protocols import Task
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.conversations import Message, last_user
-from headrace.types import Prompt
+from headrace.core.chat.messages import begins_answer
+from headrace.core.chat.rendering import ARGUMENTS, TOOLS, arguments_of, tools_of
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Task
+from headrace.core.types import Prompt
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.conversations import Message, last_user
 
 RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
 """Names of arguments of reward functions that are not columns."""

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.tasks.prompts import digest_of
-from headrace.tasks.read import Row
-from headrace.tasks.rows import plain_row
+from headrace.core.errors import ConfigError
+from headrace.episodes.tasks.prompts import digest_of
+from headrace.episodes.tasks.read import Row
+from headrace.episodes.tasks.rows import plain_row
 
 
 def rows_of(dataset: Any) -> list[Row]:

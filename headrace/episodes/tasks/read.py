@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.errors import ConfigError, nearest
+from headrace.core.errors import ConfigError, nearest
 from headrace.settings.extras import absent
 
 Row = dict[str, Any]

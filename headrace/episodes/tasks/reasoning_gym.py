@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable
-from headrace.errors import ConfigError, nearest
-from headrace.settings.extras import absent
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.prompts import (
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.prompts import (
     Encoder,
     PromptMaker,
     checked_cursor,
@@ -21,7 +21,7 @@ from headrace.tasks.prompts import (
     seed_from,
     take,
 )
-from headrace.types import Prompt
+from headrace.settings.extras import absent
 
 BLOCK = 1000
 """The number of problems of one dataset object. Some families prepare `size` problems in advance, so that one endless dataset is not

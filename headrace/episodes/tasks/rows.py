@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.chat.rendering import ARGUMENTS, TOOLS
+from headrace.core.chat.rendering import ARGUMENTS, TOOLS
+from headrace.core.errors import ConfigError, nearest
+from headrace.core.types import Prompt
 from headrace.durable.spelling import jsonable
-from headrace.errors import ConfigError, nearest
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.conversations import prompt_of
-from headrace.tasks.prompts import (
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.conversations import prompt_of
+from headrace.episodes.tasks.prompts import (
     RESERVED,
     Encoder,
     PromptMaker,
@@ -23,8 +24,7 @@ from headrace.tasks.prompts import (
     digest_of,
     take,
 )
-from headrace.tasks.read import read_rows
-from headrace.types import Prompt
+from headrace.episodes.tasks.read import read_rows
 
 Row = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.tasks.config import TaskConfig
-from headrace.tasks.prompts import Encoder, PromptMaker, checked_cursor, digest_of, seed_from, take
-from headrace.types import Prompt
+from headrace.core.types import Prompt
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.prompts import Encoder, PromptMaker, checked_cursor, digest_of, seed_from, take
 
 
 class SeedsTask:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.texts import counted, number, percent
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import counted, number, percent
 
 OFTEN = 0.5
 """Share of completions that are cut off, or of groups without contrast, from which advice is given."""

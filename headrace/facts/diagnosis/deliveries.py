@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.observe.numbers.state import RunState
-from headrace.observe.numbers.step_totals import TravelSums
-from headrace.observe.texts import number, percent, size
+from headrace.facts.numbers.state import RunState
+from headrace.facts.numbers.step_totals import TravelSums
+from headrace.facts.texts import number, percent, size
 
 _NAMES = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
 SHARED = ("shared_memory", "cuda_ipc")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from headrace.observe.facts import Evaluated, FirstFailure
-from headrace.observe.numbers.shares import Tally
-from headrace.observe.numbers.state import RunState
-from headrace.observe.texts import counted, percent, plural
+from headrace.facts.facts import Evaluated, FirstFailure
+from headrace.facts.numbers.shares import Tally
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import counted, percent, plural
 
 
 class Failing(NamedTuple):

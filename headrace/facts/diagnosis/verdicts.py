@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from headrace.observe.diagnosis.deliveries import travelled
-from headrace.observe.diagnosis.troubles import measured_on
-from headrace.observe.facts import Accounting, Evaluated, TrialChecked
-from headrace.observe.numbers.choices import POOLS, Choices
-from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
-from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
-from headrace.observe.numbers.state import RunState
-from headrace.observe.texts import counted, number, percent, plural, reward_text, with_error
+from headrace.facts.diagnosis.deliveries import travelled
+from headrace.facts.diagnosis.troubles import measured_on
+from headrace.facts.facts import Accounting, Evaluated, TrialChecked
+from headrace.facts.numbers.choices import POOLS, Choices
+from headrace.facts.numbers.fates import Shift, discarded, length_shift, reward_shift
+from headrace.facts.numbers.measures import mean_lag, trimmed_tokens
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import counted, number, percent, plural, reward_text, with_error
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 

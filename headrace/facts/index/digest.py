@@ -17,23 +17,23 @@ from typing import Any, get_args
 
 import msgspec
 
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import EngineStats
+from headrace.core.types import Struct
 from headrace.durable.atomic_files import replace_file
-from headrace.errors import HeadraceError
-from headrace.observe.costs import Costs
-from headrace.observe.facts import MemberSample
-from headrace.observe.index.index_file import framed_bytes, mark_of, unframed
-from headrace.observe.index.numbers import Numbers
-from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.engine_use import EngineSpan, EngineUse, Nap, Naps
-from headrace.observe.numbers.fates import Fate, Fates, Histogram, Sieve
-from headrace.observe.numbers.scorers import ScorerUse
-from headrace.observe.numbers.shares import Recent, Shares, Tally
-from headrace.observe.numbers.state import RunState, WaitTotal, stride_of
-from headrace.observe.numbers.step_totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals, TravelSums
-from headrace.observe.numbers.tickets import Tickets
-from headrace.observe.records import METRICS, MetricsFact
-from headrace.reports import EngineStats
-from headrace.types import Struct
+from headrace.facts.costs import Costs
+from headrace.facts.facts import MemberSample
+from headrace.facts.index.index_file import framed_bytes, mark_of, unframed
+from headrace.facts.index.numbers import Numbers
+from headrace.facts.numbers.choices import Choices
+from headrace.facts.numbers.engine_use import EngineSpan, EngineUse, Nap, Naps
+from headrace.facts.numbers.fates import Fate, Fates, Histogram, Sieve
+from headrace.facts.numbers.scorers import ScorerUse
+from headrace.facts.numbers.shares import Recent, Shares, Tally
+from headrace.facts.numbers.state import RunState, WaitTotal, stride_of
+from headrace.facts.numbers.step_totals import LagSum, LagSums, ProbeTotals, StepTotals, SwapTotals, TravelSums
+from headrace.facts.numbers.tickets import Tickets
+from headrace.facts.records import METRICS, MetricsFact
 from headrace.version import __version__
 
 DIGEST = "state.digest"

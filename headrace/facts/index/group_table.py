@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headrace.observe.facts import GroupEnded
-from headrace.observe.index.growing import Growing
+from headrace.facts.facts import GroupEnded
+from headrace.facts.index.growing import Growing
 
 ROW = np.dtype(
     [

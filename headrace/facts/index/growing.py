@@ -31,7 +31,7 @@ class Growing:
     def put(self, place: int, value: Any) -> None:
         """Sets the element at `place`. Elements between the end and `place` become zeros."""
         self._make_room(place + 1)
-        with np.errstate(over="ignore"):  # metrics of a version without `headrace.rewards` may hold any number
+        with np.errstate(over="ignore"):  # metrics of a version without `headrace.core.rewards` may hold any number
             self._room[place] = value
         self._count = max(self._count, place + 1)
 

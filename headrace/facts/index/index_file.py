@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from headrace.observe.index.group_table import ROW
-from headrace.observe.index.numbers import Numbers
-from headrace.observe.records import METRICS
+from headrace.facts.index.group_table import ROW
+from headrace.facts.index.numbers import Numbers
+from headrace.facts.records import METRICS
 
 INDEX = "numbers.index"
 MAGIC = b"hrindex1"

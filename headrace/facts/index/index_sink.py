@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from headrace.core.errors import HeadraceError
 from headrace.durable.atomic_files import AppendFile
-from headrace.errors import HeadraceError
-from headrace.observe.facts import GroupEnded
-from headrace.observe.index.digest import DIGEST, Digest, digest_of, write_digest
-from headrace.observe.index.index_file import INDEX, become_another, block_of, framed, has_block, header
-from headrace.observe.index.numbers import Numbers
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, MetricsFact, StepRow
+from headrace.facts.facts import GroupEnded
+from headrace.facts.index.digest import DIGEST, Digest, digest_of, write_digest
+from headrace.facts.index.index_file import INDEX, become_another, block_of, framed, has_block, header
+from headrace.facts.index.numbers import Numbers
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, MetricsFact, StepRow
 
 EVERY = 1 << 20
 """Bytes of metrics for a block. Of a long run the board lacks at most these until it has read the metrics itself."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.observe.facts import GroupEnded
-from headrace.observe.index.group_table import GroupTable
-from headrace.observe.index.step_columns import MINUTES, TOKENS, StepColumns
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.sinks.scalars import scalars
+from headrace.facts.facts import GroupEnded
+from headrace.facts.index.group_table import GroupTable
+from headrace.facts.index.step_columns import MINUTES, TOKENS, StepColumns
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.scalars import scalars
 
 
 class Numbers:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.observe.index.growing import Growing
+from headrace.facts.index.growing import Growing
 
 STEP, MINUTES, TOKENS = "step", "minutes", "tokens"
 """Axes that every series can be drawn over: steps done, minutes since the start, tokens trained."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from headrace.observe.facts import GroupEnded, PromptChosen
-from headrace.observe.numbers.shares import NO_CONTRAST
+from headrace.facts.facts import GroupEnded, PromptChosen
+from headrace.facts.numbers.shares import NO_CONTRAST
 
 POOLS = ("new", "mixed", "solved", "hopeless", "failed")
 

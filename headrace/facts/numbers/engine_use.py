@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.observe.facts import Slept, Woke
-from headrace.observe.texts import plural, short_time
-from headrace.reports import EngineStats
+from headrace.core.reports import EngineStats
+from headrace.facts.facts import Slept, Woke
+from headrace.facts.texts import plural, short_time
 
 Window = tuple[float, float]
 

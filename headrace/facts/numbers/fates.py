@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from headrace.observe.facts import GroupEnded
+from headrace.facts.facts import GroupEnded
 
 DISCARDED = ("overdue", "interrupted")
 """Reasons that depend on when a group was generated: `staleness.overdue`, `partial.mode = "cancel_group"`."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.observe.costs import ENGINE
-from headrace.observe.numbers.fates import discarded
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import StepRow
+from headrace.facts.costs import ENGINE
+from headrace.facts.numbers.fates import discarded
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import StepRow
 
 
 def phase(state: RunState) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.observe import facts
-from headrace.observe.records import StepRow
+from headrace.facts import facts
+from headrace.facts.records import StepRow
 
 
 @dataclass(frozen=True, kw_only=True)

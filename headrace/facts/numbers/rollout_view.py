@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.batches import Group, Row
+from headrace.core.batches import Group, Row
+from headrace.core.reports import TokenNumbers, TrainReport
+from headrace.core.types import Completion, Episode, Struct, VersionSpan
 from headrace.durable.journal import JournalStep
-from headrace.observe.numbers.turn_view import TurnView, story, view_turns
-from headrace.observe.records import answer_of
-from headrace.reports import TokenNumbers, TrainReport
-from headrace.types import Completion, Episode, Struct, VersionSpan
+from headrace.facts.numbers.turn_view import TurnView, story, view_turns
+from headrace.facts.records import answer_of
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token; joined, they are the whole text."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from headrace.observe.facts import ScorerAsked
-from headrace.observe.texts import counted, plural, short_time
+from headrace.facts.facts import ScorerAsked
+from headrace.facts.texts import counted, plural, short_time
 
 
 class ScorerUse:

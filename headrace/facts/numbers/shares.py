@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from headrace.batches import OUTAGES
-from headrace.observe.facts import GroupEnded
+from headrace.core.batches import OUTAGES
+from headrace.facts.facts import GroupEnded
 
 WINDOW, PROMPTS = 64, 8
 """Size of the window by which a run is warned and paused: the last rollouts, from at least this many prompts."""

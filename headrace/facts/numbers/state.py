@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from headrace.observe.costs import Costs
-from headrace.observe.facts import (
+from headrace.facts.costs import Costs
+from headrace.facts.facts import (
     Accounting,
     CheckpointSaved,
     EngineSample,
@@ -37,14 +37,14 @@ from headrace.observe.facts import (
     WorkerJoined,
     WorkerLost,
 )
-from headrace.observe.numbers.choices import Choices
-from headrace.observe.numbers.engine_use import EngineUse, Naps, Window
-from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
-from headrace.observe.numbers.scorers import ScorerUse
-from headrace.observe.numbers.shares import Shares
-from headrace.observe.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
-from headrace.observe.numbers.tickets import Tickets
-from headrace.observe.records import MetricsFact, Sample, StepRow
+from headrace.facts.numbers.choices import Choices
+from headrace.facts.numbers.engine_use import EngineUse, Naps, Window
+from headrace.facts.numbers.fates import Fates, Sieve, solve_rate
+from headrace.facts.numbers.scorers import ScorerUse
+from headrace.facts.numbers.shares import Shares
+from headrace.facts.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
+from headrace.facts.numbers.tickets import Tickets
+from headrace.facts.records import MetricsFact, Sample, StepRow
 
 SHOWN = 256
 """Steps of a long run that its curves are drawn from where not all are known, at most."""
@@ -73,7 +73,7 @@ class WaitTotal:
 
 
 class RunState:
-    """The sum of all facts so far. `measures.py` and `observe/diagnosis/verdicts.py` draw conclusions from it."""
+    """The sum of all facts so far. `measures.py` and `facts/diagnosis/verdicts.py` draw conclusions from it."""
 
     def __init__(self) -> None:
         self.now = 0.0

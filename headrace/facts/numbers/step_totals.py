@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from headrace.observe.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
-from headrace.observe.records import StepRow
-from headrace.reports import LagStats, LoadReport
-from headrace.weights import WeightUpdate
+from headrace.core.reports import LagStats, LoadReport
+from headrace.core.weights import WeightUpdate
+from headrace.facts.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
+from headrace.facts.records import StepRow
 
 
 class LagSum:

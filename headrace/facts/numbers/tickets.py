@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from headrace.observe.facts import Accounting, Books, GroupEnded, TicketDrawn
+from headrace.facts.facts import Accounting, Books, GroupEnded, TicketDrawn
 
 
 class Tickets:

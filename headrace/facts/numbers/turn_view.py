@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.algo.advantage.training_rows import paths_of
-from headrace.batches import Group, Row
+from headrace.core.batches import Group, Row
+from headrace.core.types import Completion, Episode, Scored, Struct, Turn
 from headrace.durable.journal import JournalStep
-from headrace.observe.texts import clip
-from headrace.types import Completion, Episode, Scored, Struct, Turn
+from headrace.facts.texts import clip
 
 LONG = 200
 """Characters of a message or of a call's arguments in a line of text."""

@@ -26,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 PromptPool = Literal["new", "mixed", "solved", "hopeless", "failed"]
 """The result of the last group of a prompt: nothing yet, contrast, all rewards equal and high, all equal and low, a failure."""

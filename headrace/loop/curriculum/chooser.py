@@ -17,7 +17,11 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from headrace.curriculum.beliefs import (
+from headrace.core.protocols import Task
+from headrace.core.reports import PromptChoice
+from headrace.core.types import Prompt
+from headrace.durable.journal import AnyRecord
+from headrace.loop.curriculum.beliefs import (
     Belief,
     Level,
     PromptPool,
@@ -26,13 +30,9 @@ from headrace.curriculum.beliefs import (
     resting,
     sampled_chance,
 )
-from headrace.curriculum.config import CurriculumConfig
-from headrace.curriculum.observations import Observation, RewardScale, observation_of
-from headrace.curriculum.source import Curriculum, CurriculumState, TaskOrder
-from headrace.durable.journal import AnyRecord
-from headrace.protocols import Task
-from headrace.reports import PromptChoice
-from headrace.types import Prompt
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.curriculum.observations import Observation, RewardScale, observation_of
+from headrace.loop.curriculum.source import Curriculum, CurriculumState, TaskOrder
 
 NEW = Belief()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from headrace.batches import OUTAGES
+from headrace.core.batches import OUTAGES
+from headrace.core.types import Struct
 from headrace.durable.journal import AnyRecord, GoneRecord, ReadyRecord
-from headrace.types import Struct
 
 _CANCELLED = ("overdue", "interrupted")
 """Reasons that depend on when a group was generated, not on its prompt."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from headrace.curriculum.beliefs import Belief, Level
-from headrace.curriculum.observations import RewardScale
+from headrace.core.protocols import Task
+from headrace.core.reports import PromptChoice
+from headrace.core.types import Prompt, Struct
 from headrace.durable.journal import AnyRecord
-from headrace.protocols import Task
-from headrace.reports import PromptChoice
-from headrace.types import Prompt, Struct
+from headrace.loop.curriculum.beliefs import Belief, Level
+from headrace.loop.curriculum.observations import RewardScale
 
 
 class CurriculumState(Struct, frozen=True):

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from headrace.batches import Row
-from headrace.simulate.distributions import normal_quantile
-from headrace.types import Scored
+from headrace.core.batches import Row
+from headrace.core.types import Scored
+from headrace.loop.world.distributions import normal_quantile
 
 _SCALE = 1 << 30
 PROMPT = 3

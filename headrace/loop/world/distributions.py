@@ -8,8 +8,8 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
-from headrace.errors import ConfigError
-from headrace.types import Struct
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
 
 _NORMAL = NormalDist()
 _EDGE = 1e-9

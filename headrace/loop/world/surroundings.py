@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.playing import Agent, EnvironmentKind, Limits
-from headrace.rollouts.rollout import seed_of
-from headrace.simulate.codes import PROMPT, difficulty, prompt_tokens, result_tokens
-from headrace.simulate.distributions import Distribution, fixed, solve_shift
-from headrace.types import Episode, Prompt, Request, Scored
+from headrace.core.batches import Failure
+from headrace.core.playing import Agent, EnvironmentKind, Limits
+from headrace.core.types import Episode, Prompt, Request, Scored
+from headrace.episodes.rollout import seed_of
+from headrace.loop.world.codes import PROMPT, difficulty, prompt_tokens, result_tokens
+from headrace.loop.world.distributions import Distribution, fixed, solve_shift
 
 _SEEDS = 1 << 63
 

@@ -19,31 +19,31 @@ from typing import Any
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
-from headrace.curriculum.config import CurriculumConfig
+from headrace.core.playing import EnvironmentKind
+from headrace.core.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.observe.facts import Fact
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, restore_state
-from headrace.orchestration.groups.group_source import GroupSource
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import EarlierMetrics
-from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.loops.turns import SharedDevices, Turns
-from headrace.orchestration.store.changed_settings import UNCHANGED, ChangedSettings
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.snapshots import Moment, Snapshots, load_controller
-from headrace.playing import EnvironmentKind
-from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.rollout_session import Decode
-from headrace.rollouts.staleness import StalenessConfig
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.rollout import RolloutConfig
+from headrace.episodes.rollout_session import Decode
+from headrace.facts.facts import Fact
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.assembly import assemble, go_live, restore_state
+from headrace.loop.buffer import Buffer
+from headrace.loop.changed_settings import UNCHANGED, ChangedSettings
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.group_source import GroupSource
+from headrace.loop.identity import IdentityProbe
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.partial import PartialConfig
+from headrace.loop.parts import EarlierMetrics
+from headrace.loop.pipeline import Pipeline
+from headrace.loop.recovery import SavedRun, read_saved_run
+from headrace.loop.snapshots import Moment, Snapshots, load_controller
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.turns import SharedDevices, Turns
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.weight_sync.delta.watch import DeltaWatch
 

@@ -1,6 +1,6 @@
 """The health of a run's processes: their state is inspected without any risk to them, and those that hang are ended.
 
-Read `waits.py` (what waits for what), `family.py` (the worker processes), `patience.py` (deadlines on a busy machine), `own_stacks.py`
+Read `family.py` (the worker processes), `patience.py` (deadlines on a busy machine), `own_stacks.py`
 (stacks of the own process, under the interpreter's lock), `outside.py` (stacks of another process, even one that keeps that lock),
 `stacks.py` (stacks of a worker, in either way), `orphans.py` (no process outlives the controller), `owned_directory.py`
 (nor does a temporary directory), `user_process.py` (a process that runs

@@ -10,17 +10,17 @@ from typing import IO, Any, Literal
 
 import msgspec
 
+from headrace.core.types import Struct
 from headrace.durable.atomic_files import replace_file
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings
-from headrace.observe.facts import FirstFailure, Warned
-from headrace.observe.health.stacks import process_state
-from headrace.observe.health.waits import Lasting
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.shares import Tally
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, MetricsFact, decode_metrics, left_out
-from headrace.types import Struct
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings
+from headrace.facts.facts import FirstFailure, Warned
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.shares import Tally
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, MetricsFact, decode_metrics, left_out
+from headrace.facts.waits import Lasting
+from headrace.processes.health.stacks import process_state
 
 STATUS = "status.json"
 

@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from headrace.observe.health.live_status import add_verdict
-from headrace.observe.health.outside import may_be_read_by, stacks_from_outside
-from headrace.observe.health.own_stacks import innermost
-from headrace.observe.health.stacks import is_stopped, process_state
-from headrace.printing import guard_streams, say
+from headrace.core.printing import guard_streams, say
+from headrace.processes.health.live_status import add_verdict
+from headrace.processes.health.outside import may_be_read_by, stacks_from_outside
+from headrace.processes.health.own_stacks import innermost
+from headrace.processes.health.stacks import is_stopped, process_state
 
 SLICE = 0.5
 """Seconds of one turn. A turn that took longer means that this process was stopped too, and counts as two slices at most."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headrace.observe.health.outside import may_be_read_by
+from headrace.processes.health.outside import may_be_read_by
 
 VARIABLE = "HEADRACE_STACKS"
 """Environment variable of a worker process with the path of its file."""

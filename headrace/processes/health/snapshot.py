@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.health import own_stacks, stacks
-from headrace.observe.health.family import Family
-from headrace.observe.health.waits import Lasting, counted
+from headrace.facts.waits import Lasting, counted
+from headrace.processes.health import own_stacks, stacks
+from headrace.processes.health.family import Family
 
 
 @dataclass(frozen=True)

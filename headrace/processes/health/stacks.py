@@ -14,10 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.health.family import Child
-from headrace.observe.health.outside import stacks_from_outside
-from headrace.observe.health.own_stacks import innermost, main_frames
-from headrace.observe.health.patience import Patience
+from headrace.processes.health.family import Child
+from headrace.processes.health.outside import stacks_from_outside
+from headrace.processes.health.own_stacks import innermost, main_frames
+from headrace.processes.health.patience import Patience
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05
 """Seconds: the time that processes have to answer; the least time for which they are watched, so that their use of a core can be

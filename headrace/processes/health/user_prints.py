@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from headrace.printing import say
+from headrace.core.printing import say
 
 SCREEN = 16_000
 """Characters of one call on a screen: 200 lines."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar
 
-from headrace.observe.health import orphans
-from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.own_stacks import VARIABLE
-from headrace.observe.health.patience import communicate, waited_for_a_core, within
-from headrace.printing import echo_traceback, guard_streams
+from headrace.core.printing import echo_traceback, guard_streams
+from headrace.processes.health import orphans
+from headrace.processes.health.family import Child, current_family
+from headrace.processes.health.own_stacks import VARIABLE
+from headrace.processes.health.patience import communicate, waited_for_a_core, within
 from headrace.version import PACKAGE
 
 T = TypeVar("T")

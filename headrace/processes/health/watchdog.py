@@ -23,16 +23,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headrace.errors import HeadraceError
-from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
-from headrace.observe.health import own_stacks, stacks
-from headrace.observe.health.family import Family, family
-from headrace.observe.health.live_status import LiveStatus, write_live
-from headrace.observe.health.monitor import Monitor
-from headrace.observe.health.patience import Reading, Starvation
-from headrace.observe.health.snapshot import Camera, blame
-from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
-from headrace.printing import echo, echo_traceback
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import echo, echo_traceback
+from headrace.facts.facts import RunEnded, RunStarted, Warned, WorkerLost
+from headrace.facts.waits import Lasting, Testimony, Waits, picture
+from headrace.processes.health import own_stacks, stacks
+from headrace.processes.health.family import Family, family
+from headrace.processes.health.live_status import LiveStatus, write_live
+from headrace.processes.health.monitor import Monitor
+from headrace.processes.health.patience import Reading, Starvation
+from headrace.processes.health.snapshot import Camera, blame
 
 STALLED = 3
 """Exit code of a process that its watchdog ended."""

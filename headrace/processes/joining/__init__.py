@@ -20,8 +20,20 @@ A worker that is silent for `SILENCE` seconds counts as lost, whatever the state
 connection. Both ends send beats. A worker that has not answered its first call yet (it loads a model) has `wire.WHILE_STARTING` times as
 long.
 
-Read `greeting.py` (the messages and their limits), `packages.py` (what must be the same on all machines), `listener.py` (the controller's socket),
-`connecting.py` and `dial.py` (the worker's end), `witness.py` and `worker_log.py` (what a worker prints, and its end), `same_model.py`
-(whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `seated.py` (workers elsewhere, as the
-controller sees them), `sessions/` (connections that break and come back), `joined.py` (the launcher of those that were started by hand) and `fake_arrivals.py` (a fake of the socket).
+A connection may break and come back: bytes travel in segments, each with its length (u32) and the number of bytes that its sender has received
+(u64). Each end keeps what it has sent until the other has received it. After a cut, wherever it was, the worker connects anew (only it knows the
+other's address), both name what they have received, and each sends the rest again:
+
+    Listener                  ◀── Hello ───   session, bytes received
+    Returning    Welcome, bytes received ──▶  SessionEnd
+                  ═══ the rest, both ways ═══
+
+The frames above (`wire.py`) see one stream; their own numbers would show a loss. The controller waits for a worker for
+`orchestration.reconnect` seconds.
+
+Read `greeting.py` (the messages and their limits), `packages.py` and `same_code.py` (what must be the same on all machines), `listener.py`
+(the controller's socket), `connecting.py` and `dial.py` (the worker's end), `witness.py` and `worker_log.py` (what a worker prints, and its
+end), `same_model.py` (whether a worker elsewhere has the run's model), `offering.py` (a process that offers itself), `seated.py` (workers
+elsewhere, as the controller sees them), `outbox.py`, `returning.py` (the controller's end of a session), `session_end.py` (the worker's) and
+`joined.py` (the launcher of workers that were started by hand).
 """

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.orchestration.workers.joining.greeting import HELLO_SECONDS, WELCOME_BYTES, packed
-from headrace.orchestration.workers.wire import HEAD, length_of
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.processes.joining.greeting import HELLO_SECONDS, WELCOME_BYTES, packed
+from headrace.processes.wire import HEAD, length_of
 from headrace.web.tls import connect_over_tls
 
 M = TypeVar("M", bound=Struct)

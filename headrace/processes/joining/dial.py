@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.errors import ConfigError, HeadraceError
-from headrace.orchestration.workers.joining.connecting import connected, own_address, received
-from headrace.orchestration.workers.joining.greeting import (
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.printing import say
+from headrace.processes.joining.connecting import connected, own_address, received
+from headrace.processes.joining.greeting import (
     DESERTED,
     SILENCE,
     Agreed,
@@ -24,10 +25,9 @@ from headrace.orchestration.workers.joining.greeting import (
     Welcome,
     packed,
 )
-from headrace.orchestration.workers.joining.packages import own_packages
-from headrace.orchestration.workers.joining.sessions.session_end import SessionEnd
-from headrace.orchestration.workers.wire import BEATS, WorkerEnd
-from headrace.printing import say
+from headrace.processes.joining.packages import own_packages
+from headrace.processes.joining.session_end import SessionEnd
+from headrace.processes.wire import BEATS, WorkerEnd
 from headrace.version import __version__
 
 

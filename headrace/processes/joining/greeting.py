@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.wire import Writer
-from headrace.types import Struct
+from headrace.core.errors import HeadraceError
+from headrace.core.types import Struct
+from headrace.processes.wire import Writer
 
 SILENCE = 5.0
 """Seconds of silence after which a worker counts as lost."""

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, SILENCE
-from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
-from headrace.protocols import Heard, Job
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.protocols import Heard, Job
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.joining.greeting import LEAVE, LEAVING, SILENCE
+from headrace.processes.joining.seated import Arrivals, SeatedWorker
 
 T = TypeVar("T")
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.errors import ConfigError, HeadraceError
-from headrace.orchestration.workers.joining.greeting import (
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.types import Struct
+from headrace.processes.joining.greeting import (
     AGREEING,
     HELLO_BYTES,
     HELLO_SECONDS,
@@ -38,11 +39,10 @@ from headrace.orchestration.workers.joining.greeting import (
     WordsSaid,
     packed,
 )
-from headrace.orchestration.workers.joining.packages import differing, own_packages
-from headrace.orchestration.workers.joining.sessions.returning import Returning
-from headrace.orchestration.workers.joining.worker_log import WorkerLog
-from headrace.orchestration.workers.wire import HEAD, length_of
-from headrace.types import Struct
+from headrace.processes.joining.packages import differing, own_packages
+from headrace.processes.joining.returning import Returning
+from headrace.processes.joining.worker_log import WorkerLog
+from headrace.processes.wire import HEAD, length_of
 from headrace.version import __version__
 from headrace.web.crowd import BACKLOG, Crowd, Guest, room_for_connections
 

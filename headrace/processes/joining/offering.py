@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from headrace.errors import ConfigError
-from headrace.orchestration.workers.joining.dial import RunOver, dial
-from headrace.orchestration.workers.joining.greeting import (
+from headrace.core.errors import ConfigError
+from headrace.core.printing import say
+from headrace.processes.joining.dial import RunOver, dial
+from headrace.processes.joining.greeting import (
     ADDRESS,
     AGAIN,
     CA,
@@ -24,8 +25,7 @@ from headrace.orchestration.workers.joining.greeting import (
     Kind,
     Terms,
 )
-from headrace.orchestration.workers.wire import WorkerEnd
-from headrace.printing import say
+from headrace.processes.wire import WorkerEnd
 
 LOST, REFUSED, NOBODY = 1, 2, 3
 """Exit codes: the connection broke, so that it may be worth trying again; the run does not take this worker as it is; nobody was there for all

@@ -6,7 +6,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 
 _HEAD = struct.Struct("<IQ")
 HEAD = _HEAD.size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.joining.sessions.outbox import HEAD, Outbox, head_of, segment
+from headrace.core.errors import HeadraceError
+from headrace.processes.joining.outbox import HEAD, Outbox, head_of, segment
 
 
 class Returning:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.orchestration.workers.joining.greeting import Agreed, Terms
-from headrace.orchestration.workers.joining.same_model import agree
+from headrace.core.errors import ConfigError
+from headrace.processes.joining.greeting import Agreed, Terms
+from headrace.processes.joining.same_model import agree
 
 
 def code_terms(files: Iterable[str]) -> Terms:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.workers.joining.greeting import Agreed, Terms
+from headrace.processes.joining.greeting import Agreed, Terms
 
 CONFIGS = ("config.json", "generation_config.json")
 FILES = (*CONFIGS, "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")

@@ -6,13 +6,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import WorkerJoined
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.joining.greeting import Arrival, Arrived
-from headrace.orchestration.workers.wire import RankStart
-from headrace.protocols import Heard
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.protocols import Heard
+from headrace.facts.facts import WorkerJoined
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.connected import ConnectedWorker
+from headrace.processes.joining.greeting import Arrival, Arrived
+from headrace.processes.wire import RankStart
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Arrivals(Protocol):
     """The place where workers connect: a `Listener`, or its fake.
 
-    >>> from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
+    >>> from headrace.testing.fake_arrivals import FakeArrivals
     >>> FakeArrivals().address
     '127.0.0.1:0'
     """

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.joining.greeting import DESERTED, SILENCE
-from headrace.orchestration.workers.joining.sessions.outbox import HEAD, Outbox, head_of, segment
-from headrace.printing import say
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import say
+from headrace.processes.joining.greeting import DESERTED, SILENCE
+from headrace.processes.joining.outbox import HEAD, Outbox, head_of, segment
 
 AGAIN = 0.2
 """Seconds between two attempts to connect anew."""

@@ -19,10 +19,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.joining.connecting import connected, received
-from headrace.orchestration.workers.joining.greeting import CA, TOKEN, Welcome, WitnessHello, WordsSaid, packed
-from headrace.printing import PrintableBytes
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import PrintableBytes
+from headrace.processes.joining.connecting import connected, received
+from headrace.processes.joining.greeting import CA, TOKEN, Welcome, WitnessHello, WordsSaid, packed
 from headrace.version import __version__
 
 KEPT = 1 << 20

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.orchestration.workers.joining.greeting import WordsSaid
+from headrace.processes.joining.greeting import WordsSaid
 
 KEPT, TAIL = 8 << 20, 1 << 14
 """Bytes of one worker that are written as they come, and that are kept of the rest: its last ones."""

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from headrace.core.printing import say
+from headrace.core.protocols import Job
 from headrace.native.cores import usable_cores
-from headrace.observe.health import orphans, patience
-from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.own_stacks import VARIABLE
-from headrace.observe.health.stacks import process_state
-from headrace.orchestration.workers.launch.forked_process import ForkedProcess
-from headrace.printing import say
-from headrace.protocols import Job
+from headrace.processes.health import orphans, patience
+from headrace.processes.health.family import Child, current_family
+from headrace.processes.health.own_stacks import VARIABLE
+from headrace.processes.health.stacks import process_state
+from headrace.processes.launch.forked_process import ForkedProcess
 
-PROGRAM = "headrace.orchestration.workers.worker"
+PROGRAM = "headrace.run.worker.worker"
 """The module that a worker runs."""
 
 CORES = "HEADRACE_CORES"

@@ -1,7 +1,7 @@
 """A fork whose child belongs to the caller's parent: `clone(CLONE_PARENT)` of Linux.
 
 `os.fork` would make the child a child of the process that forks. Its exit status, and the signal that Linux sends when a parent ends
-(`observe/health/orphans.py`), would then depend on that process: killing it would end all workers. With CLONE_PARENT the worker is
+(`processes/health/orphans.py`), would then depend on that process: killing it would end all workers. With CLONE_PARENT the worker is
 a child of the controller, exactly as if the controller had started it.
 
 Python and glibc have no function for it, so the system call is made directly, between Python's own hooks. The hooks of `pthread_atfork`

@@ -12,11 +12,11 @@ import socket
 from pathlib import Path
 from typing import BinaryIO
 
-from headrace.orchestration.workers.launch.child import PROGRAM, environment
-from headrace.orchestration.workers.launch.local import LocalWorker
-from headrace.orchestration.workers.launch.preloaded import OWN, CannotFork, ForkRequest, fork
-from headrace.printing import say
-from headrace.protocols import Heard, Job
+from headrace.core.printing import say
+from headrace.core.protocols import Heard, Job
+from headrace.processes.launch.child import PROGRAM, environment
+from headrace.processes.launch.local import LocalWorker
+from headrace.processes.launch.preloaded import OWN, CannotFork, ForkRequest, fork
 
 
 class ForkLauncher:

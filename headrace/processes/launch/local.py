@@ -9,9 +9,9 @@ import asyncio
 import socket
 from pathlib import Path
 
-from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.launch.child import ChildProcess
-from headrace.protocols import Heard, Job
+from headrace.core.protocols import Heard, Job
+from headrace.processes.connected import ConnectedWorker
+from headrace.processes.launch.child import ChildProcess
 
 
 class LocalLauncher:

@@ -5,7 +5,7 @@
                                                                  │
                    ◀── ForkReply ───────────────────────────  worker: the controller's child (`clone.py`)
 
-A server belongs to the thread that started it: Linux counts that thread as the parent of its workers (`observe/health/orphans.py`). It
+A server belongs to the thread that started it: Linux counts that thread as the parent of its workers (`processes/health/orphans.py`). It
 stays when a run ends, so that the next run of the process starts at once, and ends with its thread. Nothing depends on it once a
 worker runs.
 
@@ -28,15 +28,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from headrace.errors import HeadraceError
-from headrace.observe.health import orphans, patience
-from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.own_stacks import VARIABLE
-from headrace.orchestration.workers.launch.child import CORES, GRACE, said_of_exit
-from headrace.orchestration.workers.launch.forked_process import ForkedProcess
-from headrace.types import Struct
+from headrace.core.errors import HeadraceError
+from headrace.core.types import Struct
+from headrace.processes.health import orphans, patience
+from headrace.processes.health.family import Child, current_family
+from headrace.processes.health.own_stacks import VARIABLE
+from headrace.processes.launch.child import CORES, GRACE, said_of_exit
+from headrace.processes.launch.forked_process import ForkedProcess
 
-SERVER = "headrace.orchestration.workers.fork_server"
+SERVER = "headrace.run.worker.fork_server"
 
 OWN = (orphans.PARENT, VARIABLE, CORES, "PYTEST_CURRENT_TEST")
 """Environment variables in which a worker may differ from its server: no library reads them when it is imported."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from headrace.errors import HeadraceError
+from headrace.core.errors import HeadraceError
 
 
 class HostLost(HeadraceError):
@@ -71,7 +71,7 @@ class Berth(Protocol):
 
 class Cluster(Protocol):
     """
-    >>> from headrace.orchestration.workers.placed.fake_cluster import FakeCluster
+    >>> from headrace.testing.fake_cluster import FakeCluster
     >>> async def case():
     ...     berth = await FakeCluster([NodeShare(2), NodeShare(4)]).reserve(NodeShare(3))
     ...     return (await berth.placed()).id

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.workers.joining.greeting import Agreed, DoctorAnswer, DoctorQuestion, Terms
-from headrace.orchestration.workers.placed.cluster import HostLost
-from headrace.orchestration.workers.placed.host import NodeHost
+from headrace.core.errors import HeadraceError
+from headrace.processes.joining.greeting import Agreed, DoctorAnswer, DoctorQuestion, Terms
+from headrace.processes.placed.cluster import HostLost
+from headrace.processes.placed.host import NodeHost
 
 _KINDS: dict[str, tuple[Any, Any]] = {
     "look": (tuple[()], dict[str, str]),

@@ -114,7 +114,7 @@ class NodeHost:
 
     async def agree(self, terms: Any) -> Any:
         """Returns the node's answer (`Agreed`) to the `Terms` of a run. A known model is fetched if it is not there."""
-        from headrace.orchestration.workers.user_hosts.same_code import agree_to
+        from headrace.processes.joining.same_code import agree_to
 
         return await asyncio.to_thread(agree_to, terms)
 
@@ -122,8 +122,8 @@ class NodeHost:
         """Starts a worker that connects to the run at `address`; returns its process id.
 
         The thread of this loop is its parent, at whose end the kernel ends it (`orphans.py`): with this process, whatever ends that."""
-        from headrace.observe.health import orphans
-        from headrace.orchestration.workers.launch.child import PROGRAM, environment
+        from headrace.processes.health import orphans
+        from headrace.processes.launch.child import PROGRAM, environment
 
         self._said = asyncio.Queue()
         self._worker = worker = subprocess.Popen(

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
-from headrace.orchestration.workers.joining.seated import Arrivals, SeatedWorker
-from headrace.orchestration.workers.launch.child import GRACE, said_of_exit
-from headrace.orchestration.workers.placed.cluster import (
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Heard, Job
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
+from headrace.processes.joining.seated import Arrivals, SeatedWorker
+from headrace.processes.launch.child import GRACE, said_of_exit
+from headrace.processes.placed.cluster import (
     Berth,
     Cluster,
     ClusterNode,
@@ -24,7 +25,6 @@ from headrace.orchestration.workers.placed.cluster import (
     NodeShare,
     refusal,
 )
-from headrace.protocols import Heard, Job
 from headrace.version import __version__
 
 HOSTED = 120.0

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigError
-from headrace.observe.texts import clip
-from headrace.orchestration.workers.placed import host
-from headrace.orchestration.workers.placed.cluster import ClusterNode, HostLost, NodeShare
+from headrace.core.errors import ConfigError
+from headrace.facts.texts import clip
+from headrace.processes.placed import host
+from headrace.processes.placed.cluster import ClusterNode, HostLost, NodeShare
 
 R = TypeVar("R")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from headrace.core.types import Struct
 from headrace.engine.config import EngineConfig
 from headrace.trainer.config import TrainConfig
-from headrace.types import Struct
 
 Part = Literal["engine", "trainer"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 
 class Wish(Struct, frozen=True, kw_only=True):

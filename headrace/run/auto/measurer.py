@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.auto.candidates import CANDIDATES, Candidate, Figures
-from headrace.auto.slices import slice_of
+from headrace.core.printing import echo
 from headrace.durable.atomic_files import replace_file
+from headrace.facts.machine_mark import cpu_model
 from headrace.models.resolve import cache_dir
-from headrace.observe.machine_mark import cpu_model
-from headrace.printing import echo
+from headrace.run.auto.candidates import CANDIDATES, Candidate, Figures
+from headrace.run.auto.slices import slice_of
 from headrace.version import PACKAGE, __version__
 
 SECONDS = 300
@@ -123,7 +123,7 @@ def _ask(config: Mapping[str, Any], candidates: Sequence[Candidate], threads: Se
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace.auto.probe"],
+            [sys.executable, "-m", "headrace.run.auto.probe"],
             input=msgspec.json.encode(request),
             capture_output=True,
             timeout=SECONDS,

@@ -1,4 +1,4 @@
-"""Times a piece of a model with every candidate, in a separate process (`python -m headrace.auto.probe`).
+"""Times a piece of a model with every candidate, in a separate process (`python -m headrace.run.auto.probe`).
 
 The request is read from standard input and the figures are written to standard output, both as JSON. Candidates are compared by the CPU
 time of one thread, the least of several rounds: CPU time does not count the time that a pass waits on a busy machine.
@@ -18,15 +18,15 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.auto.candidates import Candidate, Figures
-from headrace.auto.slices import Slice, slice_of
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.servable import read_model
-from headrace.errors import ConfigError
+from headrace.run.auto.candidates import Candidate, Figures
+from headrace.run.auto.slices import Slice, slice_of
 from headrace.trainer.config import TrainConfig
-from headrace.types import Struct
 
 ROWS, CONTEXT = 32, 40
 """Sequences that are decoded at once, and tokens in the cache of each."""
@@ -197,7 +197,7 @@ def _trainer_passes(
 
 def _group(count: int, vocabulary: int) -> Any:
     """Packs a prompt with `GROUP` completions, about `count` tokens together. They share the prompt, as a group of a run does."""
-    from headrace.packing import pack_rows
+    from headrace.trainer.packing import pack_rows
 
     length = max(1, count // (GROUP + PROMPT))
     tokens = [i * 7919 % vocabulary for i in range((GROUP + PROMPT) * length)]

@@ -11,12 +11,17 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.steps import Transcript
+from headrace.core.types import Completion, Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.scoring_request import scoring
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.groups.bus_groups import BusGroups
-from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import (
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.suspects import Suspects
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.bus_groups import BusGroups
+from headrace.run.hosts.desk import BusDesk
+from headrace.run.hosts.errands import (
     RUN,
     WEIGHTS,
     GroupSizes,
@@ -24,12 +29,7 @@ from headrace.orchestration.groups.errands import (
     RunNotice,
     WeightsNotice,
 )
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.steps import Transcript
-from headrace.types import Completion, Request
 from headrace.version import __version__
-from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.facts import WorkerLost
-from headrace.observe.health.patience import waited_for_a_core
-from headrace.observe.health.user_process import RunningProcess, SiteLost, UserProgram
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.workers.user_hosts.host_messages import (
+from headrace.core.protocols import Job, Launcher, Worker
+from headrace.facts.facts import WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.processes.health.patience import waited_for_a_core
+from headrace.processes.health.user_process import RunningProcess, SiteLost, UserProgram
+from headrace.processes.wire import unpack
+from headrace.run.clients.keeper import Keeper
+from headrace.run.hosts.user_hosts.host_messages import (
     PULSE,
     ProcessBytes,
     ProcessGone,
     SpawnAsked,
     UserHostStart,
 )
-from headrace.orchestration.workers.wire import unpack
-from headrace.protocols import Job, Launcher, Worker
 
 LATE = 2.5 * PULSE
 """Seconds without a pulse that are nothing unusual. Longer silence is no part of the deadlines of processes there."""

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from headrace.deaths import Deaths
-from headrace.errors import HeadraceError, WorkerDied
-from headrace.protocols import Heard, Job, Launcher, Worker
+from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.protocols import Heard, Job, Launcher, Worker
+from headrace.processes.deaths import Deaths
 
 T = TypeVar("T")
 

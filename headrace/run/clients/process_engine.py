@@ -9,22 +9,22 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.errors import HeadraceError, IdentityError, PoisonedRequest
+from headrace.core.protocols import Job, Launcher, Worker
+from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
+from headrace.core.steps import StepOutput, Transcript
+from headrace.core.types import Completion, Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.request_book import RequestBook
 from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
-from headrace.errors import HeadraceError, IdentityError, PoisonedRequest
-from headrace.observe.facts import EngineSample, WorkerLost
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.groups.suspects import Suspects, said_of, ticket_of
-from headrace.orchestration.workers.wire import unpack
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job, Launcher, Worker
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
-from headrace.steps import StepOutput, Transcript
-from headrace.types import Completion, Request
-from headrace.weights import WeightUpdate
+from headrace.facts.facts import EngineSample, WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.suspects import Suspects, said_of, ticket_of
+from headrace.processes.wire import unpack
+from headrace.run.clients.keeper import Keeper
+from headrace.run.worker.worker_messages import EngineStart
 
 
 class ProcessEngine:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.protocols import Worker
-from headrace.reports import LoadReport, SleepReport
-from headrace.weights import WeightUpdate
+from headrace.core.protocols import Worker
+from headrace.core.reports import LoadReport, SleepReport
+from headrace.core.weights import WeightUpdate
+from headrace.run.clients.process_engine import ProcessEngine
 
 
 class LentProcess(ProcessEngine):

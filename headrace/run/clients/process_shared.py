@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from headrace.errors import HeadraceError, WorkerDied
-from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.workers.worker_messages import SharedStart
-from headrace.protocols import Job, Launcher, Worker
-from headrace.trainer.shared.calls import (
-    AdamStep,
-    Checkpoint,
-    PassReport,
-    Publish,
-    SharedLora,
-    StepDone,
-    TrainingPass,
-)
-from headrace.weights import WeightUpdate
+from headrace.core.errors import HeadraceError, WorkerDied
+from headrace.core.protocols import Job, Launcher, Worker
+from headrace.core.weights import WeightUpdate
+from headrace.run.clients.keeper import Keeper
+from headrace.run.worker.worker_messages import SharedStart
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, Publish, SharedLora, StepDone, TrainingPass
 
 T = TypeVar("T")
 WHO = "trainer"

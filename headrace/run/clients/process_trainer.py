@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.batches import Batch
+from headrace.core.batches import Batch
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Launcher
+from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
+from headrace.core.weights import WeightUpdate
 from headrace.durable.shared_directory import check_answer, probing
-from headrace.errors import WorkerDied
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.clients.rank_group import trainer_worker
-from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.protocols import Launcher
-from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
-from headrace.weights import WeightUpdate
+from headrace.facts.waits import Waits
+from headrace.run.clients.rank_group import trainer_worker
+from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
 
 T = TypeVar("T")
 WHO = "trainer"

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.errors import WorkerDied
-from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.owned_directory import OwnedDirectory
-from headrace.observe.health.stacks import ask, is_stopped
-from headrace.orchestration.workers.wire import pack_payload
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.protocols import Job, Launcher, Worker
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Job, Launcher, Worker
+from headrace.processes.health.family import Child, current_family
+from headrace.processes.health.owned_directory import OwnedDirectory
+from headrace.processes.health.stacks import ask, is_stopped
+from headrace.processes.wire import pack_payload
+from headrace.run.worker.worker_messages import TrainerStart
 
 T = TypeVar("T")
 

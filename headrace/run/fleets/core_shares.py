@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from headrace.config import RunConfig
 from headrace.engine.config import ON_GPUS, EngineConfig
 from headrace.native.cores import usable_cores
+from headrace.run.config import RunConfig
 
 
 def members_of(config: EngineConfig) -> dict[str, EngineConfig]:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.protocols import Engine
+from headrace.core.weights import Manifest
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import in_common
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import EngineSample, Fact
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.fleets import roster
-from headrace.orchestration.fleets.core_shares import members_of
-from headrace.orchestration.fleets.pool_door import PoolDoor
-from headrace.protocols import Engine
-from headrace.weights import Manifest
+from headrace.facts.facts import EngineSample, Fact
+from headrace.facts.telemetry import Telemetry
+from headrace.run.fleets import roster
+from headrace.run.fleets.core_shares import members_of
+from headrace.run.fleets.pool_door import PoolDoor
 
 LENT = "lent"
 """The name of the member on the trainer's devices."""

@@ -15,13 +15,13 @@ from typing import Literal
 
 import msgspec
 
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.types import Struct
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.totals import samples
-from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.facts import MemberSample
-from headrace.orchestration.fleets import roster
-from headrace.types import Struct
+from headrace.facts.facts import MemberSample
+from headrace.run.fleets import roster
 
 SOCKET = "pool.sock"
 LONGEST, SECONDS = 4096, 10.0

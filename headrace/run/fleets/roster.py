@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.core.types import Struct
 from headrace.durable.atomic_files import replace_file
-from headrace.types import Struct
 
 FILE = "pool.json"
 

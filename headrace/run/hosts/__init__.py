@@ -1,6 +1,6 @@
-"""The places where rollouts of a run are sampled and scored: in its own process, or by rollout hosts on a bus.
+"""Rollouts of a run that are sampled and scored by rollout hosts on a bus.
 
-Read `group_source.py` (the port that the loops call), `own_groups.py` (this process's engine, environments and scorers) and `suspects.py` (tickets
-that end the processes that work on them). Then, for a run with a bus, `errands.py` (the messages), `host_list.py` (the hosts that are there), `desk.py` (the run's end), `bus_groups.py` (the port over it) and `rollout_host.py` (the other end, which
-works with `own_groups.py`).
+Read `bus/` (queues, notices, who is there), `errands.py` (the messages), `host_list.py` (the hosts that are there), `desk.py` (the run's
+end), `bus_groups.py` (the port of the loops over it) and `rollout_host.py` (the other end, which works with `loop/own_groups.py`).
+`user_hosts/` has workers that run only the user's code.
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable
 
-from headrace.batches import Failure
-from headrace.errors import PoisonedRequest
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import ErrandReply, GroupErrand, GroupSizes, HeldOutErrand
-from headrace.orchestration.groups.group_source import PlayedGroup, Seen
-from headrace.types import Prompt
+from headrace.core.batches import Failure
+from headrace.core.errors import PoisonedRequest
+from headrace.core.types import Prompt
+from headrace.facts.waits import Waits
+from headrace.loop.group_source import PlayedGroup, Seen
+from headrace.run.hosts.desk import BusDesk
+from headrace.run.hosts.errands import ErrandReply, GroupErrand, GroupSizes, HeldOutErrand
 
 
 class BusGroups:

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.errors import PoisonedRequest
-from headrace.observe.facts import EngineSample, FleetSample, WorkerJoined
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
-from headrace.orchestration.groups.errands import (
+from headrace.core.errors import PoisonedRequest
+from headrace.core.reports import EngineStats
+from headrace.facts.facts import EngineSample, FleetSample, WorkerJoined
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.suspects import Suspects, said_of
+from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
+from headrace.run.hosts.errands import (
     ALIVE,
     ANSWERS,
     SILENT,
@@ -35,9 +37,7 @@ from headrace.orchestration.groups.errands import (
     HostEntry,
     SuspectsNotice,
 )
-from headrace.orchestration.groups.host_list import HostList, KnownHost
-from headrace.orchestration.groups.suspects import Suspects, said_of
-from headrace.reports import EngineStats
+from headrace.run.hosts.host_list import HostList, KnownHost
 
 LOOK = 1.0
 """Seconds between two looks at the list of hosts."""

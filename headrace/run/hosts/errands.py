@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from headrace.orchestration.groups.group_source import PlayedGroup
-from headrace.reports import Capabilities, EngineStats
-from headrace.types import Completion, Prompt, Request, Struct
+from headrace.core.reports import Capabilities, EngineStats
+from headrace.core.types import Completion, Prompt, Request, Struct
+from headrace.core.weights import Manifest, WeightUpdate
+from headrace.loop.group_source import PlayedGroup
 from headrace.weight_sync.transport import AnyTransport
-from headrace.weights import Manifest, WeightUpdate
 
 TICKETS, ANSWERS = "tickets", "answers"
 RUN, WEIGHTS, ALIVE, SUSPECTS = "run", "weights", "alive", "suspects"

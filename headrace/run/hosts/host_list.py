@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.observe.facts import MemberSample
-from headrace.orchestration.groups.errands import SILENT, HostEntry
-from headrace.reports import TOTALS, EngineStats
+from headrace.core.reports import TOTALS, EngineStats
+from headrace.facts.facts import MemberSample
+from headrace.run.hosts.errands import SILENT, HostEntry
 
 SAMPLES = 20
 """Hosts whose statistics are recorded in one second: those of a thousand, every second, would fill a gigabyte in two hours."""

@@ -23,10 +23,14 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import ConfigError, HeadraceError, IdentityError, PoisonedRequest, WorkerDied
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.bus.bus_port import Bus, Letter, Posting
-from headrace.orchestration.groups.errands import (
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError, PoisonedRequest, WorkerDied
+from headrace.core.protocols import Engine
+from headrace.core.reports import EngineStats
+from headrace.facts.waits import Waits
+from headrace.loop.group_source import GroupSource
+from headrace.loop.partial import Interrupts
+from headrace.run.hosts.bus.bus_port import Bus, Letter, Posting
+from headrace.run.hosts.errands import (
     ALIVE,
     ANSWERS,
     RUN,
@@ -44,10 +48,6 @@ from headrace.orchestration.groups.errands import (
     WeightsNotice,
     beat_of,
 )
-from headrace.orchestration.groups.group_source import GroupSource
-from headrace.protocols import Engine
-from headrace.reports import EngineStats
-from headrace.rollouts.partial import Interrupts
 from headrace.version import __version__
 
 LOOK = 1.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.playing import EnvironmentKind
-from headrace.rehearsal.reward import Encode, stand_in
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Decode, Played, TurnAsked
-from headrace.types import Completion, Prompt, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.playing import EnvironmentKind
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Decode, Played, TurnAsked
+from headrace.run.rehearsal.reward import Encode, stand_in
 
 
 async def try_environment(

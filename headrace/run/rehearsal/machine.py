@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.native.cores import usable_cores
 from headrace.native.free_memory import available, memory
 

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
 from headrace.native.free_memory import GIB, gib
-from headrace.rehearsal.machine import Machine
-from headrace.rehearsal.shape import ModelShape
+from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearsal.shape import ModelShape
 from headrace.trainer.config import TrainConfig
 
 PROCESS = 0.4 * GIB

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.protocols import Task
-from headrace.types import Prompt
+from headrace.core.protocols import Task
+from headrace.core.types import Prompt
 
 LOOKED_AT = 128
 """Prompts that are looked at, in the order of the run."""

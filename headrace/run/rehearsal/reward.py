@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from headrace.batches import Failure
-from headrace.errors import ConfigError
-from headrace.protocols import Scorer, Task
-from headrace.rehearsal.prompt_lengths import first_prompts
-from headrace.scoring.extract import written
-from headrace.scoring.job import is_async
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Scorer, Task
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.episodes.scoring.extract import written
+from headrace.episodes.scoring.job import is_async
+from headrace.run.rehearsal.prompt_lengths import first_prompts
 
 SENTENCE = "This sentence stands where a completion will be."
 Encode = Callable[[str, bool], tuple[int, ...]]

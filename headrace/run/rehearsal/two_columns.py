@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from headrace.core.reports import Sight, TextPart
+from headrace.core.types import Prompt
 from headrace.models.chat import ChatEncoder
-from headrace.reports import Sight, TextPart
-from headrace.types import Prompt
 
 
 def sight_of(

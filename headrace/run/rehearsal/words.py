@@ -9,8 +9,8 @@ from typing import Any
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
 from headrace.native.free_memory import gib
-from headrace.rehearsal.machine import Machine
-from headrace.rehearsal.memory_needs import MemoryNeed
+from headrace.run.rehearsal.machine import Machine
+from headrace.run.rehearsal.memory_needs import MemoryNeed
 
 WIDTH, LABEL = 80, 13
 

@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
+from headrace.core.weights import Manifest
 from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
-from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
-from headrace.orchestration.workers.joining.same_model import weights_digest
-from headrace.orchestration.workers.launch.child import environment
-from headrace.orchestration.workers.launch.clone import can_fork_for_parent
-from headrace.orchestration.workers.launch.forking import ForkLauncher
-from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.launch.preloaded import end_idle, load_ahead
-from headrace.orchestration.workers.placed.cluster import Cluster
-from headrace.orchestration.workers.placed.ray_cluster import RayCluster
-from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
-from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
-from headrace.rehearsal.machine import may_have_gpu
+from headrace.processes.joining.same_model import weights_digest
+from headrace.processes.launch.child import environment
+from headrace.processes.launch.clone import can_fork_for_parent
+from headrace.processes.launch.forking import ForkLauncher
+from headrace.processes.launch.local import LocalLauncher
+from headrace.processes.launch.preloaded import end_idle, load_ahead
+from headrace.processes.placed.cluster import Cluster
+from headrace.processes.placed.ray_cluster import RayCluster
+from headrace.run.rehearsal.machine import may_have_gpu
+from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
 from headrace.web.tls import TlsIdentity
@@ -39,7 +40,6 @@ from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import ValueRun
 from headrace.weight_sync.transport import TRANSPORTS
-from headrace.weights import Manifest
 
 if TYPE_CHECKING:
     from headrace.trainer.placement.port import Placement
@@ -165,7 +165,7 @@ def _sender(start: TrainerStart, core: TorchTrainer, manifests: dict[str, Manife
     """The trainer's end of the way of weights: in each rank for its part, where the transport can fetch parts, else in rank 0."""
     if start.ranks == 1:
         return start.transport.sender(manifests, once)
-    from headrace.orchestration.workers.rank_senders import rank_sender
+    from headrace.run.worker.rank_senders import rank_sender
 
     def runs(name: str) -> Iterator[ValueRun]:
         return itertools.starmap(ValueRun, core.runs(name, start.rank, start.ranks))

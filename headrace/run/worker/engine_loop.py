@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
+from headrace.core.protocols import EngineCore, WeightReceiver
+from headrace.core.reports import LoadReport
+from headrace.core.types import Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.streaming import check_parts, stages
-from headrace.orchestration.workers.answers import answer, fail, vital
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.protocols import EngineCore, WeightReceiver
-from headrace.reports import LoadReport
-from headrace.types import Request
-from headrace.weights import WeightUpdate
+from headrace.processes.answers import answer, fail, vital
+from headrace.processes.wire import Frame, WorkerEnd, unpack
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import TrainerCore
 from headrace.engine.native.kernels import stream as engine
-from headrace.errors import IdentityError
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.protocols import TrainerCore
+from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step import rescore as trainer
 from headrace.trainer.step.bitwise import UnequalLogprobs
 

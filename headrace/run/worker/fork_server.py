@@ -1,4 +1,4 @@
-"""The program of the process that forks workers: `python -m headrace.orchestration.workers.fork_server FD ROOM`.
+"""The program of the process that forks workers: `python -m headrace.run.worker.fork_server FD ROOM`.
 
 It imports the libraries of all kinds of workers, without a thread, a file or a GPU: none of these would survive a fork. It never
 computes. Then it answers requests (`launch/preloaded.py`): it clones itself, and the child becomes a worker that is indistinguishable from
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.orchestration.workers import worker
-from headrace.orchestration.workers.build import KINDS, preload
-from headrace.orchestration.workers.launch.clone import fork_for_parent
-from headrace.orchestration.workers.launch.preloaded import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest
+from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.launch.clone import fork_for_parent
+from headrace.processes.launch.preloaded import MOST_BYTES, MOST_FILES, OWN, ForkReply, ForkRequest
+from headrace.run.worker import worker
+from headrace.run.worker.build import KINDS, preload
 
 LATER = (
     "numpy.ma",  # asked for by `numpy.unique`

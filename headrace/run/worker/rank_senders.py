@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.protocols import WeightSender
+from headrace.core.protocols import WeightSender
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.run.worker.worker_messages import TrainerStart
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import RankParts, ValueRun, follower_update, parts_of
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

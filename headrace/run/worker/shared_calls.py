@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.orchestration.workers.answers import answer, begun
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.orchestration.workers.worker_messages import SharedStart
+from headrace.core.weights import WeightUpdate
+from headrace.processes.answers import answer, begun
+from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.run.worker.worker_messages import SharedStart
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weight_sync.files import UpdateRecord, write_version
-from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.trainer.shared.shared_trainer import SharedTrainer
 
 
 def serve_clients(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    from headrace.orchestration.workers.build import build_shared_trainer, preload
+    from headrace.run.worker.build import build_shared_trainer, preload
 
     preload("shared trainer")
     start = inbox.get()

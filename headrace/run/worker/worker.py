@@ -1,4 +1,4 @@
-"""The program of a worker process: `python -m headrace.orchestration.workers.worker KIND (--socket FD | --connect HOST:PORT)`, or
+"""The program of a worker process: `python -m headrace.run.worker.worker KIND (--socket FD | --connect HOST:PORT)`, or
 `--join HOST:PORT` for a worker that nobody waits for yet.
 
 It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.batches import Batch
-from headrace.errors import CheckpointError, ConfigError, IdentityError
-from headrace.observe.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.observe.health.own_stacks import answer_signals
-from headrace.orchestration.workers.answers import answer, begun, fail
-from headrace.orchestration.workers.engine_loop import EngineLoop
-from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.greeting import LEAVE, SEAT, TOKEN
-from headrace.orchestration.workers.joining.offering import leave_when_asked, left_alone, offer, released
-from headrace.orchestration.workers.joining.witness import witnessed
-from headrace.orchestration.workers.launch.child import CORES
-from headrace.orchestration.workers.placed.examined import answer as answer_doctor
-from headrace.orchestration.workers.shared_calls import serve_clients
-from headrace.orchestration.workers.user_hosts.same_code import agree_to
-from headrace.orchestration.workers.user_hosts.user_host import serve_user_code
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
-from headrace.printing import echo_traceback, guard_streams, say
-from headrace.protocols import TrainerCore, WeightSender
-from headrace.reports import Captured, TrainReport
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Batch
+from headrace.core.errors import CheckpointError, ConfigError, IdentityError
+from headrace.core.printing import echo_traceback, guard_streams, say
+from headrace.core.protocols import TrainerCore, WeightSender
+from headrace.core.reports import Captured, TrainReport
+from headrace.core.weights import WeightUpdate
+from headrace.processes.answers import answer, begun, fail
+from headrace.processes.health.orphans import PARENT, leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.own_stacks import answer_signals
+from headrace.processes.joining.dial import dial
+from headrace.processes.joining.greeting import LEAVE, SEAT, TOKEN
+from headrace.processes.joining.offering import leave_when_asked, left_alone, offer, released
+from headrace.processes.joining.same_code import agree_to
+from headrace.processes.joining.witness import witnessed
+from headrace.processes.launch.child import CORES
+from headrace.processes.placed.examined import answer as answer_doctor
+from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.run.hosts.user_hosts.user_host import serve_user_code
+from headrace.run.worker.engine_loop import EngineLoop
+from headrace.run.worker.shared_calls import serve_clients
+from headrace.run.worker.worker_messages import EngineStart, TrainerReady, TrainerStart
 
 if TYPE_CHECKING:
     from headrace.trainer.step.shadow import Shadow
@@ -102,7 +102,7 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame], leave: Callable[[], object]
 
 def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     """Answers one call after another."""
-    from headrace.orchestration.workers.build import build_shadow, build_trainer_core, preload
+    from headrace.run.worker.build import build_shadow, build_trainer_core, preload
 
     preload("trainer")
     start = inbox.get()
@@ -225,7 +225,7 @@ def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
     try:
         return core.step(batch)
     except IdentityError as error:
-        from headrace.orchestration.workers.first_difference import explained
+        from headrace.run.worker.first_difference import explained
 
         raise explained(error, core, start, batch.adapter) from error
 
@@ -261,7 +261,7 @@ def _trainer_call(
 
 def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     """Runs the engine's loop (see `engine_loop.py`)."""
-    from headrace.orchestration.workers.build import build_engine_core, preload
+    from headrace.run.worker.build import build_engine_core, preload
 
     preload("engine")
     start = inbox.get()

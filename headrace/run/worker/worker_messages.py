@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from headrace.core.types import Struct
+from headrace.core.weights import Manifest
 from headrace.durable.shared_directory import DirectoryProbe
-from headrace.orchestration.workers.wire import RankStart
-from headrace.types import Struct
+from headrace.processes.wire import RankStart
 from headrace.weight_sync.transport import AnyTransport
-from headrace.weights import Manifest
 
 
 class AdapterStart(Struct, frozen=True):

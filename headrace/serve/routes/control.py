@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from headrace.core.weights import WeightUpdate
 from headrace.serve.serving import Serving
 from headrace.version import __version__
 from headrace.web.bodies import Abort, LoadAdapter, UnloadAdapter
 from headrace.web.errors import Refused
 from headrace.web.sending import json_response, read_body
-from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 MODES = ("keep", "wait", "abort")

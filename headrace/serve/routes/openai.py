@@ -17,8 +17,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.formats import CallFormat
-from headrace.chat.messages import Tool
+from headrace.core.chat.formats import CallFormat
+from headrace.core.chat.messages import Tool
+from headrace.core.types import Request
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText, SaidPiece
@@ -26,7 +27,6 @@ from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usag
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
 from headrace.serve.sampling import begins_thinking, given_prompts, of_chat, of_completions, work_of
 from headrace.serve.serving import Serving
-from headrace.types import Request
 from headrace.web.bodies import Chat, Completions
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
 from headrace.web.unserved import offered_tools, stops

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.core.steps import PromptScores
 from headrace.models.chat import ChatEncoder
 from headrace.serve.following import Piece
 from headrace.serve.routes.generate import finite, tops
-from headrace.steps import PromptScores
 from headrace.web.formats.followed_turn import said_token
 
 

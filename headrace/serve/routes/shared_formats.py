@@ -11,12 +11,12 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.core.types import Request
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
 from headrace.serve.routes.completion_text import CompletionText
 from headrace.serve.sampling import begins_thinking, of_chat, work_of
 from headrace.serve.serving import Serving
-from headrace.types import Request
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
 from headrace.web.formats import anthropic_bodies as anthropic

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import HeadraceError
-from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
+from headrace.core.errors import HeadraceError
+from headrace.run.clients.process_shared import ProcessSharedTrainer
 from headrace.serve.config import TrainLimits
 from headrace.serve.serving import Serving
 from headrace.serve.training import samplers

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.errors import HeadraceError, UnexpectedError, WorkerDied
-from headrace.orchestration.clients.process_shared import StateLost
+from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied
+from headrace.run.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.training.messages.protobuf import PROTOBUF
 from headrace.web.errors import Refused, log_internal, without_paths

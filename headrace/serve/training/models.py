@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from headrace.orchestration.clients.process_shared import StateLost
+from headrace.run.clients.process_shared import StateLost
 from headrace.serve.training.futures import FutureAnswer, Futures, Promise, failure_of
 from headrace.serve.training.messages.json_bodies import LoraBody
 

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
-from headrace.orchestration.workers.worker_messages import SharedStart
-from headrace.protocols import Launcher
+from headrace.core.protocols import Launcher
+from headrace.run.clients.process_shared import ProcessSharedTrainer
+from headrace.run.worker.worker_messages import SharedStart
 from headrace.serve.config import TrainingConfig
 from headrace.serve.serving import Serving
 from headrace.serve.training.door import Door

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
+from headrace.core.weights import WeightUpdate
+from headrace.run.clients.process_shared import ProcessSharedTrainer
 from headrace.serve.serving import Serving
 from headrace.serve.training.futures import FutureAnswer
 from headrace.serve.training.messages.json_bodies import SaveForSampler, SaveWeights
@@ -22,7 +23,6 @@ from headrace.serve.training.shelf import SavedAdapter
 from headrace.serve.training.store import CheckpointFacts, Kind, Store, path_of
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.web.errors import Refused
-from headrace.weights import WeightUpdate
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.core.types import Request, Sampling
 from headrace.serve.following import Piece, to_their_ends
 from headrace.serve.sampling import check_logprobs
 from headrace.serve.serving import Serving, Stream
@@ -16,7 +17,6 @@ from headrace.serve.training.futures import FutureAnswer, Promise
 from headrace.serve.training.messages.json_bodies import Params, SampleBody
 from headrace.serve.training.messages.protobuf import MESSAGES, STOPPED, TOO_LONG
 from headrace.serve.training.shelf import SavedAdapter, Shelf
-from headrace.types import Request, Sampling
 from headrace.web.errors import Refused
 
 UNSERVED = {

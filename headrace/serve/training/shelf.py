@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from headrace.core.weights import WeightUpdate
 from headrace.serve.serving import Label, Serving
 from headrace.serve.training.futures import Promise
-from headrace.weights import WeightUpdate
 
 FULL = "all places for adapters in the engine are in use; it was started with too few (--adapters), or has to finish other samples first"
 

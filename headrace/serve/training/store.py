@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.core.types import Struct
+from headrace.core.weights import WeightUpdate
 from headrace.durable.atomic_files import sync_to_disk
 from headrace.serve.training.messages.json_bodies import LoraBody
-from headrace.types import Struct
 from headrace.web.errors import Refused
 from headrace.weight_sync.files import RECORD, UpdateRecord
-from headrace.weights import WeightUpdate
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}

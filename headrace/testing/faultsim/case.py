@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from headrace.curriculum.config import CurriculumConfig
+from headrace.core.types import Struct
 from headrace.durable.segments import SEGMENT
-from headrace.faultsim.faults import Fault, faults_of_service, some_faults
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate.distributions import fixed
-from headrace.simulate.surroundings import SimulatedTask
-from headrace.types import Struct
+from headrace.loop.curriculum.config import CurriculumConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world.distributions import fixed
+from headrace.loop.world.surroundings import SimulatedTask
+from headrace.testing.faultsim.faults import Fault, faults_of_service, some_faults
 
 Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]
 MODES: tuple[Mode, ...] = (
@@ -61,7 +61,7 @@ class Case(Struct, frozen=True):
     stragglers: int = 0
     """The rewards of every `stragglers`-th prompt come so late that all other groups could overtake its group. 0 for none."""
     turns: int = 1
-    """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
+    """Turns of every rollout; more than one are those of the scripted environment (`testing/fake_environments.py`)."""
     resumes: Literal["replayed", "exported"] = "replayed"
     """How an environment of several turns goes on after a kill."""
     alternatives: int = 0

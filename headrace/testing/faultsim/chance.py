@@ -1,6 +1,6 @@
 """The seeded schedule of one life of a simulated run, and worker processes that follow it.
 
-The processes are shipped fakes (`orchestration/workers/fake.py`) whose messages are late, repeated or lost, and that hang or die in the
+The processes are shipped fakes (`testing/fake_worker.py`) whose messages are late, repeated or lost, and that hang or die in the
 middle of their work.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 
-from headrace.faultsim.faults import Fault
-from headrace.orchestration.workers.fake import Died, FakeProcess
-from headrace.orchestration.workers.wire import Frame, pack
+from headrace.processes.wire import Frame, pack
+from headrace.testing.fake_worker import Died, FakeProcess
+from headrace.testing.faultsim.faults import Fault
 
 
 class Chance:

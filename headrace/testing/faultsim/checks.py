@@ -13,15 +13,25 @@ from typing import Any
 
 import msgspec
 
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.steps import StepOutput
+from headrace.core.types import Completion
 from headrace.durable.journal import LiveRecord, read_journal, read_steps
-from headrace.faultsim.case import Case, GroupShape
-from headrace.faultsim.chance import Chance
-from headrace.faultsim.chosen_anew import ChosenAnew
-from headrace.faultsim.engine_worker import TICKET_DEATHS, Truth
-from headrace.faultsim.faults import Disk, Fault, rot, rot_journal
-from headrace.faultsim.kept_notes import KeptNotes
-from headrace.faultsim.oracles import (
+from headrace.facts.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
+from headrace.facts.records import StepRow, read_metrics
+from headrace.loop.buffer import Buffer
+from headrace.loop.checkpoints import FILES, Checkpoints, damage
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.partial import Interrupts
+from headrace.loop.snapshots import load_controller
+from headrace.run.storage import Storage
+from headrace.testing.faultsim.case import Case, GroupShape
+from headrace.testing.faultsim.chance import Chance
+from headrace.testing.faultsim.chosen_anew import ChosenAnew
+from headrace.testing.faultsim.engine_worker import TICKET_DEATHS, Truth
+from headrace.testing.faultsim.faults import Disk, Fault, rot, rot_journal
+from headrace.testing.faultsim.kept_notes import KeptNotes
+from headrace.testing.faultsim.oracles import (
     Admission,
     Counts,
     WatchedBuffer,
@@ -35,18 +45,8 @@ from headrace.faultsim.oracles import (
     records_in,
     trained_in,
 )
-from headrace.faultsim.scorer import AskedScores
-from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
-from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
-from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
-from headrace.orchestration.store.snapshots import load_controller
-from headrace.orchestration.store.storage import Storage
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Interrupts
-from headrace.steps import StepOutput
-from headrace.types import Completion
+from headrace.testing.faultsim.scorer import AskedScores
+from headrace.testing.faultsim.trainer_worker import SKIPPED, WEIGHTS
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
@@ -330,7 +330,7 @@ class Referee:
         self._history.step(fact)
 
     def _admitted(self, group: Group, step: int) -> None:
-        """Checks the version that was live when a group was admitted, on which the proof in `rollouts/staleness.py` rests."""
+        """Checks the version that was live when a group was admitted, on which the proof in `loop/staleness.py` rests."""
         admitted = self._history.admitted.get(group.ticket)  # None: killed before it was reported
         if admitted is None:
             return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.curriculum.chooser import open_curriculum
 from headrace.durable.journal import AnyRecord, DrawnRecord
-from headrace.faultsim.case import Case
-from headrace.faultsim.oracles import Counts
+from headrace.loop.curriculum.chooser import open_curriculum
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.oracles import Counts
 
 
 class ChosenAnew:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from headrace.errors import IdentityError
-from headrace.faultsim.chance import Chance, OneAtATime, Process
-from headrace.orchestration.workers.fake import Died
-from headrace.orchestration.workers.wire import Frame, unpack
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.reports import EngineStats, LoadReport, SleepReport, capable
-from headrace.steps import Finished, PromptScores, StepOutput
-from headrace.types import Request, RolloutKey
-from headrace.weights import WeightUpdate
+from headrace.core.errors import IdentityError
+from headrace.core.reports import EngineStats, LoadReport, SleepReport, capable
+from headrace.core.steps import Finished, PromptScores, StepOutput
+from headrace.core.types import Request, RolloutKey
+from headrace.core.weights import WeightUpdate
+from headrace.processes.wire import Frame, unpack
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_worker import Died
+from headrace.testing.faultsim.chance import Chance, OneAtATime, Process
 
 MAX_RUNNING = 12
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.core.types import Struct
 from headrace.durable.segments import read_segment, segments_of
-from headrace.simulate.virtual_time import VirtualTimeLoop
-from headrace.types import Struct
+from headrace.loop.world.virtual_time import VirtualTimeLoop
 
 Kind = Literal[
     "kill", "power", "full", "interrupt", "jump",  # controller, machine, disk, clock

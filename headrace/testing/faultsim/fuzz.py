@@ -1,4 +1,4 @@
-"""`python -m headrace.faultsim.fuzz`: runs schedules of fresh seeds for as long as you like, and shrinks what fails.
+"""`python -m headrace.testing.faultsim.fuzz`: runs schedules of fresh seeds for as long as you like, and shrinks what fails.
 
 --minutes 60            fresh seeds, one process
 --first 0 --count 500   these seeds
@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.faultsim.case import Case, case_of
-from headrace.faultsim.lives import trial
-from headrace.printing import echo
-from headrace.types import Struct
+from headrace.core.printing import echo
+from headrace.core.types import Struct
+from headrace.testing.faultsim.case import Case, case_of
+from headrace.testing.faultsim.lives import trial
 
 TRIES = 300
 """Trials that shrinking may take."""
@@ -32,7 +32,7 @@ class FailingCase(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        return f"python -m headrace.faultsim.fuzz --case '{msgspec.json.encode(self.case).decode()}'"
+        return f"python -m headrace.testing.faultsim.fuzz --case '{msgspec.json.encode(self.case).decode()}'"
 
 
 def problem_of(case: Case) -> str:

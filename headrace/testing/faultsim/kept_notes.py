@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from headrace.environments.fake import scripted
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.faultsim.case import Case
-from headrace.playing import EnvironmentKind
-from headrace.rollouts.notebook import Notebook
-from headrace.types import Completion
+from headrace.core.playing import EnvironmentKind
+from headrace.core.types import Completion
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.notebook import Notebook
+from headrace.testing.fake_environments import scripted
+from headrace.testing.faultsim.case import Case
 
 THINKS = 0.2
 """Virtual seconds of an environment between two turns."""

@@ -19,46 +19,46 @@ import msgspec
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
+from headrace.core.errors import HeadraceError, StalledError, WorkerDied
+from headrace.core.protocols import Engine, Job, Task
 from headrace.durable.journal import Journal
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.errors import HeadraceError, StalledError, WorkerDied
-from headrace.faultsim.case import Case
-from headrace.faultsim.chance import Chance, OneAtATime
-from headrace.faultsim.checks import Referee, RunHistory
-from headrace.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
-from headrace.faultsim.faults import Disk, Fault, Killed, Kind, until_done
-from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.scorer import SeededScorer, ServedScorer
-from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
-from headrace.observe.facts import Books, RunEnded, RunStarted
-from headrace.observe.health.waits import Waits
-from headrace.observe.index.digest import DIGEST, frozen, thinned
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.recorder import Recorder
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, restore_state
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.clients.process_lent import LentProcess
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import earlier_metrics
-from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.loops.turns import SharedDevices, Turns
-from headrace.orchestration.runs.session import run_clock
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import SavedRun, read_saved_run
-from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.workers.fake import FakeLauncher, bare_start
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job, Task
-from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import ForksConfig, RolloutConfig
+from headrace.episodes.rollout import ForksConfig, RolloutConfig
+from headrace.facts.facts import Books, RunEnded, RunStarted
+from headrace.facts.index.digest import DIGEST, frozen, thinned
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.recorder import Recorder
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.assembly import assemble, go_live, restore_state
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.identity import IdentityProbe
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.partial import PartialConfig
+from headrace.loop.parts import earlier_metrics
+from headrace.loop.pipeline import Pipeline
+from headrace.loop.recovery import SavedRun, read_saved_run
+from headrace.loop.snapshots import Snapshots, load_controller
+from headrace.loop.suspects import Suspects
+from headrace.loop.turns import SharedDevices, Turns
+from headrace.loop.world.virtual_time import VirtualTimeLoop
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.clients.process_lent import LentProcess
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.run.session import run_clock
+from headrace.run.storage import Storage
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import EvalConfig, WatchConfig
-from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.testing.fake_worker import FakeLauncher, bare_start
+from headrace.testing.faultsim.case import Case
+from headrace.testing.faultsim.chance import Chance, OneAtATime
+from headrace.testing.faultsim.checks import Referee, RunHistory
+from headrace.testing.faultsim.engine_worker import MAX_TOKENS, TICKET_DEATHS, SimulatedEngineProcess
+from headrace.testing.faultsim.faults import Disk, Fault, Killed, Kind, until_done
+from headrace.testing.faultsim.oracles import WatchedBuffer
+from headrace.testing.faultsim.scorer import SeededScorer, ServedScorer
+from headrace.testing.faultsim.trainer_worker import SimulatedTrainerProcess
 
 PATIENCE = 600.0
 """Virtual seconds after which a wait stops the run. Without a fault no wait takes that long."""

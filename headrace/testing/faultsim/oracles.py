@@ -18,7 +18,8 @@ import numpy as np
 import zstandard
 from xxhash import xxh3_64_hexdigest
 
-from headrace.batches import Group, Row
+from headrace.core.batches import Group, Row
+from headrace.core.types import Episode, RolloutKey, VersionSpan
 from headrace.durable.journal import (
     AnyRecord,
     DrawnRecord,
@@ -29,14 +30,13 @@ from headrace.durable.journal import (
     SteppedRecord,
     read_steps,
 )
-from headrace.faultsim.case import GroupShape
-from headrace.faultsim.engine_worker import MAX_TOKENS, fate
-from headrace.faultsim.scorer import reward_of
-from headrace.observe.facts import Accounting, GroupEnded
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.rollout import seed_of
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.types import Episode, RolloutKey, VersionSpan
+from headrace.episodes.rollout import seed_of
+from headrace.facts.facts import Accounting, GroupEnded
+from headrace.loop.buffer import Buffer
+from headrace.loop.staleness import StalenessConfig
+from headrace.testing.faultsim.case import GroupShape
+from headrace.testing.faultsim.engine_worker import MAX_TOKENS, fate
+from headrace.testing.faultsim.scorer import reward_of
 
 MIN_ROLLOUTS = 2
 """Fewest scored rollouts of a group that can have contrast."""

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from headrace.batches import Failure
-from headrace.faultsim.chance import Chance
-from headrace.faultsim.faults import Disk
-from headrace.observe.telemetry import Telemetry
-from headrace.rollouts.rollout import seed_of
-from headrace.scoring.parts.part import PartCaller, RewardPart
-from headrace.scoring.parts.score_log import ScoreLog
-from headrace.scoring.services.config import ServiceConfig
-from headrace.scoring.services.fake_service import Misbehaviour, ScriptedPost
-from headrace.scoring.services.http_post import HttpAnswer
-from headrace.scoring.services.service import HttpService
-from headrace.types import Episode, Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.types import Episode, Prompt, Scored
+from headrace.episodes.rollout import seed_of
+from headrace.episodes.scoring.parts.part import PartCaller, RewardPart
+from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.services.config import ServiceConfig
+from headrace.episodes.scoring.services.http_post import HttpAnswer
+from headrace.episodes.scoring.services.service import HttpService
+from headrace.facts.telemetry import Telemetry
+from headrace.testing.fake_service import Misbehaviour, ScriptedPost
+from headrace.testing.faultsim.chance import Chance
+from headrace.testing.faultsim.faults import Disk
 
 LATE = 40.0
 """Seconds: long enough for many other groups to be sampled and scored."""

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.batches import Batch
-from headrace.errors import HeadraceError
-from headrace.faultsim.chance import Chance, OneAtATime, Process
-from headrace.faultsim.engine_worker import opinion
-from headrace.orchestration.workers.wire import Frame, unpack
-from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.reports import Captured, SleepReport, TrainReport
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Batch
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import Captured, SleepReport, TrainReport
+from headrace.core.weights import WeightUpdate
+from headrace.processes.wire import Frame, unpack
+from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
+from headrace.testing.faultsim.chance import Chance, OneAtATime, Process
+from headrace.testing.faultsim.engine_worker import opinion
 
 WEIGHTS = "weights.txt"
 

@@ -23,9 +23,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError
-from headrace.reports import EngineStats
-from headrace.serve.fakes.sglang_bodies import (
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import EngineStats
+from headrace.core.types import Request, Sampling
+from headrace.serve.following import Piece, follow, to_their_ends
+from headrace.serve.serving import Serving, Stream
+from headrace.testing.servers.sglang_bodies import (
     SglangAbort,
     SglangContinue,
     SglangGenerate,
@@ -35,9 +38,6 @@ from headrace.serve.fakes.sglang_bodies import (
     SglangUnloadLora,
     SglangUpdateFromDisk,
 )
-from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.serving import Serving, Stream
-from headrace.types import Request, Sampling
 from headrace.web.errors import Refused, answer_error
 from headrace.web.guard import Guard
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there

@@ -9,13 +9,13 @@ from pathlib import Path
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.core.weights import WeightUpdate
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
 from headrace.web.sending import json_response, read_body
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
-from headrace.weights import WeightUpdate
 
 
 class InitTransfer(Body, kw_only=True):

@@ -22,18 +22,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.errors import HeadraceError
-from headrace.reports import EngineStats
-from headrace.serve.fakes.fake_transfer import FakeTransfer
-from headrace.serve.fakes.runtime_checksums import checksums_of
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import EngineStats
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.serving import Serving
-from headrace.types import Request, Sampling
+from headrace.testing.servers.fake_transfer import FakeTransfer
+from headrace.testing.servers.runtime_checksums import checksums_of
 from headrace.web.bodies import Body, LoadAdapter, StreamOptions, Token, UnloadAdapter
 from headrace.web.errors import Refused, answer_error, response_of
 from headrace.web.sending import GONE, Events, json_response, read_body, while_there
 from headrace.weight_sync.files import RECORD, UpdateRecord
-from headrace.weights import WeightUpdate
 
 VERSION = "0.32.0"
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")

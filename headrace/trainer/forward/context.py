@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from headrace.packing import ROOT, Pack, Segment
+from headrace.trainer.packing import ROOT, Pack, Segment
 from headrace.trainer.parallel import repeats
 
 

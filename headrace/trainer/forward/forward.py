@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
-from headrace.packing import ROOT, Kept, Pack, Segment
+from headrace.core.errors import ConfigError
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
 from headrace.trainer.forward.root import within
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
+from headrace.trainer.packing import ROOT, Kept, Pack, Segment
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own numbers, relative to their root mean square. Rounding causes 1e-6, a wrong mask 1."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.packing import ROOT, Segment
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.fused.fused_ops import Segments
@@ -28,6 +27,7 @@ from headrace.trainer.forward.fused.module_layers import factors, is_gelu, layer
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.kernels.build import built
+from headrace.trainer.packing import ROOT, Segment
 
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 """Largest differences of hidden states and of gradients from the model's own, relative to their norm. Rounding gives 1e-5 and, with

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.logits import wide_logits
-from headrace.packing import Kept
 from headrace.trainer.forward.fused.fused_ops import valued
 from headrace.trainer.forward.fused.fused_served import Asked, FoundLogprobs, log_probabilities
 from headrace.trainer.forward.fused.fused_weights import PackedWeight
+from headrace.trainer.packing import Kept
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Logits held at once: 4 MiB in float32, so that they stay in a CPU's cache (measured: 250 to 3,000 places, bf16); 512 MiB on a GPU, where

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from headrace.core.reports import SleepReport
 from headrace.native.memory import held, trim
-from headrace.reports import SleepReport
 from headrace.trainer.forward.fused.fused_weights import release
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
-from headrace.packing import Pack, pack_sequence
+from headrace.core.errors import ConfigError
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.fused.mixture_modules import is_router, weights_of
+from headrace.trainer.packing import Pack, pack_sequence
 
 TOLERANCE = 1e-4
 """Largest difference in the probe, in nats or relative to the weights. Rounding causes 1e-6, a wrong formula 0.1."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.native.varlen import varlen_kernel
-from headrace.packing import ROOT, Segment
 from headrace.trainer.forward.context import Context
 from headrace.trainer.forward.varlen_tree import Varlen, varlen_of
+from headrace.trainer.packing import ROOT, Segment
 
 NAME = "headrace_tree"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.native.varlen import Kernel, Layout
-from headrace.packing import ROOT, Segment
+from headrace.trainer.packing import ROOT, Segment
 
 
 @dataclass(kw_only=True)

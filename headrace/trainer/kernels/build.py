@@ -9,9 +9,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from headrace.core.printing import echo
 from headrace.models.resolve import cache_dir
 from headrace.native.build import Built, compiled
-from headrace.printing import echo
 
 SOURCE = Path(__file__).parent / "src"
 

@@ -17,7 +17,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.errors import ConfigError, IdentityError
+from headrace.core.errors import ConfigError, IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.settings.extras import absent
 from headrace.trainer.model.quantise import quantise

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 
 

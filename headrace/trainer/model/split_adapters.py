@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.trainer.model.low_memory import local
 
 BASE = "base_layer"

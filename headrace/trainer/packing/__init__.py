@@ -4,10 +4,10 @@ Read `pack.py` (the columns of a microbatch), `tree.py` (rows that begin alike),
 within a token budget), `ranks.py` (microbatches of several devices), `picked.py` (numbers of loss tokens, back at their places in the rows).
 """
 
-from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
-from headrace.packing.picked import PickedNumbers
-from headrace.packing.plan import loss_places, pack_rows, pack_sequence
-from headrace.packing.ranks import fill_up, split_ranks
+from headrace.trainer.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
+from headrace.trainer.packing.picked import PickedNumbers
+from headrace.trainer.packing.plan import loss_places, pack_rows, pack_sequence
+from headrace.trainer.packing.ranks import fill_up, split_ranks
 
 __all__ = [
     "ROOT",

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.batches import Row
-from headrace.packing.pack import ROOT, Kept, Pack, Segment
-from headrace.packing.tree import Path, TreeNode, preorder
-from headrace.sampling_masks import decode_set
-from headrace.types import SamplingMask, TeacherTrace
+from headrace.core.batches import Row
+from headrace.core.sampling_masks import decode_set
+from headrace.core.types import SamplingMask, TeacherTrace
+from headrace.trainer.packing.pack import ROOT, Kept, Pack, Segment
+from headrace.trainer.packing.tree import Path, TreeNode, preorder
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]

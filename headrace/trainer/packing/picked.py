@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.batches import Batch, Row
-from headrace.packing.pack import Pack
-from headrace.packing.plan import loss_places
-from headrace.reports import TokenNumbers
+from headrace.core.batches import Batch, Row
+from headrace.core.reports import TokenNumbers
+from headrace.trainer.packing.pack import Pack
+from headrace.trainer.packing.plan import loss_places
 
 MOST_TOKENS = 1 << 15
 """Tokens of a step whose numbers are recorded: 8 bytes each, a third more in the journal, which has about 80 bytes of every token."""

@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing.columns import pack_trees
-from headrace.packing.pack import Pack, StepPlan
-from headrace.packing.tree import LEAST_SAVED, TreeNode, cut, first_fit, grow, path_of, prune, size_of
+from headrace.core.batches import Row
+from headrace.trainer.packing.columns import pack_trees
+from headrace.trainer.packing.pack import Pack, StepPlan
+from headrace.trainer.packing.tree import LEAST_SAVED, TreeNode, cut, first_fit, grow, path_of, prune, size_of
 
 
 def pack_rows(

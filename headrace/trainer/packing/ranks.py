@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
-from headrace.packing.plan import dropped, loss_places, microbatches_of, plan_of, routed_of, trees_of
-from headrace.packing.tree import LEAST_SAVED, TreeNode, preorder, size_of
+from headrace.core.batches import Row
+from headrace.trainer.packing.pack import ROOT, Pack, Segment, StepPlan
+from headrace.trainer.packing.plan import dropped, loss_places, microbatches_of, plan_of, routed_of, trees_of
+from headrace.trainer.packing.tree import LEAST_SAVED, TreeNode, preorder, size_of
 
 TOKEN_COST = 4096
 """The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.

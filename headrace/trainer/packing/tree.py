@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batches import Row
-from headrace.types import RoutingTrace
+from headrace.core.batches import Row
+from headrace.core.types import RoutingTrace
 
 T = TypeVar("T")
 

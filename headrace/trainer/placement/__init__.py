@@ -2,6 +2,5 @@
 
 Read `port.py` (all that the rest of the trainer asks of it), `single.py` (one device), `sharded.py` (ranks of
 torch's FSDP2), `by_plan.py` (layers split by the model's tensor-parallel plan), `runs.py` (what a rank publishes), `whole_experts.py` (whole
-experts on each), `cutting.py`, `model_stages.py`, `schedule.py` and `staged.py` (a pipeline of stages), `meeting.py` (how ranks find each other), `simulated.py` (the fake: ranks that are threads of one process, each of which
-holds some rows of every parameter).
+experts on each), `cutting.py`, `model_stages.py`, `schedule.py` and `staged.py` (a pipeline of stages) and `meeting.py` (how ranks find each other).
 """

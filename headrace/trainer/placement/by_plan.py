@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.trainer.model.split_adapters import BASE, split_adapters
 
 SUMMED = "replicated_with_grad_allreduce"

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.errors import ConfigError
-from headrace.packing import Segment
+from headrace.core.errors import ConfigError
 from headrace.trainer.forward.forward import softcap_of
 from headrace.trainer.forward.head import Scale
 from headrace.trainer.forward.tree_attention import NAME, tree_of
 from headrace.trainer.model.causal_lm import layers_of
+from headrace.trainer.packing import Segment
 from headrace.trainer.placement.cutting import cut
 
 PROBE = 12

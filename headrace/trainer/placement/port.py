@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing import Pack, StepPlan
+from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
+from headrace.trainer.packing import Pack, StepPlan
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""

@@ -28,12 +28,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing import Pack, StepPlan, split_ranks
+from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
+from headrace.trainer.packing import Pack, StepPlan, split_ranks
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.by_plan import split_by_plan
 from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host

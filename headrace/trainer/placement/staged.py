@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.batches import Row
-from headrace.packing import Pack, StepPlan, fill_up, split_ranks
+from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
+from headrace.trainer.packing import Pack, StepPlan, fill_up, split_ranks
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.model_stages import Chain, Stages

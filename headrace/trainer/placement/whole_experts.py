@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.trainer.placement.by_plan import release
 
 

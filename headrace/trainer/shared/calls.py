@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 
 
 class SharedLora(Struct, frozen=True, kw_only=True):

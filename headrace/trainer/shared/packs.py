@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.packing import ROOT, Pack, Segment
+from headrace.trainer.packing import ROOT, Pack, Segment
 from headrace.trainer.shared.calls import Example
 
 

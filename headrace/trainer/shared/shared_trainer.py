@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from headrace.algo.tinker import LOSSES, NamedLoss
+from headrace.core.weights import AdapterSpec
 from headrace.models.lora import LoraConfig
-from headrace.packing import Pack
 from headrace.trainer.forward.forward import choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters, adaptable
@@ -26,13 +26,13 @@ from headrace.trainer.model.causal_lm import (
     resolve_device,
     resolve_dtype,
 )
+from headrace.trainer.packing import Pack
 from headrace.trainer.placement.single import Single
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, SharedLora, StepDone, TrainingPass
 from headrace.trainer.shared.config import SharedConfig
 from headrace.trainer.shared.packs import ExampleRow, check_rows, packs_of, row_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.checkpoint import Contents
-from headrace.weights import AdapterSpec
 
 
 @dataclass(kw_only=True)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
 from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import PROVEN, arithmetic, why_unproven
-from headrace.packing import ROOT, Pack
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.fused.mixture_modules import is_router
 from headrace.trainer.kernels import binding
+from headrace.trainer.packing import ROOT, Pack
 
 KINDS = {"norms", "products", "attention", "layers"}
 """The kinds of modules that the kernels must have replaced in every model."""

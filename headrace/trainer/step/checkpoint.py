@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace.core.errors import CheckpointError
 from headrace.durable.atomic_files import sync_to_disk
-from headrace.errors import CheckpointError
 from headrace.trainer.model.low_memory import MixedAdamW
 from headrace.trainer.placement.port import Keep, Placement, on_host
 

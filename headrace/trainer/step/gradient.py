@@ -16,10 +16,10 @@ from torch import Tensor
 from headrace.algo.loss.denominator import KeptCounts
 from headrace.algo.policy.pairs import PairLoss
 from headrace.algo.policy.tokens import Tokens, TopTokens
-from headrace.packing import Pack, PickedNumbers, StepPlan
 from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
+from headrace.trainer.packing import Pack, PickedNumbers, StepPlan
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner

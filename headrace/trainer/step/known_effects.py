@@ -15,10 +15,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import TrialScores
 from headrace.durable.atomic_files import replace_file
-from headrace.errors import HeadraceError
-from headrace.observe.machine_mark import cpu_model
-from headrace.reports import TrialScores
+from headrace.facts.machine_mark import cpu_model
 from headrace.trainer.step import trial
 from headrace.version import __version__
 

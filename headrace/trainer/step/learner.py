@@ -10,7 +10,7 @@ import torch
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import AGGREGATIONS, AggregationFunction
 from headrace.algo.loss.objective import Objective, Selection, objective_of, selection_of
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.placement.port import Placement

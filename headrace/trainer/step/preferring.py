@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.algo.advantage.training_rows import paths_of
 from headrace.algo.policy.pairs import PairLoss, Side
-from headrace.batches import Batch
-from headrace.packing import Pack
+from headrace.core.batches import Batch
+from headrace.trainer.packing import Pack
 from headrace.trainer.placement.port import Placement
 
 

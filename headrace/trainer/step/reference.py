@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.packing import Pack
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.frozen import frozen
+from headrace.trainer.packing import Pack
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.batches import Row
-from headrace.packing import pack_rows, pack_sequence
-from headrace.protocols import TrainerCore
+from headrace.core.batches import Row
+from headrace.core.protocols import TrainerCore
 from headrace.trainer.forward.forward import packed_hidden
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.model.causal_lm import computed_in
+from headrace.trainer.packing import pack_rows, pack_sequence
 from headrace.trainer.step.trainer import TorchTrainer
 
 

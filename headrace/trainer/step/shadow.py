@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headrace.errors import CheckpointError
-from headrace.protocols import WeightSender
-from headrace.reports import Captured
+from headrace.core.errors import CheckpointError
+from headrace.core.protocols import WeightSender
+from headrace.core.reports import Captured
+from headrace.core.weights import WeightUpdate
 from headrace.trainer.placement.port import Keep, on_host
 from headrace.trainer.step.host_copy import HostCopy
-from headrace.weights import WeightUpdate
 
 Parameters = Iterable[tuple[str, Tensor]]
 Kind = Literal["snapshot", "average"]

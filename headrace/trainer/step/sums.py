@@ -11,8 +11,8 @@ from headrace.algo.loss.denominator import COUNTS, KeptCounts
 from headrace.algo.loss.diagnostics import Diagnostics
 from headrace.algo.loss.kl import kl_estimate
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of
-from headrace.packing import Pack, StepPlan
 from headrace.trainer.forward.forward import TokenScores
+from headrace.trainer.packing import Pack, StepPlan
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.step.preferring import PairNumbers
 

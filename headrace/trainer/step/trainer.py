@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch
-from headrace.errors import ConfigError
+from headrace.core.batches import Batch
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Captured, SleepReport, TrainReport, TrialScores
+from headrace.core.weights import AdapterSpec, trial_version
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import cache_dir
-from headrace.packing import Pack, PickedNumbers, StepPlan, pack_sequence
-from headrace.reports import Captured, SleepReport, TrainReport, TrialScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.fused.fused_weights import forward_only, reserve
@@ -40,6 +40,7 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
+from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, pack_sequence
 from headrace.trainer.placement.port import Keep, Placement, on_host
 from headrace.trainer.placement.runs import runs_of
 from headrace.trainer.placement.single import Single
@@ -54,7 +55,6 @@ from headrace.trainer.step.preferring import StepPairs, pairs_of
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.sums import Sums
 from headrace.trainer.step.trial import Trial
-from headrace.weights import AdapterSpec, trial_version
 
 
 class TorchTrainer:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.observe.board.paging import chosen, pager, steps_of, strip
-from headrace.observe.board.step_windows import OF_POOLS, StepWindow, read_window
-from headrace.observe.index.step_columns import StepColumns
-from headrace.observe.numbers.state import RunState
-from headrace.observe.report import page, plots, sieves
-from headrace.observe.report.data import ReportData, bins
-from headrace.observe.report.gantt import MAX_BARS
-from headrace.observe.report.lag_charts import kl_by_lag, lag_table
+from headrace.facts.index.step_columns import StepColumns
+from headrace.facts.numbers.state import RunState
+from headrace.views.board.paging import chosen, pager, steps_of, strip
+from headrace.views.board.step_windows import OF_POOLS, StepWindow, read_window
+from headrace.views.report import page, plots, sieves
+from headrace.views.report.data import ReportData, bins
+from headrace.views.report.gantt import MAX_BARS
+from headrace.views.report.lag_charts import kl_by_lag, lag_table
 
 Steps = tuple[int, int] | None
 

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.observe.board.board_parts import PARTS
-from headrace.observe.board.browsing import RolloutQuery
-from headrace.observe.board.cookie import CookieGate
-from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.board.swimlanes import KINDS, LaneQuery
-from headrace.observe.index.group_table import Order, Wanted
-from headrace.observe.index.step_columns import STEP
-from headrace.observe.report.page import SCRIPT, STYLE
+from headrace.facts.index.group_table import Order, Wanted
+from headrace.facts.index.step_columns import STEP
+from headrace.views.board.board_parts import PARTS
+from headrace.views.board.browsing import RolloutQuery
+from headrace.views.board.cookie import CookieGate
+from headrace.views.board.runs_board import RunsBoard
+from headrace.views.board.swimlanes import KINDS, LaneQuery
+from headrace.views.report.page import SCRIPT, STYLE
 from headrace.web.application import make_application
 from headrace.web.errors import Refused
 from headrace.web.guard import Guard

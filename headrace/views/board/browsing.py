@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from headrace.batches import Group
+from headrace.core.batches import Group
+from headrace.core.reports import TrainReport
+from headrace.core.types import Scored
 from headrace.durable.journal import JournalReader, JournalStep
-from headrace.observe.index.group_table import OUTCOMES, GroupTable, Order, Wanted
-from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.rollouts import rollout_table
-from headrace.observe.texts import clip, number, plural
-from headrace.reports import TrainReport
-from headrace.types import Scored
+from headrace.facts.index.group_table import OUTCOMES, GroupTable, Order, Wanted
+from headrace.facts.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.texts import clip, number, plural
+from headrace.views.report.rollouts import rollout_table
+from headrace.views.report.tables import table
 
 PAGE = 12
 """Rollouts of one answer."""

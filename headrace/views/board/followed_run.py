@@ -6,11 +6,11 @@ import threading
 import time
 from pathlib import Path
 
-from headrace.observe.health.live_status import Follower, end_before
-from headrace.observe.index.digest import DIGEST, digest_of, read_digest, write_digest
-from headrace.observe.index.index_file import INDEX, IndexReader, save, saved_at
-from headrace.observe.index.numbers import Numbers
-from headrace.observe.records import METRICS, MetricsFact
+from headrace.facts.index.digest import DIGEST, digest_of, read_digest, write_digest
+from headrace.facts.index.index_file import INDEX, IndexReader, save, saved_at
+from headrace.facts.index.numbers import Numbers
+from headrace.facts.records import METRICS, MetricsFact
+from headrace.processes.health.live_status import Follower, end_before
 
 AT_ONCE = 2 << 20
 """Bytes that are read before others get their turn."""

@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headrace.observe.board import step_windows
-from headrace.observe.facts import GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.observe.records import MetricsFact, StepRow
-from headrace.types import Turn
+from headrace.core.types import Turn
+from headrace.facts.facts import GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.views.board import step_windows
 
 OF_LANES = (b"RunStarted", b"TicketDrawn", b"GroupEnded", b"StepTrained", b"WeightsLive")
 """Facts from which lanes are drawn."""

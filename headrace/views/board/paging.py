@@ -6,8 +6,8 @@ from html import escape
 
 import numpy as np
 
-from headrace.observe.index.step_columns import StepColumns
-from headrace.observe.texts import percent
+from headrace.facts.index.step_columns import StepColumns
+from headrace.facts.texts import percent
 
 STRIP = 240
 """Bars of the strip at most."""

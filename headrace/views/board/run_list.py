@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from headrace.observe.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
-from headrace.observe.health.live_status import judge, read_live
-from headrace.observe.index.digest import DIGEST, read_digest
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, StepRow, decode_metrics
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.facts.facts import Evaluated, Planned, RunEnded, RunStarted, TicketDrawn
+from headrace.facts.index.digest import DIGEST, read_digest
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, StepRow, decode_metrics
+from headrace.processes.health.live_status import judge, read_live
 
 HEAD, TAIL = 1 << 16, 1 << 18
 """Bytes that are read at the start and at the end of a file."""

@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.board.board_parts import Steps, part
-from headrace.observe.board.browsing import Browser, RolloutPage, RolloutQuery
-from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.run_list import RunLine, RunList
-from headrace.observe.board.swimlanes import LaneQuery, swimlanes
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.index.step_columns import MINUTES, STEP, TOKENS
-from headrace.observe.numbers.rollout_view import Pieces
-from headrace.observe.report.apart import differences
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.index.step_columns import MINUTES, STEP, TOKENS
+from headrace.facts.numbers.rollout_view import Pieces
+from headrace.views.board.board_parts import Steps, part
+from headrace.views.board.browsing import Browser, RolloutPage, RolloutQuery
+from headrace.views.board.followed_run import FollowedRun
+from headrace.views.board.run_list import RunLine, RunList
+from headrace.views.board.swimlanes import LaneQuery, swimlanes
+from headrace.views.report.apart import differences
 from headrace.web.errors import Refused
 
 PATIENCE = 0.7

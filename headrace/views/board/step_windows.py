@@ -7,9 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import METRICS, MetricsFact, decode_metrics
+from headrace.facts.facts import RunStarted
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import METRICS, MetricsFact, decode_metrics
 
 MOST = 6 << 20
 """Bytes of facts that are read for one window."""

@@ -10,15 +10,15 @@ from html import escape
 from pathlib import Path
 from typing import get_args
 
-from headrace.batches import Group
-from headrace.observe.board.lane_facts import Kind, LaneWindow, TicketStory, VersionStretch, read_lanes, stretches
-from headrace.observe.board.paging import chosen, pager, steps_of, strip
-from headrace.observe.index.step_columns import StepColumns
-from headrace.observe.numbers.state import RunState
-from headrace.observe.numbers.turn_view import calls_of
-from headrace.observe.report.gantt import time_chart
-from headrace.observe.report.lag_charts import LAST, lag_class, lag_name
-from headrace.observe.texts import duration, number, plural, short_time
+from headrace.core.batches import Group
+from headrace.facts.index.step_columns import StepColumns
+from headrace.facts.numbers.state import RunState
+from headrace.facts.numbers.turn_view import calls_of
+from headrace.facts.texts import duration, number, plural, short_time
+from headrace.views.board.lane_facts import Kind, LaneWindow, TicketStory, VersionStretch, read_lanes, stretches
+from headrace.views.board.paging import chosen, pager, steps_of, strip
+from headrace.views.report.gantt import time_chart
+from headrace.views.report.lag_charts import LAST, lag_class, lag_name
 
 MOST_LANES = 160
 """Rollouts that are drawn at once."""

@@ -2,17 +2,17 @@
 
 Read `data.py` (the data), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (their common parts),
 `gantt.py`, `lag_charts.py`, `sieves.py`, `files_page.py` (the preflight), `rollouts.py` with `episode_graph.py`, `side_by_side.py` with `apart.py` (several runs compared),
-and `draw/` (the elements of all charts).
+and the elements of all charts: `axes.py` (scales and ticks), `svg.py` (marks), `tables.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.core.errors import ConfigError
 from headrace.durable.atomic_files import replace_file
-from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import Pieces
-from headrace.observe.records import METRICS, REPORT
+from headrace.facts.numbers.rollout_view import Pieces
+from headrace.facts.records import METRICS, REPORT
 
 
 def write_report(run_dir: Path, pieces: Pieces | None = None) -> Path:
@@ -21,8 +21,8 @@ def write_report(run_dir: Path, pieces: Pieces | None = None) -> Path:
 
     Raises `ConfigError` if `run_dir` holds no run, and `HeadraceError` if its files cannot be read or the report cannot be written.
     """
-    from headrace.observe.report.data import load
-    from headrace.observe.report.page import page
+    from headrace.views.report.data import load
+    from headrace.views.report.page import page
 
     if not (run_dir / METRICS).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no {METRICS}")

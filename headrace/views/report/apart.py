@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from headrace.observe.numbers.rollout_view import settings_of
-from headrace.observe.report.draw.tables import table
-from headrace.observe.texts import clip
+from headrace.facts.numbers.rollout_view import settings_of
+from headrace.facts.texts import clip
+from headrace.views.report.tables import table
 
 NOT_SET = "not set"
 NAME, MEASURED = "name", "chosen."

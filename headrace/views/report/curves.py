@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 
-from headrace.observe.diagnosis.troubles import measured_on
-from headrace.observe.facts import Evaluated
-from headrace.observe.numbers.engine_use import EngineSpan
-from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.draw.axes import extent
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
-from headrace.observe.texts import clip, number, percent, with_error
+from headrace.facts.diagnosis.troubles import measured_on
+from headrace.facts.facts import Evaluated
+from headrace.facts.numbers.engine_use import EngineSpan
+from headrace.facts.texts import clip, number, percent, with_error
+from headrace.views.report.axes import extent
+from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.frame import hovers, note_of, of_steps, resumes
+from headrace.views.report.svg import Chart, figure
 
 Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""

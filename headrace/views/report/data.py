@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.durable.journal import Damage, JournalStep, count_steps, read_steps
-from headrace.observe.facts import GroupEnded, Warned
-from headrace.observe.numbers.engine_use import Window
-from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
-from headrace.observe.numbers.shares import NO_CONTRAST, Tally
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import StepRow, read_metrics
+from headrace.facts.facts import GroupEnded, Warned
+from headrace.facts.numbers.engine_use import Window
+from headrace.facts.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
+from headrace.facts.numbers.shares import NO_CONTRAST, Tally
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import StepRow, read_metrics
 
 MAX_BINS = 200
 """Points of a curve at most. Curves of longer runs show means over several steps, and a note says so."""

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from headrace.observe.numbers.rollout_view import RolloutView
-from headrace.observe.numbers.turn_view import HeardMessage, TurnView
-from headrace.observe.report.lag_charts import lag_class
-from headrace.observe.texts import clip, number, plural
+from headrace.facts.numbers.rollout_view import RolloutView
+from headrace.facts.numbers.turn_view import HeardMessage, TurnView
+from headrace.facts.texts import clip, number, plural
+from headrace.views.report.lag_charts import lag_class
 
 MOST_TEXT = 1200
 """Characters of a message or an answer."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.facts import FilesChecked
-from headrace.observe.report.draw.tables import table
-from headrace.reports import Sight, TextPart
+from headrace.core.reports import Sight, TextPart
+from headrace.facts.facts import FilesChecked
+from headrace.views.report.tables import table
 
 MARKS = {"agrees": "✓", "remark": "!", "refused": "✗"}
 

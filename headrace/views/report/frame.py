@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.observe.numbers.state import stride_of
-from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.draw.svg import Chart
+from headrace.facts.numbers.state import stride_of
+from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.svg import Chart
 
 
 def of_steps(data: ReportData) -> tuple[float, float]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from headrace.observe.numbers.engine_use import EngineSpan
-from headrace.observe.numbers.measures import train_seconds
-from headrace.observe.numbers.state import RunState
-from headrace.observe.report.draw.axes import clock_ticks
-from headrace.observe.texts import duration, number, percent, reward_text, short_time
+from headrace.facts.numbers.engine_use import EngineSpan
+from headrace.facts.numbers.measures import train_seconds
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import duration, number, percent, reward_text, short_time
+from headrace.views.report.axes import clock_ticks
 
 LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
 """Lane -> top and height."""

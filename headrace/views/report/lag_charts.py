@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from html import escape
 
-from headrace.observe.numbers.step_totals import over_steps
-from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.draw.axes import extent
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
-from headrace.observe.texts import number, percent
-from headrace.reports import LagStats
+from headrace.core.reports import LagStats
+from headrace.facts.numbers.step_totals import over_steps
+from headrace.facts.texts import number, percent
+from headrace.views.report.axes import extent
+from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.frame import hovers, note_of, of_steps, resumes
+from headrace.views.report.svg import Chart, figure
+from headrace.views.report.tables import table
 
 LAST = 5
 """Highest lag with its own colour, in every chart and in the text of rollouts; it stands for all higher lags too."""

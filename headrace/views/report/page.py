@@ -7,21 +7,21 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.observe.costs import dollars
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings
-from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons, weight_sync
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.choices import POOLS
-from headrace.observe.numbers.state import RunState
-from headrace.observe.report.data import ReportData
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.files_page import files_page
-from headrace.observe.report.gantt import gantt
-from headrace.observe.report.lag_charts import lag_table
-from headrace.observe.report.plots import all_plots
-from headrace.observe.report.rollouts import rollouts
-from headrace.observe.texts import clip, counted, duration, percent, plural, short_time
+from headrace.facts.costs import dollars
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings
+from headrace.facts.diagnosis.verdicts import all_verdicts, equation, reasons, weight_sync
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.choices import POOLS
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import clip, counted, duration, percent, plural, short_time
+from headrace.views.report.data import ReportData
+from headrace.views.report.files_page import files_page
+from headrace.views.report.gantt import gantt
+from headrace.views.report.lag_charts import lag_table
+from headrace.views.report.plots import all_plots
+from headrace.views.report.rollouts import rollouts
+from headrace.views.report.tables import table
 
 HERE = Path(__file__).parent
 STYLE, SCRIPT = HERE / "style.css", HERE / "script.js"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.observe.numbers.step_totals import trimmed
-from headrace.observe.records import StepRow
-from headrace.observe.report.curves import agents, failures, held_out, lengths_over_steps, throughput
-from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.draw.axes import extent
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
-from headrace.observe.report.lag_charts import kl_by_lag, lag_class, lag_name
-from headrace.observe.report.sieves import lengths, solve_rates
-from headrace.observe.texts import number, percent, plural, reward_text, short_time, with_error
+from headrace.facts.numbers.step_totals import trimmed
+from headrace.facts.records import StepRow
+from headrace.facts.texts import number, percent, plural, reward_text, short_time, with_error
+from headrace.views.report.axes import extent
+from headrace.views.report.curves import agents, failures, held_out, lengths_over_steps, throughput
+from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.frame import hovers, note_of, of_steps, resumes
+from headrace.views.report.lag_charts import kl_by_lag, lag_class, lag_name
+from headrace.views.report.sieves import lengths, solve_rates
+from headrace.views.report.svg import Chart, figure
 
 POSITIVE = (0.0, math.inf)
 SHARE = (0.0, 1.0)

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.episode_graph import anchor, episodes
-from headrace.observe.report.lag_charts import LAST, lag_class
-from headrace.observe.texts import clip, counted, number
+from headrace.facts.diagnosis.troubles import judged
+from headrace.facts.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
+from headrace.facts.texts import clip, counted, number
+from headrace.views.report.episode_graph import anchor, episodes
+from headrace.views.report.lag_charts import LAST, lag_class
+from headrace.views.report.tables import table
 
 MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""

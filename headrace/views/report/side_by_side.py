@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from headrace.observe.costs import dollars
-from headrace.observe.numbers import measures
-from headrace.observe.records import StepRow
-from headrace.observe.report.apart import differences
-from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.draw.axes import extent
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.draw.tables import table
-from headrace.observe.report.page import THEME, document
-from headrace.observe.texts import duration, number, percent, reward_text
+from headrace.facts.costs import dollars
+from headrace.facts.numbers import measures
+from headrace.facts.records import StepRow
+from headrace.facts.texts import duration, number, percent, reward_text
+from headrace.views.report.apart import differences
+from headrace.views.report.axes import extent
+from headrace.views.report.data import Bin, ReportData
+from headrace.views.report.page import THEME, document
+from headrace.views.report.svg import Chart, figure
+from headrace.views.report.tables import table
 
 COLOURS = ("c1", "c2", "c3", "c4", "c5")
 """The classes of the runs' curves, so at most five runs."""

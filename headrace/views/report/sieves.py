@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from headrace.observe.numbers.fates import Histogram, Sieve, discarded
-from headrace.observe.numbers.state import RunState
-from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.texts import number, percent, plural
+from headrace.facts.numbers.fates import Histogram, Sieve, discarded
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import number, percent, plural
+from headrace.views.report.svg import Chart, figure
 
 SLOTS = 40
 """Slots of a histogram at most."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.report.draw.axes import labels, ticks
+from headrace.views.report.axes import labels, ticks
 
 WIDTH, HEIGHT = 1000, 200
 """Size of the coordinate system; the page decides how large it is shown."""

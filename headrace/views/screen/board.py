@@ -8,16 +8,16 @@ from types import TracebackType
 
 from rich.console import Group, RenderableType
 
-from headrace.observe.config import ObserveConfig
-from headrace.observe.facts import Evaluated, RunEnded, RunStarted
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.live import brief, padded
-from headrace.observe.screen.surface import REFRESH, open_screen, terminal_mode
-from headrace.observe.screen.terminal import Header, PlainLines
-from headrace.observe.texts import duration
+from headrace.facts.facts import Evaluated, RunEnded, RunStarted
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.texts import duration
+from headrace.views.config import ObserveConfig
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.live import brief, padded
+from headrace.views.screen.surface import REFRESH, open_screen, terminal_mode
+from headrace.views.screen.terminal import Header, PlainLines
 
 
 class Board:

@@ -14,7 +14,7 @@ import rich.console
 import rich.text
 from rich.segment import Segment
 
-from headrace.printing import printable
+from headrace.core.printing import printable
 
 UNBOUNDED = 1 << 16
 """Columns of a pipe or a file: lines stay whole, so that they can be searched."""

@@ -9,8 +9,8 @@ from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Table
 
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT
 
 GAP = 2
 """Spaces between two columns."""

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 
-from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.fitted_table import FittedTable, TableColumn, no_room_for
-from headrace.observe.screen.layout import one_line
-from headrace.observe.texts import clip, counted, number, plural
-from headrace.reports import TrainReport
+from headrace.core.reports import TrainReport
+from headrace.facts.diagnosis.troubles import judged
+from headrace.facts.numbers.rollout_view import CONTEXT, RolloutView, span_list
+from headrace.facts.texts import clip, counted, number, plural
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.fitted_table import FittedTable, TableColumn, no_room_for
+from headrace.views.screen.layout import one_line
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
 """Colours by lag, the last one for all higher lags. They match those of the report, as far as a terminal has them."""

@@ -10,7 +10,7 @@ from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text as RichText
 
-from headrace.observe.screen.console import PrintableText as Text
+from headrace.views.screen.console import PrintableText as Text
 
 LABEL, FAINT = "bold cyan", "dim"
 GAP = 3

@@ -10,16 +10,16 @@ from rich.console import ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
 
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
-from headrace.observe.diagnosis.verdicts import before_and_after, pool_shares, weight_sync
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import Sample
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, without_marks
-from headrace.observe.screen.members import line_of
-from headrace.observe.texts import bar, counted, number, percent, plural, reward_text, sparkline, with_error
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings, judged, measured_on, shares
+from headrace.facts.diagnosis.verdicts import before_and_after, pool_shares, weight_sync
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import Sample
+from headrace.facts.texts import bar, counted, number, percent, plural, reward_text, sparkline, with_error
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, Line, Lines, distinct, middle_out, without_marks
+from headrace.views.screen.members import line_of
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.observe.facts import MemberMoved, MemberSample
-from headrace.observe.numbers.state import RunState
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, Line
-from headrace.observe.texts import clip, plural
+from headrace.facts.facts import MemberMoved, MemberSample
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import clip, plural
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, Line
 
 STYLES = {"serving": "green", "away": "yellow", "lost": "bold red"}
 NAME = 27

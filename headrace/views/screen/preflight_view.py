@@ -9,11 +9,11 @@ from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from headrace.observe.screen.console import UNBOUNDED, Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, LABEL
-from headrace.observe.texts import plural
-from headrace.reports import Finding, Sight, TextPart
+from headrace.core.reports import Finding, Sight, TextPart
+from headrace.facts.texts import plural
+from headrace.views.screen.console import UNBOUNDED, Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, LABEL
 
 MARKS = {"agrees": ("✓", "green"), "remark": ("!", "yellow"), "refused": ("✗", "bold red")}
 STYLES = {

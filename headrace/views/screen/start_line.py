@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from headrace.observe.texts import clip
-from headrace.printing import printable
+from headrace.core.printing import printable
+from headrace.facts.texts import clip
 
 EVERY = 0.5
 """Seconds between two looks; what is over sooner is not shown."""

@@ -10,20 +10,20 @@ from rich import box
 from rich.console import RenderableType
 from rich.panel import Panel
 
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings, shares
-from headrace.observe.diagnosis.verdicts import equation, reasons
-from headrace.observe.diagnosis.verdicts import lag as lag_verdict
-from headrace.observe.health.live_status import LIVING, SILENT, LiveStatus, Status
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.screen import live
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
-from headrace.observe.screen.live import BAD, GOOD, WARN
-from headrace.observe.screen.members import line_of
-from headrace.observe.texts import clip, duration, plural, short_time
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings, shares
+from headrace.facts.diagnosis.verdicts import equation, reasons
+from headrace.facts.diagnosis.verdicts import lag as lag_verdict
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import clip, duration, plural, short_time
+from headrace.processes.health.live_status import LIVING, SILENT, LiveStatus, Status
+from headrace.views.screen import live
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, GAP, Line, Lines
+from headrace.views.screen.live import BAD, GOOD, WARN
+from headrace.views.screen.members import line_of
 
 MARKS = {
     "alive": ("●", GOOD),

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from headrace.observe.costs import dollars
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import failings, shares
-from headrace.observe.diagnosis.verdicts import (
+from headrace.facts.costs import dollars
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import failings, shares
+from headrace.facts.diagnosis.verdicts import (
     Verdict,
     accounting,
     bias,
@@ -25,15 +25,10 @@ from headrace.observe.diagnosis.verdicts import (
     record,
     weight_sync,
 )
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.fates import DISCARDED
-from headrace.observe.numbers.state import RunState
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
-from headrace.observe.screen.live import BAD, GOOD, WARN
-from headrace.observe.screen.members import absences
-from headrace.observe.texts import (
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.fates import DISCARDED
+from headrace.facts.numbers.state import RunState
+from headrace.facts.texts import (
     bar,
     clip,
     counted,
@@ -45,6 +40,11 @@ from headrace.observe.texts import (
     short_time,
     sparkline,
 )
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, LABEL, distinct, without_marks
+from headrace.views.screen.live import BAD, GOOD, WARN
+from headrace.views.screen.members import absences
 
 WIDTH = 100
 """Columns at most."""

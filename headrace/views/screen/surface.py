@@ -12,8 +12,8 @@ from typing import Protocol
 from rich.console import RenderableType
 from rich.live import Live
 
-from headrace.observe.config import ObserveConfig
-from headrace.observe.screen.console import Console
+from headrace.views.config import ObserveConfig
+from headrace.views.screen.console import Console
 
 REFRESH = 4.0
 """Frames per second. A thread redraws, so that the clock moves while the event loop waits for a worker."""

@@ -11,9 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from headrace.observe.diagnosis.advice import advices
-from headrace.observe.diagnosis.troubles import measured_on, shares
-from headrace.observe.facts import (
+from headrace.facts.diagnosis.advice import advices
+from headrace.facts.diagnosis.troubles import measured_on, shares
+from headrace.facts.facts import (
     CheckpointSaved,
     Evaluated,
     FirstFailure,
@@ -26,15 +26,15 @@ from headrace.observe.facts import (
     WorkerJoined,
     WorkerLost,
 )
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.console import PrintableText as Text
-from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
-from headrace.observe.screen.live import WIDTH, frame, padded
-from headrace.observe.screen.surface import REFRESH, open_screen
-from headrace.observe.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact, StepRow
+from headrace.facts.texts import clip, duration, number, percent, plural, reward_text, short_time, with_error
+from headrace.views.screen.console import Console
+from headrace.views.screen.console import PrintableText as Text
+from headrace.views.screen.layout import FAINT, LABEL, HeaderAbove, flow
+from headrace.views.screen.live import WIDTH, frame, padded
+from headrace.views.screen.surface import REFRESH, open_screen
 
 
 class Header:

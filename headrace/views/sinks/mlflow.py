@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.sinks.hushing import hushed
-from headrace.observe.sinks.queued import Dashboard, described
+from headrace.facts.facts import RunStarted
+from headrace.views.sinks.hushing import hushed
+from headrace.views.sinks.queued import Dashboard, described
 
 PLACE = "headrace.run"
 """The tag with the directory of a run, by which a resumed one is found again."""

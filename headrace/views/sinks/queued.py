@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import MetricsFact
-from headrace.observe.sinks.scalars import scalars
-from headrace.observe.texts import clip, plural
+from headrace.facts.facts import RunStarted
+from headrace.facts.numbers.state import RunState
+from headrace.facts.records import MetricsFact
+from headrace.facts.scalars import scalars
+from headrace.facts.texts import clip, plural
 
 ROOM = 4096
 """Facts that wait for a dashboard at most."""

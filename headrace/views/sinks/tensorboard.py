@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.sinks.queued import Dashboard
+from headrace.facts.facts import RunStarted
+from headrace.views.sinks.queued import Dashboard
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.observe.facts import RunStarted
-from headrace.observe.sinks.hushing import hushed
-from headrace.observe.sinks.queued import Dashboard, described
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunStarted
+from headrace.views.sinks.hushing import hushed
+from headrace.views.sinks.queued import Dashboard, described
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from headrace.observe.facts import RunStarted
-from headrace.observe.sinks.hushing import hushed
-from headrace.observe.sinks.queued import Dashboard, described
+from headrace.facts.facts import RunStarted
+from headrace.views.sinks.hushing import hushed
+from headrace.views.sinks.queued import Dashboard, described
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None) -> Dashboard:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.chat.messages import Function, MadeCall, Message, Named, Tool
+from headrace.core.chat.messages import Function, MadeCall, Message, Named, Tool
 from headrace.web.bodies import MOST_STOPS, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn

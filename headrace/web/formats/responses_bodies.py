@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.chat.messages import Function, MadeCall, Message, Name, Named, Tool
-from headrace.chat.rendering import TemplateUse, with_effort
+from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, Tool
+from headrace.core.chat.rendering import TemplateUse, with_effort
 from headrace.web.bodies import Count, OpenBody
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import WholeTurn

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from headrace.chat.messages import Message
+from headrace.core.chat.messages import Message
 from headrace.web.formats.followed_turn import FollowedTurn, TokenBytes, WholeTurn, said_tokens
 from headrace.web.formats.responses_bodies import (
     Item,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.chat.messages import Message, text_of
+from headrace.core.chat.messages import Message, text_of
 from headrace.web.errors import Refused
 
 MOST_CHARACTERS = 64 << 20

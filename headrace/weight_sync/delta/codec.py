@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import zstandard
 
+from headrace.core.weights import Manifest
 from headrace.weight_sync.delta.search import Bytes, Changes, Search, search
-from headrace.weights import Manifest
 
 PIECE = 1 << 23
 """Bytes of the buffer that are encoded at a time: two of them, and the changes between them, stay in the cache."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.observe.texts import percent
+from headrace.core.weights import WeightUpdate
+from headrace.facts.texts import percent
 from headrace.weight_sync.config import FULL, Encoding
-from headrace.weights import WeightUpdate
 
 LEAST_VERSIONS = 3
 """Versions that are needed before a share is reported."""

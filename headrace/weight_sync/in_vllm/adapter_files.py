@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.files import KEPT, peft_config
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

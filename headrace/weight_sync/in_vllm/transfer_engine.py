@@ -25,11 +25,11 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.weight_sync.in_vllm.adapter_files import write_adapter
 from headrace.weight_sync.in_vllm.read_back import unlike
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
-from headrace.weights import WeightUpdate
 
 SHOWN = 3
 """Names of modules in a message."""

@@ -29,13 +29,13 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.crowd import Crowd, Guest
 from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.tls import pinned_context
 from headrace.weight_sync.over_http.http_ranges import HttpReceiver, HttpSource
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

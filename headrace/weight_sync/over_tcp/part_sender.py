@@ -19,13 +19,13 @@ from contextlib import ExitStack
 import msgspec
 import torch
 
-from headrace.protocols import WeightSender
+from headrace.core.protocols import WeightSender
+from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 from headrace.weight_sync.over_tcp.tcp import PATIENCE, RANGES, Question, Tcp, TcpServer, WeightReply
 from headrace.weight_sync.packed import fingerprint_of
 from headrace.weight_sync.ranges import ByteRange, RankParts, follower_update
 from headrace.weight_sync.slots import PIECE, Manifests, Part, Slots, anonymous_memory
 from headrace.weight_sync.sockets import INTRODUCTION, reach, read_message, receive_into, send_message
-from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 
 
 class TcpPartSender(WeightSender):

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from headrace.errors import IdentityError
-from headrace.types import Struct
+from headrace.core.errors import IdentityError
+from headrace.core.types import Struct
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.tls import TlsIdentity
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.ranges import ByteRange, make_up
 from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
 from headrace.weight_sync.sockets import INTRODUCTION, ConnectionServer, reach, read_message, receive_into, send_message
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.weight_sync.offers import OfferedVersion, OfferingSender

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import IdentityError
+from headrace.core.errors import IdentityError
+from headrace.core.weights import Manifest, WeightUpdate
 from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
 from headrace.weight_sync.push.round_messages import (
     AbortRound,
@@ -31,7 +32,6 @@ from headrace.weight_sync.push.round_messages import (
 )
 from headrace.weight_sync.slots import Manifests, Part
 from headrace.weight_sync.sockets import read_message, send_message
-from headrace.weights import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     from headrace.weight_sync.offers import OfferingSender

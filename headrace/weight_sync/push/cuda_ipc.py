@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from headrace.errors import IdentityError
-from headrace.protocols import WeightSender
-from headrace.types import Struct
+from headrace.core.errors import IdentityError
+from headrace.core.protocols import WeightSender
+from headrace.core.types import Struct
+from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.slots import PIECE, Manifests
-from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

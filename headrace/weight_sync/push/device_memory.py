@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.weight_sync.config import NO_GPU
 from headrace.weight_sync.slots import anonymous_memory
 

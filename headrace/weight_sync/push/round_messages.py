@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.types import Struct
+from headrace.core.types import Struct
 from headrace.weight_sync.slots import Part
 
 Backend = Literal["gloo", "nccl"]

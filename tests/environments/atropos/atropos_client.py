@@ -16,15 +16,15 @@ import tool_chats
 from gateway_agent import LONGEST
 from written_turns import as_sampled, encoder_of
 
-from headrace.batches import Failure
-from headrace.environments.atropos.atropos_environment import open_atropos
-from headrace.environments.atropos.trainer_facts import TrainerFacts
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.kinds import ADDRESS_FILE
+from headrace.core.batches import Failure
+from headrace.core.types import Completion, Prompt, VersionSpan
+from headrace.episodes.environments.atropos.atropos_environment import open_atropos
+from headrace.episodes.environments.atropos.trainer_facts import TrainerFacts
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.kinds import ADDRESS_FILE
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.types import Completion, Prompt, VersionSpan
 
 GROUP = 2
 

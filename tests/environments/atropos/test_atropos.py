@@ -10,11 +10,11 @@ import pytest
 from atropos_client import GROUP, Env, played
 from gateway_agent import user
 
-from headrace.batches import Failure
-from headrace.environments.atropos.atropos_environment import NAME
-from headrace.environments.atropos.open_rollouts import OpenRollouts
-from headrace.errors import RolloutFailed
-from headrace.rollouts.rollout_session import Played, TurnAsked
+from headrace.core.batches import Failure
+from headrace.core.errors import RolloutFailed
+from headrace.episodes.environments.atropos.atropos_environment import NAME
+from headrace.episodes.environments.atropos.open_rollouts import OpenRollouts
+from headrace.episodes.rollout_session import Played, TurnAsked
 
 PROMPT = (7, 8, 9)
 

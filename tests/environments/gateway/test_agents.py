@@ -13,15 +13,15 @@ import tool_chats
 from processes import gone
 from written_turns import Model, encoder_of
 
-from headrace.batches import Failure
-from headrace.config import load_config
-from headrace.environments.agents.agent_environment import open_agents
-from headrace.environments.agents.printed_reward import printed_reward
-from headrace.environments.config import EnvironmentConfig
-from headrace.errors import ConfigError, RolloutFailed
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError, RolloutFailed
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.agent_environment import open_agents
+from headrace.episodes.environments.agents.printed_reward import printed_reward
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played
+from headrace.run.config import load_config
 
 AGENT = """
 import json, os, signal, socket, subprocess, sys, time

@@ -11,11 +11,11 @@ import tool_chats
 from gateway_agent import Asks, played, user
 from written_turns import Model, encoder_of
 
-from headrace.batches import Failure
-from headrace.rollouts.episodes import name_of_turn
-from headrace.rollouts.rollout import ConstraintConfig, RolloutConfig
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Constraint, Prompt
+from headrace.core.batches import Failure
+from headrace.core.types import Constraint, Prompt
+from headrace.episodes.episodes import name_of_turn
+from headrace.episodes.rollout import ConstraintConfig, RolloutConfig
+from headrace.episodes.rollout_session import TurnAsked
 
 PARAMETERS = {
     "type": "object",

@@ -13,9 +13,9 @@ import tool_chats
 from gateway_agent import Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.environments.gateway.completions_routes import DEFAULT
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played
+from headrace.core.playing import Limits
+from headrace.episodes.environments.gateway.completions_routes import DEFAULT
+from headrace.episodes.rollout_session import Played
 
 
 async def complete(asks: Asks, prompt: Any, **more: Any) -> Any:

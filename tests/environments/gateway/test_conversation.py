@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantage.training_rows import rows_of
-from headrace.batches import Failure
-from headrace.environments.conversation import Conversation, with_tools
-from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import ChatReply
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.playing import Limits
+from headrace.core.types import Completion, Prompt, Scored
+from headrace.episodes.environments.conversation import Conversation, with_tools
+from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.workers.episode_frames import ChatReply
+from headrace.episodes.episodes import Played
+from headrace.episodes.rollout_session import RolloutSession
+from headrace.loop.world import virtual_time
 from headrace.models.chat import ChatEncoder
-from headrace.playing import Limits
-from headrace.rollouts.episodes import Played
-from headrace.rollouts.rollout_session import RolloutSession
-from headrace.simulate import virtual_time
-from headrace.types import Completion, Prompt, Scored
 
 TOOL = {
     "type": "function",

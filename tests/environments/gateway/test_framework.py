@@ -9,11 +9,11 @@ from pathlib import Path
 import tool_chats
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.environments.agents.agent_environment import open_agents
-from headrace.environments.config import EnvironmentConfig
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.agent_environment import open_agents
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played
 
 AGENT = '''
 import asyncio, json, sys

@@ -15,11 +15,11 @@ import tool_chats
 from gateway_agent import LONGEST, Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.batches import Failure
-from headrace.environments.gateway.chat_tree import LIMIT_REPLIES
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.types import Completion
+from headrace.core.batches import Failure
+from headrace.core.playing import Limits
+from headrace.core.types import Completion
+from headrace.episodes.environments.gateway.chat_tree import LIMIT_REPLIES
+from headrace.episodes.rollout_session import Played, TurnAsked
 from headrace.web.limits import ServerLimits
 
 ADD: Any = {

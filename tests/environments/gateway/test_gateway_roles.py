@@ -17,13 +17,13 @@ from written_turns import Model, check_rows, encoder_of
 
 from headrace.algo.advantage.credit import agent_returns
 from headrace.algo.advantage.training_rows import rows_of
-from headrace.batches import Failure
-from headrace.environments.agents.agent_environment import open_agents
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway import gateway_rollout
-from headrace.rollouts.episodes import roll_out, with_rewards
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt, Scored
+from headrace.core.batches import Failure
+from headrace.core.types import Prompt, Scored
+from headrace.episodes.environments.agents.agent_environment import open_agents
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway import gateway_rollout
+from headrace.episodes.episodes import roll_out, with_rewards
+from headrace.episodes.rollout_session import Played
 
 
 def agents(found: Played | Failure) -> list[str]:

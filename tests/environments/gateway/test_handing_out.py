@@ -24,17 +24,17 @@ from written_turns import Model, encoder_of
 from yarl import URL
 
 import headrace
-from headrace.batches import Failure
 from headrace.cli import main
-from headrace.config import load_config
-from headrace.environments.agents.handing_out import open_handing_out
-from headrace.environments.agents.outside_agents import OutsideAgents
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.kinds import ADDRESS_FILE
-from headrace.errors import ConfigError, HeadraceError
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.handing_out import open_handing_out
+from headrace.episodes.environments.agents.outside_agents import OutsideAgents
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.kinds import ADDRESS_FILE
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played
+from headrace.run.config import load_config
 
 PACKAGE = str(Path(headrace.__file__).parents[1])
 

@@ -10,12 +10,12 @@ import pytest
 from test_conversation import CALLS, TOOL, result_of, talked, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.batches import Failure
-from headrace.environments.conversation import Conversation
-from headrace.environments.workers.episode_frames import ChatReply
-from headrace.errors import ConfigError
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.conversation import Conversation
+from headrace.episodes.environments.workers.episode_frames import ChatReply
+from headrace.episodes.episodes import Played
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played
 
 FOUND = sorted((Path(__file__).parents[3] / ".venv-trl/lib").glob("python3*/site-packages/trl/chat_templates/*.jinja"))
 TEMPLATES = [path for path in FOUND if not path.stem.endswith("_training")]

@@ -11,8 +11,8 @@ import tool_chats
 from gateway_agent import Asks, parents, played, user
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.playing import Limits
-from headrace.rollouts.rollout_session import Played
+from headrace.core.playing import Limits
+from headrace.episodes.rollout_session import Played
 
 ADD: Any = {
     "type": "function",

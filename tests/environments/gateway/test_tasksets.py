@@ -21,18 +21,18 @@ from tiny_run import of, tiny_config
 from written_turns import Model, check_rows, encoder_of
 
 import headrace
-from headrace.batches import Failure
 from headrace.commands.installed.doctor import taskset_findings
-from headrace.config import load_config
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError
+from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.verifiers import taskset_process
-from headrace.environments.verifiers.taskset_environment import open_taskset
-from headrace.errors import ConfigError
-from headrace.observe.facts import Evaluated, GroupEnded
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout_session import Played
-from headrace.types import Prompt
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.verifiers import taskset_process
+from headrace.episodes.environments.verifiers.taskset_environment import open_taskset
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout_session import Played
+from headrace.facts.facts import Evaluated, GroupEnded
+from headrace.run.config import load_config
 
 TASKSET = """
 import os, sys, time

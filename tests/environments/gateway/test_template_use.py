@@ -14,10 +14,10 @@ from test_conversation import talked
 from test_gateway import anthropic_client
 from written_turns import Model, check_rows, encoder_of
 
-from headrace.batches import Failure
-from headrace.environments.conversation import Conversation
-from headrace.environments.workers.episode_frames import ChatReply
-from headrace.rollouts.episodes import Played
+from headrace.core.batches import Failure
+from headrace.episodes.environments.conversation import Conversation
+from headrace.episodes.environments.workers.episode_frames import ChatReply
+from headrace.episodes.episodes import Played
 
 BEGIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -20,20 +20,20 @@ from starlette.testclient import TestClient
 from headrace import cli
 from headrace.commands.serving.board_command import beside
 from headrace.durable.journal import KINDS, JournalReader, ReadyRecord, read_journal, read_only
-from headrace.observe.board.board_routes import FILES, _changes, make_board_app
-from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.run_list import RunList
-from headrace.observe.board.runs_board import RunsBoard
-from headrace.observe.facts import GroupEnded, Planned, StepTrained
-from headrace.observe.index.digest import DIGEST
-from headrace.observe.index.group_table import GroupTable, Wanted
-from headrace.observe.index.index_file import INDEX, IndexReader
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.index.numbers import Numbers
-from headrace.observe.index.step_columns import StepColumns, merged, trailing_mean
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS
-from headrace.observe.report.apart import settings_apart
+from headrace.facts.facts import GroupEnded, Planned, StepTrained
+from headrace.facts.index.digest import DIGEST
+from headrace.facts.index.group_table import GroupTable, Wanted
+from headrace.facts.index.index_file import INDEX, IndexReader
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.index.numbers import Numbers
+from headrace.facts.index.step_columns import StepColumns, merged, trailing_mean
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS
+from headrace.views.board.board_routes import FILES, _changes, make_board_app
+from headrace.views.board.followed_run import FollowedRun
+from headrace.views.board.run_list import RunList
+from headrace.views.board.runs_board import RunsBoard
+from headrace.views.report.apart import settings_apart
 from headrace.web.server import bind
 
 TOKEN = "a-token-of-the-tests-only"
@@ -232,11 +232,11 @@ def test_a_run_without_an_index_gets_one_in_the_cache(runs: Path, tmp_path: Path
     shutil.copytree(runs / "first", path)
     (path / INDEX).unlink()
     assert FollowedRun(path, cache).numbers.size == 0
-    monkeypatch.setattr("headrace.observe.board.followed_run.WORTH_SAVING", 1000)
+    monkeypatch.setattr("headrace.views.board.followed_run.WORTH_SAVING", 1000)
     FollowedRun(path, cache).catch_up(60)
     again = FollowedRun(path, cache)
     assert again.read_share == 0.0 and equal_numbers(again.numbers, read_whole(path))
-    monkeypatch.setattr("headrace.observe.board.followed_run.SHORT", 0)
+    monkeypatch.setattr("headrace.views.board.followed_run.SHORT", 0)
     (path / DIGEST).unlink()
     with_sums = FollowedRun(path, cache)
     assert (
@@ -276,7 +276,7 @@ def test_the_list_says_how_each_run_ended(runs: Path, tmp_path: Path):
 
 
 def test_the_list_knows_how_many_steps_were_planned_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.observe.board.run_list.TAIL", 20_000)
+    monkeypatch.setattr("headrace.views.board.run_list.TAIL", 20_000)
     first, *rest = FactStream(steps=30).facts()
     (tmp_path / "run").mkdir()
     recorder = Recorder(tmp_path / "run")
@@ -364,8 +364,8 @@ def test_only_settings_that_differ_are_compared(client: TestClient):
 
 
 def test_parts_are_those_of_the_report(client: TestClient, runs: Path):
-    from headrace.observe.report.data import load
-    from headrace.observe.report.page import accounting, pools
+    from headrace.views.report.data import load
+    from headrace.views.report.page import accounting, pools
 
     data = load(runs / "first")
     assert client.get("/api/part", params={"run": "first", "part": "accounting"}).text == accounting(data)

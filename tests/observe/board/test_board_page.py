@@ -15,7 +15,7 @@ import pytest
 from headless import MISSING, Headless
 from test_board import board_of, write_run
 
-from headrace.observe.board.board_routes import make_board_app
+from headrace.views.board.board_routes import make_board_app
 from headrace.web.server import address_of, bind, make_server
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -184,7 +184,7 @@ def test_keys_change_run_tab_theme_and_smoothing(browser: Headless, place: str):
 def test_steps_of_a_long_run_are_chosen_by_field_button_and_strip(
     browser: Headless, place: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace.observe.board.board_parts.MAX_BARS", 20)
+    monkeypatch.setattr("headrace.views.board.board_parts.MAX_BARS", 20)
     opened(browser, place, "run=first&runs=first&tab=pools")
     shown = "[...document.querySelectorAll('.pager input')].map((one) => one.value).join('-')"
     browser.wait(f"{shown} == '1-30'")

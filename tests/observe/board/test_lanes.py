@@ -17,25 +17,25 @@ from fact_stream import write_run
 from fake_world import FakeWorld
 from test_board import board_of
 
+from headrace.core.reports import LoadReport
+from headrace.core.types import Episode, Prompt
+from headrace.core.weights import WeightUpdate
 from headrace.durable.spelling import encode
-from headrace.engine.fake import FakeEngine
-from headrace.environments.fake import scripted
-from headrace.observe.board import swimlanes
-from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.lane_facts import LaneWindow, Swaps, read_lanes, stretches
-from headrace.observe.board.step_windows import NEAR
-from headrace.observe.board.swimlanes import KINDS, MOST_LANES, LaneQuery
-from headrace.observe.facts import GroupEnded, RunStarted, TicketDrawn, WeightsLive
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS
-from headrace.reports import LoadReport
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Episode, Prompt
-from headrace.weights import WeightUpdate
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.facts import GroupEnded, RunStarted, TicketDrawn, WeightsLive
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_environments import scripted
+from headrace.testing.fake_scorer import FakeScorer
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.views.board import swimlanes
+from headrace.views.board.followed_run import FollowedRun
+from headrace.views.board.lane_facts import LaneWindow, Swaps, read_lanes, stretches
+from headrace.views.board.step_windows import NEAR
+from headrace.views.board.swimlanes import KINDS, MOST_LANES, LaneQuery
 
 TOKEN, TOOL, SCORING = 0.1, 0.35, 0.2
 GROUPS, SIZE, STEPS = 3, 3, 12
@@ -315,7 +315,7 @@ def long_run(directory: Path, steps: int) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="bytes that are read are counted by Linux")
 def test_a_window_of_a_long_run_is_bounded_in_rows_and_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     most = 300_000
-    monkeypatch.setattr("headrace.observe.board.step_windows.MOST", most)
+    monkeypatch.setattr("headrace.views.board.step_windows.MOST", most)
     run_dir = long_run(tmp_path / "long", 1500)
     size = (run_dir / METRICS).stat().st_size
     assert size > 12 * most

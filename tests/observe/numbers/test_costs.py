@@ -11,21 +11,21 @@ from fact_stream import FactStream
 
 from headrace import cli
 from headrace.commands.looking.compare import compare
-from headrace.config import load_config
-from headrace.errors import ConfigError
-from headrace.observe.board.run_list import RunList
-from headrace.observe.config import ObserveConfig
-from headrace.observe.costs import dollars
-from headrace.observe.facts import Evaluated, Fact, FleetSample, MemberSample, RunStarted, StepTrained
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.numbers import measures
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, StepRow, summarise
-from headrace.observe.report import write_report
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.summary import summary
-from headrace.observe.sinks.scalars import scalars
+from headrace.core.errors import ConfigError
+from headrace.facts.costs import dollars
+from headrace.facts.facts import Evaluated, Fact, FleetSample, MemberSample, RunStarted, StepTrained
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.numbers import measures
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS, StepRow, summarise
+from headrace.facts.scalars import scalars
+from headrace.run.config import load_config
+from headrace.views.board.run_list import RunList
+from headrace.views.config import ObserveConfig
+from headrace.views.report import write_report
+from headrace.views.screen.console import Console
+from headrace.views.screen.summary import summary
 
 PRICES = {"engine": 2.0, "trainer": 3.0}
 
@@ -142,8 +142,8 @@ def test_a_price_below_zero_is_refused_and_adapters_share_one(tmp_path: Path) ->
 def test_a_list_of_runs_has_their_cost_from_the_ends_of_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.observe.board.run_list.HEAD", 1000)
-    monkeypatch.setattr("headrace.observe.board.run_list.TAIL", 3000)
+    monkeypatch.setattr("headrace.views.board.run_list.HEAD", 1000)
+    monkeypatch.setattr("headrace.views.board.run_list.TAIL", 3000)
     monkeypatch.setenv("COLUMNS", "200")
     facts = list(FactStream(steps=40, prices=PRICES).facts())
     costly = [*facts[:60], members(facts[60].t, "serving", "serving", "serving"), *facts[60:]]

@@ -14,12 +14,11 @@ import msgspec
 import pytest
 from fact_stream import FactStream, standing
 
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import PromptChoice, SleepReport
+from headrace.core.types import Scored
 from headrace.durable.atomic_files import read_lines
-from headrace.errors import HeadraceError
-from headrace.observe.board.board_parts import PARTS, part
-from headrace.observe.board.followed_run import FollowedRun
-from headrace.observe.board.step_windows import OF_POOLS, place_after, read_window
-from headrace.observe.facts import (
+from headrace.facts.facts import (
     Fact,
     FirstFailure,
     FleetSample,
@@ -38,21 +37,22 @@ from headrace.observe.facts import (
     Woke,
     WorkerJoined,
 )
-from headrace.observe.index.digest import DIGEST, frozen, read_digest, thawed, thinned
-from headrace.observe.index.group_table import FARTHEST, GroupTable
-from headrace.observe.index.index_file import INDEX, IndexReader
-from headrace.observe.index.index_sink import NumbersIndex
-from headrace.observe.numbers import progress
-from headrace.observe.numbers.state import RunState, stride_of
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import METRICS, read_metrics, summarise
-from headrace.observe.resume import Resume
-from headrace.observe.screen.console import Console
-from headrace.observe.screen.live import brief, frame
-from headrace.observe.screen.summary import summary
-from headrace.orchestration.runs.result import RunResult
-from headrace.reports import PromptChoice, SleepReport
-from headrace.types import Scored
+from headrace.facts.index.digest import DIGEST, frozen, read_digest, thawed, thinned
+from headrace.facts.index.group_table import FARTHEST, GroupTable
+from headrace.facts.index.index_file import INDEX, IndexReader
+from headrace.facts.index.index_sink import NumbersIndex
+from headrace.facts.numbers import progress
+from headrace.facts.numbers.state import RunState, stride_of
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import METRICS, read_metrics, summarise
+from headrace.facts.resume import Resume
+from headrace.run.result import RunResult
+from headrace.views.board.board_parts import PARTS, part
+from headrace.views.board.followed_run import FollowedRun
+from headrace.views.board.step_windows import OF_POOLS, place_after, read_window
+from headrace.views.screen.console import Console
+from headrace.views.screen.live import brief, frame
+from headrace.views.screen.summary import summary
 
 OTHERS: tuple[Fact, ...] = (
     TicketDrawn(0.1, 9000, "p"),
@@ -112,7 +112,7 @@ def whole(run_dir: Path) -> FollowedRun:
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every run counts as long."""
-    monkeypatch.setattr("headrace.observe.board.followed_run.SHORT", 0)
+    monkeypatch.setattr("headrace.views.board.followed_run.SHORT", 0)
     yield
 
 
@@ -212,7 +212,7 @@ def test_kept_steps_are_a_part_of_those_kept_before():
 
 
 def test_a_window_has_the_facts_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.observe.board.step_windows.NEAR", 2000)
+    monkeypatch.setattr("headrace.views.board.step_windows.NEAR", 2000)
     given = facts(60)
     written(tmp_path, given)
     state = whole(tmp_path).state
@@ -371,7 +371,7 @@ def test_sums_that_do_not_fit_are_not_used(tmp_path: Path, monkeypatch: pytest.M
     path.unlink()
     assert opened().whole and not capsys.readouterr().err, "nothing is said of what takes no time"
     path.write_bytes(good[path.name])
-    monkeypatch.setattr("headrace.observe.recorder.LONG", 0)
+    monkeypatch.setattr("headrace.facts.recorder.LONG", 0)
     assert not opened().whole and same_sums(opened(), folded(given)) and not capsys.readouterr().err
     metrics, index = good[METRICS], good[INDEX]
     place = read_digest(path, tmp_path)[0]  # type: ignore[index]

@@ -17,16 +17,16 @@ import pytest
 from beside import until
 from fact_stream import FactStream, standing
 
-from headrace.observe.build import open_recorder
-from headrace.observe.config import ObserveConfig
-from headrace.observe.facts import Fact, RunStarted, StepTrained, Warned
-from headrace.observe.numbers.state import RunState
-from headrace.observe.recorder import Recorder
-from headrace.observe.records import read_metrics, summarise
-from headrace.observe.sinks import queued
-from headrace.observe.sinks.queued import Dashboard, QueuedSink
-from headrace.observe.sinks.scalars import scalars
-from headrace.observe.sinks.wandb import chosen_mode
+from headrace.facts.facts import Fact, RunStarted, StepTrained, Warned
+from headrace.facts.numbers.state import RunState
+from headrace.facts.recorder import Recorder
+from headrace.facts.records import read_metrics, summarise
+from headrace.facts.scalars import scalars
+from headrace.views.build import open_recorder
+from headrace.views.config import ObserveConfig
+from headrace.views.sinks import queued
+from headrace.views.sinks.queued import Dashboard, QueuedSink
+from headrace.views.sinks.wandb import chosen_mode
 
 FACTS = list(FactStream(steps=6).facts())
 REWARDS = [fact.reward_mean for fact in FACTS if isinstance(fact, StepTrained)]
@@ -67,8 +67,8 @@ def test_trackio_gets_the_scalars_locally(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from headrace.observe.build import open_recorder
-from headrace.observe.config import ObserveConfig
+from headrace.views.build import open_recorder
+from headrace.views.config import ObserveConfig
 from fact_stream import FactStream
 recorder = open_recorder(ObserveConfig(terminal="off", trackio=True), Path(sys.argv[1]))
 for fact in FactStream(steps=6).facts():

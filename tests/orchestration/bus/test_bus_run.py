@@ -16,17 +16,20 @@ from bus_world import TICKET_DEATHS, BusWorld, Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.fake import FakeEngine
-from headrace.errors import ConfigError, HeadraceError, IdentityError
-from headrace.observe.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus, Posting
-from headrace.orchestration.bus.faulty import BusFaults, FaultyBus
-from headrace.orchestration.bus.jsonl import JsonlBus
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.groups.desk import BusDesk
-from headrace.orchestration.groups.errands import (
+from headrace.core.errors import ConfigError, HeadraceError, IdentityError
+from headrace.core.reports import EngineStats
+from headrace.core.types import Completion, Prompt, Request, RolloutKey
+from headrace.facts.facts import EngineSample, FleetSample, GroupEnded, StepTrained, Warned, WorkerJoined
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.group_source import PlayedGroup
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.suspects import Suspects
+from headrace.loop.world import virtual_time
+from headrace.run.hosts.bus.bus_port import Bus, Posting
+from headrace.run.hosts.bus.jsonl import JsonlBus
+from headrace.run.hosts.desk import BusDesk
+from headrace.run.hosts.errands import (
     ANSWERS,
     RUN,
     SUSPECTS,
@@ -36,14 +39,11 @@ from headrace.orchestration.groups.errands import (
     GroupErrand,
     WeightsNotice,
 )
-from headrace.orchestration.groups.group_source import PlayedGroup
-from headrace.orchestration.groups.rollout_host import Deserted, HostPatience
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.reports import EngineStats
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
-from headrace.types import Completion, Prompt, Request, RolloutKey
+from headrace.run.hosts.rollout_host import Deserted, HostPatience
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.faulty_bus import BusFaults, FaultyBus
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 NO_FAULTS = BusFaults()
 STALENESS = StalenessConfig(groups_per_step=3, max_lag=1)

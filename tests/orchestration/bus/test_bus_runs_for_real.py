@@ -20,9 +20,9 @@ from redis_server import a_redis_server
 from tiny_run import SYNCHRONOUS, at_steps, held_reward, kill_when, of, release, tiny_config, trained_steps, weights_of
 
 import headrace
+from headrace.core.errors import ConfigError
 from headrace.durable.journal import SteppedRecord, read_only
-from headrace.errors import ConfigError
-from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined
+from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined
 
 
 @contextmanager

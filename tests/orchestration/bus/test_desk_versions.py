@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.observe.facts import Warned
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Posting
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.groups.desk import AUDIT, LOOK, BusDesk
-from headrace.orchestration.groups.errands import Errand, ErrandReply, GroupErrand, RequestErrand
-from headrace.orchestration.groups.group_source import PlayedGroup
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.steps import spans_of
-from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, Turn
+from headrace.core.steps import spans_of
+from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, Turn
+from headrace.facts.facts import Warned
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.group_source import PlayedGroup
+from headrace.loop.suspects import Suspects
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.run.hosts.bus.bus_port import Posting
+from headrace.run.hosts.desk import AUDIT, LOOK, BusDesk
+from headrace.run.hosts.errands import Errand, ErrandReply, GroupErrand, RequestErrand
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 Form = Literal["group", "request"]
 

@@ -11,14 +11,14 @@ from bus_world import Fleet, bus_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.observe.facts import EngineSample, FleetSample
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.groups.errands import SILENT, WEIGHTS, HostEntry, beat_of
-from headrace.orchestration.groups.host_list import SAMPLES, HostList
-from headrace.reports import EngineStats
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate import virtual_time
-from headrace.trainer.fake import FakeTrainer
+from headrace.core.reports import EngineStats
+from headrace.facts.facts import EngineSample, FleetSample
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world import virtual_time
+from headrace.run.hosts.errands import SILENT, WEIGHTS, HostEntry, beat_of
+from headrace.run.hosts.host_list import SAMPLES, HostList
+from headrace.testing.fake_trainer import FakeTrainer
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 SESSION = "now"
 

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
+from headrace.core.types import Request, RolloutKey
 from headrace.engine.kinds import core_class
-from headrace.orchestration.workers.worker import main
-from headrace.types import Request, RolloutKey
+from headrace.run.worker.worker import main
 
 Native: Any = core_class("native")
 add = Native.add

@@ -12,13 +12,13 @@ from cutting import Cut, CuttingProxy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError, HeadraceError
-from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.greeting import Hello, Welcome, packed
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.sessions.outbox import HEAD, SEGMENT, Outbox, head_of, segment
-from headrace.orchestration.workers.wire import HEAD as LENGTH
-from headrace.orchestration.workers.wire import Channel, WorkerEnd, length_of, unpack
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.processes.joining.dial import dial
+from headrace.processes.joining.greeting import Hello, Welcome, packed
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.outbox import HEAD, SEGMENT, Outbox, head_of, segment
+from headrace.processes.wire import HEAD as LENGTH
+from headrace.processes.wire import Channel, WorkerEnd, length_of, unpack
 from headrace.version import __version__
 
 TOKEN = "a token of many characters"

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.errors import PoisonedRequest, WorkerDied
-from headrace.observe.facts import Warned, WorkerLost
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.suspects import Suspects, ticket_of
-from headrace.orchestration.workers.fake import Died, FakeLauncher, FakeProcess
-from headrace.orchestration.workers.wire import unpack
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
-from headrace.reports import Capabilities
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.steps import Finished, StepOutput
-from headrace.types import Completion, Request, RolloutKey, Sampling
+from headrace.core.errors import PoisonedRequest, WorkerDied
+from headrace.core.protocols import Job
+from headrace.core.reports import Capabilities
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Completion, Request, RolloutKey, Sampling
+from headrace.facts.facts import Warned, WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.suspects import Suspects, ticket_of
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.wire import unpack
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_worker import Died, FakeLauncher, FakeProcess
 
 
 def test_requests_of_a_ticket_share_its_fate_and_others_have_their_own() -> None:

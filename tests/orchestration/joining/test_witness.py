@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from cutting import Cut, CuttingProxy
 
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.workers.joining import worker_log
-from headrace.orchestration.workers.joining.greeting import Arrived, Hello, Terms, WordsSaid
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.packages import differing, own_packages
-from headrace.orchestration.workers.joining.same_model import digests
-from headrace.orchestration.workers.joining.worker_log import WorkerLog
-from headrace.orchestration.workers.wire import WorkerEnd
-from headrace.protocols import Job
+from headrace.core.protocols import Job
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.processes.joining import worker_log
+from headrace.processes.joining.greeting import Arrived, Hello, Terms, WordsSaid
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.packages import differing, own_packages
+from headrace.processes.joining.same_model import digests
+from headrace.processes.joining.worker_log import WorkerLog
+from headrace.processes.wire import WorkerEnd
 from headrace.version import __version__
 
 TOKEN = "a token of many characters"
@@ -151,9 +151,9 @@ def test_a_worker_that_was_killed_between_two_answers_is_not_given_a_reason(tmp_
 
 WORKER = """
 import os, signal, sys, time
-from headrace.orchestration.workers.joining.offering import offer
-from headrace.orchestration.workers.joining.same_model import agree
-from headrace.orchestration.workers.joining.witness import witnessed
+from headrace.processes.joining.offering import offer
+from headrace.processes.joining.same_model import agree
+from headrace.processes.joining.witness import witnessed
 
 address, deed = sys.argv[1:]
 seated = witnessed(address)
@@ -171,7 +171,7 @@ raise SystemExit(3)
 
 RAW = """
 import os
-from headrace.orchestration.workers.joining.witness import witnessed
+from headrace.processes.joining.witness import witnessed
 
 witnessed("127.0.0.1:1")
 os.write(1, "é\\x1b[2J\\u202e".encode()[:1])

@@ -14,30 +14,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batches import Failure
-from headrace.config import RunConfig, load_config
-from headrace.environments.workers import episode_frames
-from headrace.environments.workers.environment_pool import Beginning, Pool
-from headrace.environments.workers.episode_frames import ChatAsked, ChatReply, FunctionLoaded, Play, RolloutDone
-from headrace.environments.workers.process import FunctionSettings, RolloutAsked
-from headrace.errors import ConfigError, RolloutFailed, StalledError
-from headrace.observe.facts import Warned, WorkerJoined, WorkerLost
-from headrace.observe.health.user_process import OWN_SITE, Site, Sites
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.seats import invitation, seats_of
-from headrace.orchestration.user_sites import UserSites, start_of, terms_of_code, user_sites
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, Kind
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.user_hosts.fake_user_host import FakeUserHost, Say
-from headrace.orchestration.workers.user_hosts.same_code import agree_to, code_problem, code_terms
-from headrace.scoring.job import ScoringJob, Values
-from headrace.scoring.workers.frames import Call, Ready, Reply, pack
-from headrace.scoring.workers.processes import PrivatePool, SharedProcess
-from headrace.scoring.workers.spread import LIVES, SpreadPool
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
+from headrace.core.batches import Failure
+from headrace.core.errors import ConfigError, RolloutFailed, StalledError
+from headrace.episodes.environments.workers import episode_frames
+from headrace.episodes.environments.workers.environment_pool import Beginning, Pool
+from headrace.episodes.environments.workers.episode_frames import (
+    ChatAsked,
+    ChatReply,
+    FunctionLoaded,
+    Play,
+    RolloutDone,
+)
+from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
+from headrace.episodes.scoring.job import ScoringJob, Values
+from headrace.episodes.scoring.workers.frames import Call, Ready, Reply, pack
+from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess
+from headrace.episodes.scoring.workers.spread import LIVES, SpreadPool
+from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.health.user_process import OWN_SITE, Site, Sites
+from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.same_code import agree_to, code_problem, code_terms
+from headrace.run.config import RunConfig, load_config
+from headrace.run.seats import invitation, seats_of
+from headrace.run.user_sites import UserSites, start_of, terms_of_code, user_sites
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_user_host import FakeUserHost, Say
 
 JOB = ScoringJob("2 + 2 =", ("4", "5"), ((1,), (2,)), {})
 

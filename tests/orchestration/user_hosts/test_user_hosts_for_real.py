@@ -17,7 +17,7 @@ from processes import alive
 from tiny_run import HOLD, SYNCHRONOUS, at_steps, hold, of, release, tiny_config, until_noted, weights_of
 
 import headrace
-from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
+from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
 
 ENV = (
     HOLD
@@ -73,8 +73,8 @@ def children_of(pid: int, module: str) -> list[int]:
 
 
 REWARD_WORKER, ENVIRONMENT_WORKER = (
-    "headrace.scoring.workers.reward_worker",
-    "headrace.environments.workers.environment_worker",
+    "headrace.episodes.scoring.workers.reward_worker",
+    "headrace.episodes.environments.workers.environment_worker",
 )
 
 

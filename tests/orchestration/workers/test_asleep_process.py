@@ -10,10 +10,10 @@ from typing import Any
 
 from test_engine_process import LONG, PROMPT, long_llama, opened, sampled, until, worker_of  # noqa: F401
 
-from headrace.orchestration.clients.process_lent import LentProcess
-from headrace.orchestration.workers.build import open_launcher
-from headrace.simulate.makers import request
-from headrace.types import Completion
+from headrace.core.types import Completion
+from headrace.run.clients.process_lent import LentProcess
+from headrace.run.worker.build import open_launcher
+from headrace.testing.makers import request
 
 
 def asleep_at_first(model: Path, logs: Path) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.workers.joining.dial import dial
-from headrace.orchestration.workers.joining.greeting import Hello
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.wire import (
+from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.processes.joining.dial import dial
+from headrace.processes.joining.greeting import Hello
+from headrace.processes.joining.listener import Listener
+from headrace.processes.wire import (
     MAX_FRAME,
     Channel,
     Frame,

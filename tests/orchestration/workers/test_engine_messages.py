@@ -10,22 +10,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import WorkerDied
-from headrace.observe.facts import WorkerLost
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
-from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Heard, Job
-from headrace.reports import Capabilities, LoadReport, SleepReport
-from headrace.simulate import virtual_time
-from headrace.steps import Finished, StepOutput
-from headrace.types import Request, Sampling
-from headrace.weights import WeightUpdate
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Heard, Job
+from headrace.core.reports import Capabilities, LoadReport, SleepReport
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import WeightUpdate
+from headrace.facts.facts import WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.suspects import Suspects
+from headrace.loop.world import virtual_time
+from headrace.processes.launch.local import LocalLauncher
+from headrace.processes.wire import Frame, pack, pack_payload, unpack
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_worker import FakeProcess, FakeWorker, InstantNetwork
 
 
 class Line(FakeProcess):

@@ -16,21 +16,21 @@ import msgspec
 import pytest
 import torch
 
-from headrace.engine.fake import FakeEngine
+from headrace.core.protocols import Engine, Job, Launcher, Transport
+from headrace.core.steps import StepOutput
+from headrace.core.types import Fork, Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.workers.build import open_launcher
-from headrace.orchestration.workers.launch.local import LocalWorker
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job, Launcher, Transport
-from headrace.simulate.makers import request
-from headrace.steps import StepOutput
-from headrace.types import Fork, Request, Sampling
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.processes.launch.local import LocalWorker
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.worker.build import open_launcher
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.makers import request
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
-from headrace.weights import AdapterSpec, WeightUpdate
 
 PROMPT = (1, 3, 10, 11, 12, 13, 4)
 

@@ -20,18 +20,18 @@ import pytest
 from processes import gone, stat
 from test_engine_process import PROMPT, opened, worker_of
 
-from headrace.errors import WorkerDied
-from headrace.orchestration.workers.fork_server import _unfit, serve
-from headrace.orchestration.workers.launch import preloaded
-from headrace.orchestration.workers.launch.child import environment
-from headrace.orchestration.workers.launch.clone import can_fork_for_parent
-from headrace.orchestration.workers.launch.forked_process import ForkedProcess
-from headrace.orchestration.workers.launch.forking import ForkLauncher
-from headrace.orchestration.workers.launch.local import LocalLauncher
-from headrace.orchestration.workers.launch.preloaded import CannotFork, ForkReply, ForkRequest, fork
-from headrace.protocols import Job, Launcher
-from headrace.simulate.makers import request
-from headrace.types import Completion
+from headrace.core.errors import WorkerDied
+from headrace.core.protocols import Job, Launcher
+from headrace.core.types import Completion
+from headrace.processes.launch import preloaded
+from headrace.processes.launch.child import environment
+from headrace.processes.launch.clone import can_fork_for_parent
+from headrace.processes.launch.forked_process import ForkedProcess
+from headrace.processes.launch.forking import ForkLauncher
+from headrace.processes.launch.local import LocalLauncher
+from headrace.processes.launch.preloaded import CannotFork, ForkReply, ForkRequest, fork
+from headrace.run.worker.fork_server import _unfit, serve
+from headrace.testing.makers import request
 
 pytestmark = pytest.mark.skipif(not can_fork_for_parent(), reason="this system forks for nobody else")
 
@@ -55,7 +55,7 @@ def test_a_forked_engine_is_our_child_and_answers_as_one_that_was_started_anew(
     def look(pid: int) -> None:
         assert stat(pid)[1:4] == [str(os.getpid()), str(pid), str(pid)], "our child, with a session of its own"
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        assert words[1:5] == [b"-m", b"headrace.orchestration.workers.worker", b"engine", b"--socket"]
+        assert words[1:5] == [b"-m", b"headrace.run.worker.worker", b"engine", b"--socket"]
         assert Path(f"/proc/{pid}/fd/1").readlink() == Path(f"/proc/{pid}/fd/2").readlink() == tmp_path / "engine.log"
         own = [str(one.pid) for one in servers() if str(one.pid) == stat(one.pid)[3]]  # fixtures may have one too
         bare = [
@@ -94,12 +94,12 @@ def test_the_death_of_a_forked_engine_is_noticed_and_it_is_replaced(tiny_llama: 
 
 BECOME = """
 import json, msgspec, os, sys
-from headrace.orchestration.workers.fork_server import become
-from headrace.orchestration.workers.launch.preloaded import ForkReply, ForkRequest
+from headrace.run.worker.fork_server import become
+from headrace.processes.launch.preloaded import ForkReply, ForkRequest
 place, log, data = os.open(sys.argv[1], os.O_RDONLY), os.open("log", os.O_WRONLY | os.O_CREAT), os.open("data", os.O_RDONLY)
 os.environ |= {"HEADRACE_STACKS": "the server's", "HEADRACE_CORES": "5"}
 core = min(os.sched_getaffinity(0))
-words = ["-m", "headrace.orchestration.workers.worker", "trainer"]
+words = ["-m", "headrace.run.worker.worker", "trainer"]
 answer, reply = os.pipe()
 become(ForkRequest(words, {"HEADRACE_CORES": "3"}, [core], [data, 1, 2]), [reply, place, data, log, os.dup(log)])
 assert os.read(answer, 99) == msgspec.msgpack.encode(ForkReply(os.getpid()))
@@ -128,7 +128,7 @@ def test_a_copy_of_the_server_becomes_the_worker(tmp_path: Path, gap: int) -> No
         "cores": [1, "3", None],
         "data": "weights",
         "open": 5,  # with that of the listing
-        "shown": ["-m", "headrace.orchestration.workers.worker", "trainer"],
+        "shown": ["-m", "headrace.run.worker.worker", "trainer"],
     }
 
 
@@ -195,8 +195,8 @@ def test_a_server_that_could_not_fork_says_why() -> None:
 
 CONTROLLER = """
 import asyncio, os, sys, time
-from headrace.orchestration.workers.launch.child import environment
-from headrace.orchestration.workers.launch.preloaded import ForkServer
+from headrace.processes.launch.child import environment
+from headrace.processes.launch.preloaded import ForkServer
 server = ForkServer(environment(()))
 print(server.pid, flush=True)
 time.sleep(1000)

@@ -13,8 +13,8 @@ from test_joining_run import PATIENCE, free_port, joining, offering
 from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
-from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, WorkerJoined
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunEnded, WorkerJoined
 
 TRAINER = ("--offers", "trainer", "--again")
 

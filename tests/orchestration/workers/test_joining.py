@@ -11,35 +11,35 @@ from typing import Any
 
 import pytest
 
-from headrace.config import load_config
-from headrace.errors import ConfigError, StalledError
-from headrace.observe.facts import Warned, WorkerJoined, WorkerLost
-from headrace.observe.health.live_status import LiveStatus, Status, as_dict
-from headrace.observe.health.waits import Waits
-from headrace.observe.numbers.state import RunState
-from headrace.observe.screen.status_view import lines_of
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.seats import secrets_of
-from headrace.orchestration.starting import transport_of
-from headrace.orchestration.workers.fake import FakeProcess
-from headrace.orchestration.workers.joining.dial import RunOver, dial
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import LEAVE, LEAVING, Agreed, Hello, Terms, packed
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.packages import own_packages
-from headrace.orchestration.workers.joining.same_model import agree, terms_of
-from headrace.orchestration.workers.wire import unpack
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
-from headrace.reports import Capabilities, LoadReport
+from headrace.core.errors import ConfigError, StalledError
+from headrace.core.protocols import Job
+from headrace.core.reports import Capabilities, LoadReport
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Request, Sampling
+from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
+from headrace.facts.numbers.state import RunState
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.health.live_status import LiveStatus, Status, as_dict
+from headrace.processes.joining.dial import RunOver, dial
+from headrace.processes.joining.greeting import LEAVE, LEAVING, Agreed, Hello, Terms, packed
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.packages import own_packages
+from headrace.processes.joining.same_model import agree, terms_of
+from headrace.processes.wire import unpack
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.config import load_config
+from headrace.run.seats import secrets_of
+from headrace.run.starting import transport_of
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import OrchestrationConfig
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
-from headrace.steps import Finished, StepOutput
-from headrace.types import Request, Sampling
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_worker import FakeProcess
 from headrace.version import __version__
+from headrace.views.screen.status_view import lines_of
 from headrace.weight_sync.over_tcp.tcp import Tcp
 
 TOKEN = "a token of many characters"

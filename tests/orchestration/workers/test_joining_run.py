@@ -20,7 +20,7 @@ from offered_workers import free_port, offering, token_file
 from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, until_noted, weights_of
 
 import headrace
-from headrace.observe.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
+from headrace.facts.facts import GroupEnded, RunEnded, Warned, WorkerJoined, WorkerLost
 
 
 def joining(directory: Path, model: Path, port: int, **tables: Any) -> dict[str, Any]:

@@ -17,32 +17,32 @@ from processes import gone
 from test_engine_process import PROMPT, opened
 from test_joining import RUN, Engine, telemetry_of
 
-from headrace.config import load_config
-from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import Warned, WorkerJoined, WorkerLost
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration import seats
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.seats import threads_elsewhere
-from headrace.orchestration.starting import transport_of
-from headrace.orchestration.wording import placement
-from headrace.orchestration.workers.build import open_network
-from headrace.orchestration.workers.fake import FakeProcess
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import Agreed, Terms
-from headrace.orchestration.workers.joining.listener import Listener
-from headrace.orchestration.workers.joining.same_model import terms_of
-from headrace.orchestration.workers.placed.cluster import ClusterNode, NodeShare, refusal
-from headrace.orchestration.workers.placed.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
-from headrace.orchestration.workers.placed.placed import PlacedLauncher, PlacedWorker
-from headrace.orchestration.workers.wire import HEAD
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
-from headrace.simulate import virtual_time
-from headrace.simulate.makers import request
-from headrace.simulate.world import FactList
-from headrace.types import Request, Sampling
+from headrace.core.errors import ConfigError, WorkerDied
+from headrace.core.protocols import Job
+from headrace.core.types import Request, Sampling
+from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.joining.greeting import Agreed, Terms
+from headrace.processes.joining.listener import Listener
+from headrace.processes.joining.same_model import terms_of
+from headrace.processes.placed.cluster import ClusterNode, NodeShare, refusal
+from headrace.processes.placed.placed import PlacedLauncher, PlacedWorker
+from headrace.processes.wire import HEAD
+from headrace.run import seats
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.config import load_config
+from headrace.run.seats import threads_elsewhere
+from headrace.run.starting import transport_of
+from headrace.run.wording import placement
+from headrace.run.worker.build import open_network
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
+from headrace.testing.fake_worker import FakeProcess
+from headrace.testing.makers import request
 from headrace.version import __version__
 from headrace.weight_sync.config import FULL
 from headrace.weight_sync.over_tcp.tcp import Tcp
@@ -360,7 +360,7 @@ def test_a_worker_that_ends_before_it_connects_is_a_death_and_its_words_are_in_t
 
 ALONE = """
 import asyncio, socket, sys
-from headrace.orchestration.workers.placed.host import NodeHost
+from headrace.processes.placed.host import NodeHost
 async def main():
     host = NodeHost()
     print(await host.start("engine", sys.argv[1], {"HEADRACE_TOKEN": "x"}), flush=True)

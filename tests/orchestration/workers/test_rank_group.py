@@ -13,22 +13,22 @@ import pytest
 from test_joining import telemetry_of
 from test_joining_run import joining
 
-from headrace.config import load_config
+from headrace.core.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
 from headrace.durable.shared_directory import check_answer, probing, see
-from headrace.errors import CheckpointError, ConfigError, HeadraceError, WorkerDied
-from headrace.observe.facts import WorkerJoined
-from headrace.orchestration.clients.rank_group import TOGETHER, RankGroup
-from headrace.orchestration.seats import ranks_of, threads_of_rank
-from headrace.orchestration.workers.build import _served_here
-from headrace.orchestration.workers.fake import Died, FakeLauncher, FakeProcess, bare_start
-from headrace.orchestration.workers.joining.fake_arrivals import FakeArrivals
-from headrace.orchestration.workers.joining.greeting import SILENCE
-from headrace.orchestration.workers.joining.joined import JoinLauncher
-from headrace.orchestration.workers.joining.same_model import weights_digest
-from headrace.orchestration.workers.wire import BEAT, Frame, unpack
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.simulate import virtual_time
-from headrace.simulate.world import FactList
+from headrace.facts.facts import WorkerJoined
+from headrace.loop.world import virtual_time
+from headrace.loop.world.world import FactList
+from headrace.processes.joining.greeting import SILENCE
+from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.same_model import weights_digest
+from headrace.processes.wire import BEAT, Frame, unpack
+from headrace.run.clients.rank_group import TOGETHER, RankGroup
+from headrace.run.config import load_config
+from headrace.run.seats import ranks_of, threads_of_rank
+from headrace.run.worker.build import _served_here
+from headrace.run.worker.worker_messages import TrainerStart
+from headrace.testing.fake_arrivals import FakeArrivals
+from headrace.testing.fake_worker import Died, FakeLauncher, FakeProcess, bare_start
 from headrace.trainer.placement.meeting import interface_of
 from headrace.weight_sync.over_tcp.tcp import Tcp
 

@@ -22,8 +22,8 @@ from test_joining_run import free_port, joining, offering
 from tiny_run import SYNCHRONOUS, at_steps, of, tiny_config, weights_of
 
 import headrace
-from headrace.errors import ConfigError
-from headrace.observe.facts import RunEnded, WorkerJoined, WorkerLost
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import RunEnded, WorkerJoined, WorkerLost
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.workers.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
-from headrace.steps import Finished, StepOutput
+from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.core.steps import Finished, StepOutput
+from headrace.processes.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
 
 
 def joined(serve: Callable[[WorkerEnd], None], use: Callable[[Channel], Any]) -> Any:

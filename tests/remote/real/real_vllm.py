@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from tiny_run import tiny_config
 
-from headrace.config import load_config
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Engine
+from headrace.core.types import Completion
+from headrace.core.weights import WeightUpdate
 from headrace.engine.servers.installed import look
-from headrace.errors import ConfigError
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration import starting
-from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.protocols import Engine
-from headrace.simulate.world import FactList
-from headrace.types import Completion
-from headrace.weights import WeightUpdate
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.world.world import FactList
+from headrace.run import starting
+from headrace.run.config import load_config
+from headrace.run.worker.build import open_launcher, open_transport
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
 

@@ -13,7 +13,7 @@ from tiny_run import of
 
 import headrace
 from headrace.durable.journal import read_steps
-from headrace.observe.facts import GroupEnded, IdentityChecked, RunEnded
+from headrace.facts.facts import GroupEnded, IdentityChecked, RunEnded
 
 pytestmark = MARKS
 

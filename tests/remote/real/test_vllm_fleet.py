@@ -20,18 +20,18 @@ from server_processes import servers
 from tiny_run import of
 
 import headrace
+from headrace.core.steps import StepOutput
+from headrace.core.types import Request, Sampling
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.remote import outages
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard
 from headrace.engine.remote.dialects.vllm import VllmDialect
+from headrace.facts.facts import FleetSample, GroupEnded, IdentityChecked, MemberMoved, RunEnded, WorkerLost
+from headrace.facts.records import StepRow
+from headrace.loop.world.world import FactList
 from headrace.models.endings import end_tokens
-from headrace.observe.facts import FleetSample, GroupEnded, IdentityChecked, MemberMoved, RunEnded, WorkerLost
-from headrace.observe.records import StepRow
-from headrace.orchestration import starting
-from headrace.simulate.world import FactList
-from headrace.steps import StepOutput
-from headrace.types import Request, Sampling
+from headrace.run import starting
 
 pytestmark = MARKS
 

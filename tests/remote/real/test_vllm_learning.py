@@ -11,7 +11,7 @@ from real_vllm import MARKS, config_for, save_model
 from tiny_run import of
 
 import headrace
-from headrace.observe.records import StepRow
+from headrace.facts.records import StepRow
 
 pytestmark = MARKS
 

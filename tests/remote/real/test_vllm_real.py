@@ -22,16 +22,16 @@ from stale_kinds import check_named, findings
 from tiny_run import of, when_step
 
 import headrace
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.types import Completion, Request, Sampling
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.vllm import VllmDialect
-from headrace.errors import ConfigError, IdentityError
+from headrace.facts.facts import IdentityChecked, RunEnded, TrialChecked, WeightsLive, WorkerLost
+from headrace.facts.records import StepRow
+from headrace.loop.world.world import FactList
 from headrace.models.endings import end_tokens
-from headrace.observe.facts import IdentityChecked, RunEnded, TrialChecked, WeightsLive, WorkerLost
-from headrace.observe.records import StepRow
-from headrace.orchestration import starting
-from headrace.simulate.world import FactList
-from headrace.types import Completion, Request, Sampling
-from headrace.weights import WeightUpdate
+from headrace.run import starting
 
 pytestmark = MARKS
 

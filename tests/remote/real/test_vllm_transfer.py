@@ -12,7 +12,7 @@ from stale_kinds import check_named, findings
 from tiny_run import Config, of
 
 import headrace
-from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive
+from headrace.facts.facts import IdentityChecked, RunEnded, WeightsLive
 
 pytestmark = MARKS
 

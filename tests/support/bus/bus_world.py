@@ -12,24 +12,24 @@ from typing import Any
 
 from fake_world import FakeWorld
 
-from headrace.engine.fake import FakeEngine
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.groups.errands import GroupSizes, RunNotice
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.groups.rollout_host import HostParts, HostPatience, RolloutHost
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.scoring.fake import FakeScorer
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.notebook import Notebook
+from headrace.episodes.rollout import RolloutConfig
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.suspects import Suspects
+from headrace.loop.world.world import FactList
+from headrace.run.clients.bus_engine import BusEngine
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.settings.process_config import EvalConfig
-from headrace.simulate.world import FactList
+from headrace.testing.fake_engine import FakeEngine
+from headrace.testing.fake_scorer import FakeScorer
 from headrace.version import __version__
 
 TICKET_DEATHS = 3

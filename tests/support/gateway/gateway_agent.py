@@ -8,14 +8,14 @@ from typing import Any
 
 import openai
 
-from headrace.batches import Failure
-from headrace.environments.agents.served_rollouts import talks_of
-from headrace.environments.conversation import NO_ARGUMENTS
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.playing import Agent, Limits
-from headrace.rollouts.rollout_session import Played, RolloutSession
-from headrace.types import Prompt
+from headrace.core.batches import Failure
+from headrace.core.playing import Agent, Limits
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.served_rollouts import talks_of
+from headrace.episodes.environments.conversation import NO_ARGUMENTS
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.rollout_session import Played, RolloutSession
 from headrace.web.limits import ServerLimits
 
 LONGEST = 120

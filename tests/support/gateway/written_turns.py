@@ -12,10 +12,10 @@ from typing import Any
 import tool_chats
 
 from headrace.algo.advantage.training_rows import rows_of
+from headrace.core.types import Completion, Prompt, Scored, VersionSpan
+from headrace.episodes.episodes import Played
+from headrace.episodes.rollout_session import TurnAsked
 from headrace.models.chat import ChatEncoder
-from headrace.rollouts.episodes import Played
-from headrace.rollouts.rollout_session import TurnAsked
-from headrace.types import Completion, Prompt, Scored, VersionSpan
 
 ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]

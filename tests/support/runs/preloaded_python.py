@@ -28,14 +28,19 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
-from headrace.orchestration.workers.launch import preloaded
-from headrace.orchestration.workers.launch.child import environment
-from headrace.orchestration.workers.launch.clone import can_fork_for_parent
-from headrace.orchestration.workers.launch.forked_process import ForkedProcess
-from headrace.orchestration.workers.launch.preloaded import OWN, ROOM, SERVER, ForkReply, ForkRequest
+from headrace.processes.health.orphans import PARENT, of_this_process, signal_me_when_orphaned
+from headrace.processes.launch import preloaded
+from headrace.processes.launch.child import environment
+from headrace.processes.launch.clone import can_fork_for_parent
+from headrace.processes.launch.forked_process import ForkedProcess
+from headrace.processes.launch.preloaded import OWN, ROOM, SERVER, ForkReply, ForkRequest
 
-MODULES = ("headrace.cli", "headrace.serve.start", "headrace.serve.fakes.fake_vllm", "headrace.serve.fakes.fake_sglang")
+MODULES = (
+    "headrace.cli",
+    "headrace.serve.start",
+    "headrace.testing.servers.fake_vllm",
+    "headrace.testing.servers.fake_sglang",
+)
 """Those that the programs need, besides the libraries of workers."""
 
 ENVIRONMENT = environment(())
@@ -129,7 +134,7 @@ def _template() -> socket.socket:
 
 
 def main() -> None:
-    from headrace.orchestration.workers import fork_server
+    from headrace.run.worker import fork_server
 
     gc.disable()
     signal_me_when_orphaned(signal.SIGKILL)
@@ -177,7 +182,7 @@ def _fork_the_server() -> bool:
 
 def _fork_workers(requests: socket.socket) -> None:
     """The life of a process that forks workers, and of these."""
-    from headrace.orchestration.workers import fork_server, worker
+    from headrace.run.worker import fork_server, worker
 
     signal_me_when_orphaned(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -212,7 +217,7 @@ def _take_servers_from(give: Callable[[], _Server]) -> None:
 
 def _exec(program: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
     """What a program becomes in place of itself: a worker, which needs the same libraries."""
-    from headrace.orchestration.workers import worker
+    from headrace.run.worker import worker
 
     assert [program, *words[1:3]] == [sys.executable, "-m", worker.__name__], words
     os.environ.clear()

@@ -16,18 +16,18 @@ from tiny_models import make
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import token_mean
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.steps import Transcript, write_down
+from headrace.core.types import Request, Sampling
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.native.arithmetic import arithmetic
-from headrace.packing import Pack, pack_rows
-from headrace.steps import Transcript, write_down
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import load_model
-from headrace.types import Request, Sampling
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.trainer.packing import Pack, pack_rows
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -20,23 +20,23 @@ from torch import Tensor
 
 import headrace
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
-from headrace.config import check, load_config
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities
+from headrace.core.types import Completion, Prompt, Request, Sampling, VersionSpan
 from headrace.durable.journal import read_steps
-from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import arithmetic
-from headrace.orchestration.needs import check_parity
-from headrace.orchestration.workers.build import open_transport
-from headrace.orchestration.workers.first_difference import explained
-from headrace.orchestration.workers.worker_messages import TrainerStart
-from headrace.reports import Capabilities
+from headrace.run.config import check, load_config
+from headrace.run.needs import check_parity
+from headrace.run.worker.build import open_transport
+from headrace.run.worker.first_difference import explained
+from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.kernels import binding
 from headrace.trainer.step.bitwise import UnequalLogprobs
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Completion, Prompt, Request, Sampling, VersionSpan
 
 DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
 DTYPE = DTYPES[0] if DTYPES else "float32"

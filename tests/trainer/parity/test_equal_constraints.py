@@ -17,11 +17,11 @@ from tiny_models import make
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.batches import Row
+from headrace.core.batches import Row
+from headrace.core.types import Constraint, Request, Sampling
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.model.causal_lm import load_model
-from headrace.types import Constraint, Request, Sampling
 
 EOS = 99
 LETTERS = [*string.printable[:94], "Ġ", "ab", "abc", "tr", '{"']

@@ -21,9 +21,9 @@ from equal_models import (
 )
 from msgspec.structs import replace
 
+from headrace.core.weights import WeightUpdate
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import enable_checkpointing
-from headrace.weights import WeightUpdate
 
 
 def rows_of(name, forward, dtype, temperature=1.0, **options):

@@ -20,8 +20,8 @@ from equal_models import (
 )
 from msgspec.structs import replace
 
-from headrace.batches import Row
-from headrace.types import SamplingMask
+from headrace.core.batches import Row
+from headrace.core.types import SamplingMask
 
 FILTERS = {
     "top-p": {"top_p": 0.8},

@@ -18,7 +18,7 @@ from sharded_case import CPU, Case, shifted, trainer_of_rank
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import Adapters

@@ -15,7 +15,8 @@ from rank_processes import RankProcesses
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
-from headrace.batches import Batch, Group, Row
+from headrace.core.batches import Batch, Group, Row
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig
@@ -25,7 +26,6 @@ from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.preferring import pairs_of
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
 
 CPU = torch.device("cpu")
 GROUPS = ((5, 3), (3, 2), (4, 3), (6, 2))

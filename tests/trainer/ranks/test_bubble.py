@@ -12,7 +12,7 @@ from rank_processes import RankProcesses
 from sharded_case import CPU, Piped, trainer_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
+from headrace.commands.plan.rates.bubble import in_flight, pipeline_memory, sent, waiting
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.schedule import LeanStage, schedule_of

@@ -16,12 +16,12 @@ from sharded_case import BUDGET, CPU, GROUPS, Case, compare, trainer_of_rank
 from torch import Tensor
 
 from headrace.algo.loss.aggregate import AGGREGATIONS
-from headrace.errors import ConfigError
-from headrace.packing import Kept, Pack
+from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.packing import Kept, Pack
 from headrace.trainer.parallel import ParallelConfig, repeats
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.sharded import Sharded

@@ -16,7 +16,7 @@ import torch
 from tiny_run import SYNCHRONOUS, Config, held_reward, of, ranks_of, release, tiny_config, trained_steps, weights_of
 
 import headrace
-from headrace.observe.facts import RunEnded
+from headrace.facts.facts import RunEnded
 
 STEPS = 6
 MESHES: dict[str, dict[str, int]] = {"shard": {"shard": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}

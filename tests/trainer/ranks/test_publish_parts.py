@@ -15,16 +15,16 @@ from rank_processes import RankProcesses
 from sharded_case import Case, trainer_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.errors import IdentityError
-from headrace.orchestration.workers.rank_senders import FollowingSender, rank_sender
-from headrace.orchestration.workers.worker_messages import TrainerStart
+from headrace.core.errors import IdentityError
+from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
+from headrace.run.worker.rank_senders import FollowingSender, rank_sender
+from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up, parts_of
-from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 KEPT: list[Any] = []
 """The senders of a rank's process, which serve from threads."""

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from sharded_case import CPU, GROUPS, Case, Piped, shifted, trainer_of_rank
 from torch import Tensor
 
-from headrace.packing import Pack, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.packing import Pack, pack_sequence
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.single import Single

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from headrace.models.lora import LoraConfig
-from headrace.packing import Kept
 from headrace.trainer.forward.head import token_logprobs
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import local
+from headrace.trainer.packing import Kept
 from headrace.trainer.parallel import ParallelConfig
 
 TENSOR = {"shard": 1, "tensor": 2}

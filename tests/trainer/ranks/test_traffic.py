@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.packing import Pack
-from headrace.plan.rates.mesh import Heads, rank_memory, traffic
+from headrace.commands.plan.rates.mesh import Heads, rank_memory, traffic
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local
+from headrace.trainer.packing import Pack
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.step.trainer import TorchTrainer
 

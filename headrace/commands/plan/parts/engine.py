@@ -16,17 +16,17 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.errors import IdentityError
-from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
-from headrace.plan.parts.forward_passes import Passes
-from headrace.plan.parts.listeners import Listener, Listeners, Prompts, TurnCaches, transcript
-from headrace.plan.parts.shared_cores import Shared, work
-from headrace.plan.rates.rates import EngineRates
-from headrace.reports import EngineStats, LoadReport, capable
-from headrace.simulate.codes import context_length
-from headrace.steps import Transcript
-from headrace.types import Completion, Request, Stop, VersionSpan
-from headrace.weights import WeightUpdate
+from headrace.commands.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
+from headrace.commands.plan.parts.forward_passes import Passes
+from headrace.commands.plan.parts.listeners import Listener, Listeners, Prompts, TurnCaches, transcript
+from headrace.commands.plan.parts.shared_cores import Shared, work
+from headrace.commands.plan.rates.rates import EngineRates
+from headrace.core.errors import IdentityError
+from headrace.core.reports import EngineStats, LoadReport, capable
+from headrace.core.steps import Transcript
+from headrace.core.types import Completion, Request, Stop, VersionSpan
+from headrace.core.weights import WeightUpdate
+from headrace.loop.world.codes import context_length
 
 _MEMORY = 32
 """Completions over which the mean length is averaged."""
@@ -189,7 +189,7 @@ class SimulatedEngine:
         )
 
     async def watch(self) -> None:
-        """Never returns: `faultsim/lives.py` simulates deaths."""
+        """Never returns: `testing/faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:

@@ -7,8 +7,8 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.simulate.codes import completion_tokens
-from headrace.types import Completion, Request, Stop, VersionSpan
+from headrace.core.types import Completion, Request, Stop, VersionSpan
+from headrace.loop.world.codes import completion_tokens
 
 ROUNDING = 1e-6
 """Passes by which a sum of floats may be off."""

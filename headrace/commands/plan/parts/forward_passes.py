@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 
-from headrace.plan.parts.shared_cores import Shared
-from headrace.plan.rates.rates import EngineRates
+from headrace.commands.plan.parts.shared_cores import Shared
+from headrace.commands.plan.rates.rates import EngineRates
 
 
 class Passes:

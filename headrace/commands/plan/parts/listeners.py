@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.plan.parts.flight import Flight
-from headrace.simulate.codes import RESULT
-from headrace.steps import Finished, StepOutput, Transcript
-from headrace.types import Completion, Request, Stop
+from headrace.commands.plan.parts.flight import Flight
+from headrace.core.steps import Finished, StepOutput, Transcript
+from headrace.core.types import Completion, Request, Stop
+from headrace.loop.world.codes import RESULT
 
 Listener = Callable[[bytes], None]
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from headrace.plan.parts.engine import SimulatedEngine
-from headrace.reports import EngineStats, LoadReport
-from headrace.steps import Transcript
-from headrace.types import Completion, Request
-from headrace.weights import WeightUpdate
+from headrace.commands.plan.parts.engine import SimulatedEngine
+from headrace.core.reports import EngineStats, LoadReport
+from headrace.core.steps import Transcript
+from headrace.core.types import Completion, Request
+from headrace.core.weights import WeightUpdate
 
 
 class Replicas:
@@ -82,7 +82,7 @@ class Replicas:
         )
 
     async def watch(self) -> None:
-        """Never returns: `faultsim/lives.py` simulates deaths."""
+        """Never returns: `testing/faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:

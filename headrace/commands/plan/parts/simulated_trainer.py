@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.batches import Batch
-from headrace.plan.parts.shared_cores import Shared, work
-from headrace.plan.rates.rates import TrainerRates
-from headrace.reports import Captured, TrainReport, TrialScores
-from headrace.simulate.codes import loss_tokens, real_tokens, shared_again
-from headrace.weights import WeightUpdate
+from headrace.commands.plan.parts.shared_cores import Shared, work
+from headrace.commands.plan.rates.rates import TrainerRates
+from headrace.core.batches import Batch
+from headrace.core.reports import Captured, TrainReport, TrialScores
+from headrace.core.weights import WeightUpdate
+from headrace.loop.world.codes import loss_tokens, real_tokens, shared_again
 
 
 class SimulatedTrainer:
@@ -110,7 +110,7 @@ class SimulatedTrainer:
         self._turned.set()
 
     async def watch(self) -> None:
-        """Never returns: `faultsim/lives.py` simulates deaths."""
+        """Never returns: `testing/faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:

@@ -18,24 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
-from headrace.batches import Batch, Failure, Group
-from headrace.config import RunConfig
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.errors import ConfigError
+from headrace.commands.plan.rates.fits import alike, line, newly_computed, rotated
+from headrace.commands.plan.rates.publish_times import Publishing, time_publishing, timed
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.core.batches import Batch, Failure, Group
+from headrace.core.errors import ConfigError
+from headrace.core.protocols import Scorer, Task
+from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored
+from headrace.durable.named_logs import temporary_logs
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.episodes import roll_out
+from headrace.episodes.rollout import seed_of
+from headrace.episodes.rollout_session import Played, TurnAsked
+from headrace.loop.world.distributions import empirical
 from headrace.models.chat import open_model
-from headrace.orchestration.build import build_scorer, build_task, open_telemetry
-from headrace.orchestration.choosing import settle_here
-from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.store.named_logs import temporary_logs
-from headrace.plan.rates.fits import alike, line, newly_computed, rotated
-from headrace.plan.rates.publish_times import Publishing, time_publishing, timed
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.protocols import Scorer, Task
-from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.rollout import seed_of
-from headrace.rollouts.rollout_session import Played, TurnAsked
-from headrace.simulate.distributions import empirical
-from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored
+from headrace.run.build import build_scorer, build_task, open_telemetry
+from headrace.run.choosing import settle_here
+from headrace.run.config import RunConfig
+from headrace.run.pools import Pools, open_pools
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]

@@ -13,13 +13,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from headrace.config import RunConfig, config_of_run, read_config
-from headrace.errors import ConfigError
-from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
-from headrace.observe.records import MetricsFact, StepRow, read_metrics
-from headrace.plan.rates.fits import alike, line, nonnegative
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.simulate.distributions import Distribution, empirical, fixed
+from headrace.commands.plan.rates.fits import alike, line, nonnegative
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.core.errors import ConfigError
+from headrace.facts.facts import EngineSample, GroupEnded, Waited, WeightsLive
+from headrace.facts.records import MetricsFact, StepRow, read_metrics
+from headrace.loop.world.distributions import Distribution, empirical, fixed
+from headrace.run.config import RunConfig, config_of_run, read_config
 
 F = TypeVar("F")
 

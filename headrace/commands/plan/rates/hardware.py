@@ -21,11 +21,11 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.algo.config import AlgoConfig
-from headrace.errors import ConfigError
-from headrace.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
-from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
-from headrace.plan.rates.shapes import Architecture
-from headrace.plan.rates.travel import BFLOAT16, Travel, whole
+from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
+from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.commands.plan.rates.shapes import Architecture
+from headrace.commands.plan.rates.travel import BFLOAT16, Travel, whole
+from headrace.core.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.parallel import ParallelConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
-from headrace.protocols import Engine, Trainer
+from headrace.core.protocols import Engine, Trainer
 
 
 class Publishing(NamedTuple):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.errors import ConfigError
-from headrace.simulate.distributions import Distribution
-from headrace.types import Struct
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
+from headrace.loop.world.distributions import Distribution
 
 
 class EngineRates(Struct, frozen=True):

@@ -7,8 +7,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from headrace.errors import ConfigError
-from headrace.plan.rates.travel import BFLOAT16
+from headrace.commands.plan.rates.travel import BFLOAT16
+from headrace.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headrace.plan.rates.rates import interpolate
+from headrace.commands.plan.rates.rates import interpolate
 from headrace.weight_sync.config import WeightSyncConfig
 
 BFLOAT16 = 2

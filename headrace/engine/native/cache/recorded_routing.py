@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.core.types import RoutingTrace
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
-from headrace.types import RoutingTrace
 
 
 class RecordedRouting:

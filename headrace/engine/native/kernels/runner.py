@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
@@ -31,7 +32,6 @@ from headrace.engine.native.runners.low_rank import PARTS, read_adapter
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, zeros
-from headrace.weights import AdapterSpec
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024
 """Sizes of stack buffers of the C++ side."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.kernels.runner import KernelRunner
 from headrace.engine.native.runners import skeleton
-from headrace.weights import AdapterSpec
 
 Parameters = Iterable[tuple[str, Tensor]]
 """Names and tensors, as a trainer publishes them."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, gelu, rms_norm, silu
 
+from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.cuda_graphs import DecodeGraphs
@@ -35,7 +36,6 @@ from headrace.engine.native.runners.low_rank import Adapter, Groups, by_adapter,
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton
-from headrace.weights import AdapterSpec
 
 
 @dataclass(frozen=True, kw_only=True)

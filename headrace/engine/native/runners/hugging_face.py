@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from headrace.core.errors import ConfigError
+from headrace.core.weights import AdapterSpec
 from headrace.engine.kinds import OWN_FAMILIES
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.padding import EXACT_ROWS
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton, attention
-from headrace.errors import ConfigError
-from headrace.weights import AdapterSpec
 
 
 class HuggingFaceRunner(PagedRunner):

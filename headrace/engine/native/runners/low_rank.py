@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.experts import Adapted, ExpertPair, Stack
 from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
-from headrace.weights import AdapterSpec
 
 Number = TypeVar("Number", int, float)
 

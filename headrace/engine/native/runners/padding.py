@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import linear
 from torch.nn.functional import pad as pad_tensor
 
+from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
-from headrace.errors import ConfigError
 
 EXACT_ROWS = 48
 """Rows of every matrix product in exact mode. Libraries multiply tiles of rows, and add in another order in a smaller tile at the end: MKL in

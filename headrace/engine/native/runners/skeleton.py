@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
-from headrace.errors import ConfigError
 
 ATTENTION = "headrace"
 """Its name is in no mask table of transformers, so models pass it no mask: our runner decides which tokens attend to which."""

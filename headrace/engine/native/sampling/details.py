@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.core.steps import PromptScores, TokenDetails
+from headrace.core.types import TopLogprobs
 from headrace.engine.native.sampling.guides import reported
 from headrace.engine.native.sampling.sampler import Drawn, RowScores, token_logprobs
 from headrace.engine.native.schedule.passes import Chunk
 from headrace.engine.native.schedule.sequences import Running, Sequence
-from headrace.steps import PromptScores, TokenDetails
-from headrace.types import TopLogprobs
 
 
 def of_tokens(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.core.sampling_masks import Bits, encode_set
+from headrace.core.types import Constraint, Sampling
 from headrace.engine.native.sampling.stopping import Decode, Stopper
 from headrace.models.grammars import Grammars
 from headrace.native.memory import uploaded
-from headrace.sampling_masks import Bits, encode_set
-from headrace.types import Constraint, Sampling
 
 KEPT = 64
 """Different sets that are kept as numbers to add: 4 bytes a token of the vocabulary each."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from headrace.core.types import Fork
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.engine.native.schedule.sequences import Pinned, Running, Sequence
-from headrace.types import Fork
 
 REMEMBERED = 1024
 """Finished sequences."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from headrace.core.types import Request
 from headrace.engine.native.cache.prefixes import PrefixNode
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.sampling.guides import Guide
 from headrace.engine.native.sampling.sampler import Settings
 from headrace.engine.native.sampling.stopping import Stopper
-from headrace.types import Request
 
 ROW = np.dtype(
     [

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.steps import Finished, PromptScores, TokenDetails
+from headrace.core.types import Request, RoutingTrace, Stop, TopLogprobs
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.steps import Finished, PromptScores, TokenDetails
-from headrace.types import Request, RoutingTrace, Stop, TopLogprobs
-from headrace.weights import WeightUpdate
 
 LOWEST = -3.4e38
 """Stands for the log-prob of a token that cannot be sampled: JSON has no infinity."""

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.reports import Capabilities, EngineStats, LoadReport
+from headrace.core.types import Request, Stop
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, ServerState
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError, IdentityError
-from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.types import Request, Stop
-from headrace.weights import WeightUpdate
 
 UNLABELLED = "default"
 """The label of a server that nobody has given one, of both kinds (`vllm/v1/engine/core.py`, SGLang's `server_args.py`)."""

@@ -2,7 +2,7 @@
 
 Routes and fields are those of SGLang's own documentation (docs.sglang.io, "SGLang for RL Systems", "Sampling Parameters", "LoRA Serving")
 and source (`entrypoints/http_server.py`, `managers/io_struct.py`, `managers/tokenizer_manager.py`, `utils/weight_versions.py`). It has
-been run against the fake server only (`serve/fakes/fake_sglang.py`), never against SGLang itself.
+been run against the fake server only (`testing/servers/fake_sglang.py`), never against SGLang itself.
 
 **Versions.** Every event of a stream names the labels of its tokens. SGLang clears its cache of prefixes only while it has no request, and
 a clearing that fails ends its scheduler (`managers/scheduler_components`, "Cache flush failed"): so the pause before an update is in the
@@ -18,15 +18,15 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.core.errors import ConfigError
+from headrace.core.steps import Finished, PromptScores, TokenDetails
+from headrace.core.types import Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.sglang_facts import meet, statistics
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError
-from headrace.steps import Finished, PromptScores, TokenDetails
-from headrace.types import Request
-from headrace.weights import WeightUpdate
 
 
 class SglangDialect(LabelledDialect):

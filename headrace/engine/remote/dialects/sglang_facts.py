@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities, EngineStats
 from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
-from headrace.errors import ConfigError
-from headrace.reports import Capabilities, EngineStats
 
 
 def meet(url: str, info: Any) -> ServerFacts:

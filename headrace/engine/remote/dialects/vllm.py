@@ -23,16 +23,16 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.errors import ConfigError
+from headrace.core.steps import Finished, PromptScores
+from headrace.core.types import Request
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.vllm_checksums import Checksums
 from headrace.engine.remote.dialects.vllm_facts import find_transfer_engine, meet, statistics
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError
-from headrace.steps import Finished, PromptScores
-from headrace.types import Request
-from headrace.weights import WeightUpdate
 
 NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-prob that is missing or not finite."""

@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from headrace.core.errors import IdentityError
+from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import IdentityError
 from headrace.models.model_files import read_header
 from headrace.models.vllm_names import parts_of
-from headrace.weights import WeightUpdate
 
 FILE = "model.safetensors"
 CHUNK = 1 << 24

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from headrace.core.errors import ConfigError
+from headrace.core.reports import Capabilities, EngineStats
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
 from headrace.engine.remote.errors import Unreachable
-from headrace.errors import ConfigError
-from headrace.reports import Capabilities, EngineStats
 
 MEETING = 120.0
 """Seconds in which the settings must be there: vLLM collects facts about its machine first."""

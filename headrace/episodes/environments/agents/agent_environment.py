@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
-from headrace.environments.agents.memory_watch import MemoryWatch
-from headrace.environments.agents.printed_reward import GivenRewards, printed_reward
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, give, given_of
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.errors import ConfigError, RolloutFailed
-from headrace.playing import Agent, Environment, EnvironmentKind
-from headrace.types import Prompt
+from headrace.core.errors import ConfigError, RolloutFailed
+from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
+from headrace.episodes.environments.agents.memory_watch import MemoryWatch
+from headrace.episodes.environments.agents.printed_reward import GivenRewards, printed_reward
+from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, give, given_of
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.web.limits import ServerLimits
 
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from headrace.environments.agents import agent_reaper
-from headrace.observe.health.owned_directory import OwnedDirectory
-from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import ending
+from headrace.episodes.environments.agents import agent_reaper
+from headrace.processes.health.owned_directory import OwnedDirectory
+from headrace.processes.health.patience import within
+from headrace.processes.health.user_process import ending
 from headrace.settings.secrets import OWN
 
 GRACE = 5.0

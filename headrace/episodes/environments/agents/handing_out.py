@@ -21,23 +21,23 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.environments.agents.address_file import AddressFile
-from headrace.environments.agents.agent_process import agent_addresses
-from headrace.environments.agents.printed_reward import NAME, GivenRewards
-from headrace.environments.agents.served_rollouts import (
+from headrace.core.errors import RolloutFailed
+from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.rewards import Unusable, number_of
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.address_file import AddressFile
+from headrace.episodes.environments.agents.agent_process import agent_addresses
+from headrace.episodes.environments.agents.printed_reward import NAME, GivenRewards
+from headrace.episodes.environments.agents.served_rollouts import (
     GatewayEncoder,
     ServedRollouts,
     give,
     given_of,
 )
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
-from headrace.environments.kinds import ADDRESS_FILE
-from headrace.errors import RolloutFailed
-from headrace.playing import Agent, Environment, EnvironmentKind
-from headrace.rewards import Unusable, number_of
-from headrace.types import Prompt
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
+from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits

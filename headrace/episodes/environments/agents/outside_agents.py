@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from headrace.environments.agents.agent_process import AgentProcess, Reaper, agent_variables
-from headrace.environments.agents.printed_reward import printed_reward
-from headrace.errors import HeadraceError, RolloutFailed
+from headrace.core.errors import HeadraceError, RolloutFailed
+from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_variables
+from headrace.episodes.environments.agents.printed_reward import printed_reward
 from headrace.settings.paths import command_paths
 
 WAIT = 25.0

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.errors import RolloutFailed
+from headrace.core.errors import RolloutFailed
 
 GivenRewards = Mapping[str, float | Mapping[str, float]]
 """Rewards by name: those of the rollout, and those of each role by theirs."""

@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.chat.rendering import arguments_of
-from headrace.environments.agents.printed_reward import GivenRewards
-from headrace.environments.config import EnvironmentConfig, ToolPlace
-from headrace.environments.conversation import NO_ARGUMENTS, Conversation, TurnEncoder
-from headrace.environments.gateway.chat_tree import ChatTree
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.environments.gateway.text_tree import TextEncoder, TextTree
-from headrace.environments.gateway.turn_request import ROLE, AnswerEncoder
-from headrace.errors import RolloutFailed
-from headrace.playing import Agent
-from headrace.types import Prompt
+from headrace.core.chat.rendering import arguments_of
+from headrace.core.errors import RolloutFailed
+from headrace.core.playing import Agent
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.printed_reward import GivenRewards
+from headrace.episodes.environments.config import EnvironmentConfig, ToolPlace
+from headrace.episodes.environments.conversation import NO_ARGUMENTS, Conversation, TurnEncoder
+from headrace.episodes.environments.gateway.chat_tree import ChatTree
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Talks
+from headrace.episodes.environments.gateway.text_tree import TextEncoder, TextTree
+from headrace.episodes.environments.gateway.turn_request import ROLE, AnswerEncoder
 
 
 class GatewayEncoder(TurnEncoder, TextEncoder, AnswerEncoder, Protocol):

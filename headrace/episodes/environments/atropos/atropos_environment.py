@@ -12,18 +12,18 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.environments.agents.address_file import AddressFile
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts
-from headrace.environments.atropos.inference_routes import InferenceRoutes
-from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
-from headrace.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import SECRET_BYTES
-from headrace.environments.kinds import ADDRESS_FILE
-from headrace.errors import RolloutFailed
-from headrace.playing import Agent, Environment, EnvironmentKind
-from headrace.types import Prompt
+from headrace.core.errors import RolloutFailed
+from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.address_file import AddressFile
+from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts
+from headrace.episodes.environments.atropos.inference_routes import InferenceRoutes
+from headrace.episodes.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
+from headrace.episodes.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES
+from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.server import bind

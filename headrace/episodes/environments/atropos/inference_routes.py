@@ -12,15 +12,15 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.messages import for_template
-from headrace.environments.atropos.open_rollouts import OpenRollout, OpenRollouts, digest_of
-from headrace.environments.atropos.trajectory_bodies import TokensWanted
-from headrace.environments.gateway.chat_answers import ChatAnswer
-from headrace.environments.gateway.chat_routes import models_body, schema
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.completions_routes import TextAnswer, prompt_of
-from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
-from headrace.environments.gateway.turn_request import (
+from headrace.core.chat.messages import for_template
+from headrace.episodes.environments.atropos.open_rollouts import OpenRollout, OpenRollouts, digest_of
+from headrace.episodes.environments.atropos.trajectory_bodies import TokensWanted
+from headrace.episodes.environments.gateway.chat_answers import ChatAnswer
+from headrace.episodes.environments.gateway.chat_routes import models_body, schema
+from headrace.episodes.environments.gateway.chat_tree import TreeReply
+from headrace.episodes.environments.gateway.completions_routes import TextAnswer, prompt_of
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Speaker
+from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,

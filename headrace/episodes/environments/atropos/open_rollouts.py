@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.errors import RolloutFailed
+from headrace.core.errors import RolloutFailed
+from headrace.episodes.environments.gateway.chat_tree import TreeReply
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.web.errors import Refused
 
 

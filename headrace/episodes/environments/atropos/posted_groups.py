@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from headrace.environments.atropos.open_rollouts import OpenRollout, digest_of
-from headrace.environments.atropos.trajectory_bodies import MASKED, PostedGroup
-from headrace.rewards import Unusable, number_of
+from headrace.core.rewards import Unusable, number_of
+from headrace.episodes.environments.atropos.open_rollouts import OpenRollout, digest_of
+from headrace.episodes.environments.atropos.trajectory_bodies import MASKED, PostedGroup
 
 Written = Callable[[Sequence[int]], str]
 

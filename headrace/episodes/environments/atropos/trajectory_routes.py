@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.environments.atropos.open_rollouts import OpenRollouts
-from headrace.environments.atropos.posted_groups import GroupFound, Sequences, Written
-from headrace.environments.atropos.trainer_facts import TrainerFacts
-from headrace.environments.atropos.trajectory_bodies import EnvNumber, EnvRegistration, PostedGroup, read_posted
+from headrace.episodes.environments.atropos.open_rollouts import OpenRollouts
+from headrace.episodes.environments.atropos.posted_groups import GroupFound, Sequences, Written
+from headrace.episodes.environments.atropos.trainer_facts import TrainerFacts
+from headrace.episodes.environments.atropos.trajectory_bodies import (
+    EnvNumber,
+    EnvRegistration,
+    PostedGroup,
+    read_posted,
+)
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 from headrace.web.sending import json_response

@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.rendering import TemplateUse
-from headrace.environments.gateway.chat_routes import schema
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import (
+from headrace.core.chat.rendering import TemplateUse
+from headrace.episodes.environments.gateway.chat_routes import schema
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import (
     GatewayRules,
     TurnRequest,
     check_sampling,

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.gateway.chat_tree import TreeReply, reply_as_sent
-from headrace.environments.gateway.turn_request import TurnRequest, is_cut
+from headrace.episodes.environments.gateway.chat_tree import TreeReply, reply_as_sent
+from headrace.episodes.environments.gateway.turn_request import TurnRequest, is_cut
 from headrace.web.formats.followed_turn import TokenBytes, said_tokens
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.messages import Tool
-from headrace.environments.gateway.chat_answers import ChatAnswer
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import (
+from headrace.core.chat.messages import Tool
+from headrace.episodes.environments.gateway.chat_answers import ChatAnswer
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,

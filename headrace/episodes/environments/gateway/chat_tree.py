@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.chat.messages import Message as ChatMessage
-from headrace.chat.messages import for_template
-from headrace.chat.rendering import TemplateUse
-from headrace.environments.conversation import Conversation, TokenPath
-from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import ChatReply
-from headrace.types import Completion, Constraint
+from headrace.core.chat.messages import Message as ChatMessage
+from headrace.core.chat.messages import for_template
+from headrace.core.chat.rendering import TemplateUse
+from headrace.core.types import Completion, Constraint
+from headrace.episodes.environments.conversation import Conversation, TokenPath
+from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.workers.episode_frames import ChatReply
 
 ANSWER = TemplateUse(continues=False)
 """An answer of its own, also after a message of the assistant, which may be another agent's."""

@@ -16,11 +16,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from headrace.chat.token_bytes import offsets_of, text_of_bytes
-from headrace.environments.gateway.chat_answers import usage_of
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.gateway.turn_request import (
+from headrace.core.chat.token_bytes import offsets_of, text_of_bytes
+from headrace.episodes.environments.gateway.chat_answers import usage_of
+from headrace.episodes.environments.gateway.chat_tree import TreeReply
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.turn_request import (
     MODEL,
     GatewayRules,
     TurnRequest,

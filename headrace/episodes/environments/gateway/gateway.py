@@ -16,9 +16,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
-from headrace.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.environments.gateway.turn_request import AnswerEncoder, GatewayRules
+from headrace.episodes.environments.gateway import anthropic_routes, chat_routes, completions_routes, responses_routes
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Talks
+from headrace.episodes.environments.gateway.turn_request import AnswerEncoder, GatewayRules
 from headrace.web.application import make_application
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits

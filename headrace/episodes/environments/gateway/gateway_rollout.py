@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from headrace.environments.gateway.chat_tree import ChatTree, TreeReply
-from headrace.environments.gateway.text_tree import TextTree
-from headrace.errors import RolloutOver
-from headrace.observe.health.patience import within
-from headrace.types import Completion
+from headrace.core.errors import RolloutOver
+from headrace.core.types import Completion
+from headrace.episodes.environments.gateway.chat_tree import ChatTree, TreeReply
+from headrace.episodes.environments.gateway.text_tree import TextTree
+from headrace.processes.health.patience import within
 from headrace.web.errors import Refused
 from headrace.web.formats.stored_responses import StoredResponses
 

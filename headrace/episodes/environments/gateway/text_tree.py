@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from headrace.chat.streamed_text import StreamedText
-from headrace.environments.conversation import extended
-from headrace.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply
-from headrace.environments.turn_stream import TurnStream
-from headrace.environments.workers.episode_frames import ChatReply
+from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.playing import Agent
+from headrace.core.types import Completion, Constraint
+from headrace.episodes.environments.conversation import extended
+from headrace.episodes.environments.gateway.chat_tree import LIMIT_REPLIES, TreeReply
+from headrace.episodes.environments.turn_stream import TurnStream
+from headrace.episodes.environments.workers.episode_frames import ChatReply
 from headrace.models.chat import off_loop
-from headrace.playing import Agent
-from headrace.types import Completion, Constraint
 from headrace.web.errors import Refused
 
 

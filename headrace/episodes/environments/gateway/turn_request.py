@@ -11,16 +11,16 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 
-from headrace.chat.formats import CallFormat
-from headrace.chat.messages import Tool
-from headrace.chat.rendering import TemplateUse, with_effort
-from headrace.environments.gateway.chat_tree import TreeReply
-from headrace.environments.gateway.gateway_rollout import GatewayRollout, Speaker
-from headrace.environments.turn_stream import TurnStream
-from headrace.errors import ConfigError, RolloutOver
+from headrace.core.chat.formats import CallFormat
+from headrace.core.chat.messages import Tool
+from headrace.core.chat.rendering import TemplateUse, with_effort
+from headrace.core.errors import ConfigError, RolloutOver
+from headrace.core.types import Constraint
+from headrace.episodes.environments.gateway.chat_tree import TreeReply
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Speaker
+from headrace.episodes.environments.turn_stream import TurnStream
 from headrace.models.chat import LONG, off_loop
 from headrace.models.grammars import check_constraint
-from headrace.types import Constraint
 from headrace.web.bodies import Chat, Drawing
 from headrace.web.constraints import forces, of_answer
 from headrace.web.errors import Refused

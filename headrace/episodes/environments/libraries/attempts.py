@@ -6,11 +6,11 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.environments.libraries.options import known_options, not_installed
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.step_driver import LibraryRollout
-from headrace.environments.workers.talk import AgentReply, BlockingAgent
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.libraries.options import known_options, not_installed
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.step_driver import LibraryRollout
+from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent
 from headrace.settings.extras import is_installed
 
 KIND = "reasoning_gym"
@@ -70,7 +70,7 @@ def open_reasoning_gym(settings: LibrarySettings) -> type[Attempts]:
 
 
 def problem_of(prompt: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the problem as its family made it. `entry` is its literal (see `tasks/reasoning_gym.py`).
+    """Returns the problem as its family made it. `entry` is its literal (see `episodes/tasks/reasoning_gym.py`).
 
     Raises ValueError for a row that is not of that task."""
     if literal := columns.get("entry"):

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.environments.libraries.led_again import Replies
-from headrace.environments.libraries.options import near, not_installed
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.step_driver import LibraryRollout
-from headrace.environments.workers.talk import AgentReply, BlockingAgent
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.libraries.led_again import Replies
+from headrace.episodes.environments.libraries.options import near, not_installed
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.step_driver import LibraryRollout
+from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent
 
 KIND = "textarena"
 UNFINISHED = "unfinished"

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from headrace.environments.libraries.led_again import Replies
-from headrace.environments.libraries.options import near, not_installed
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.step_driver import LibraryRollout
-from headrace.environments.workers.talk import AgentReply, BlockingAgent, messages_of
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.libraries.led_again import Replies
+from headrace.episodes.environments.libraries.options import near, not_installed
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.step_driver import LibraryRollout
+from headrace.episodes.environments.workers.talk import AgentReply, BlockingAgent, messages_of
 from headrace.settings.user_code import load_function, one_line
 
 KIND = "gym"

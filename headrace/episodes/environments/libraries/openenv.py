@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from headrace.environments.libraries.led_again import Replies
-from headrace.environments.libraries.options import known_options, not_installed
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.environments.workers.step_driver import LibraryRollout
-from headrace.environments.workers.talk import AgentReply, AsyncAgent
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.libraries.led_again import Replies
+from headrace.episodes.environments.libraries.options import known_options, not_installed
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.environments.workers.step_driver import LibraryRollout
+from headrace.episodes.environments.workers.talk import AgentReply, AsyncAgent
 
 KIND = "openenv"
 OPTIONS: dict[str, Any] = {"action": "message", "observation": ""}

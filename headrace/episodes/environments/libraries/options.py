@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.settings.extras import install
 
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
-from headrace.environments.config import EnvironmentConfig
-from headrace.environments.gateway.gateway import Gateway
-from headrace.environments.gateway.gateway_rollout import GatewayRollout
-from headrace.environments.verifiers.taskset_process import AgentRun, TasksetEnded, TasksetPool, TasksetProcess
-from headrace.environments.verifiers.verifiers_package import require_verifiers
-from headrace.errors import RolloutFailed
-from headrace.playing import Agent, Environment, EnvironmentKind
-from headrace.rewards import Unusable, number_of
-from headrace.types import Prompt
+from headrace.core.errors import RolloutFailed
+from headrace.core.playing import Agent, Environment, EnvironmentKind
+from headrace.core.rewards import Unusable, number_of
+from headrace.core.types import Prompt
+from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.gateway import Gateway
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.verifiers.taskset_process import AgentRun, TasksetEnded, TasksetPool, TasksetProcess
+from headrace.episodes.environments.verifiers.verifiers_package import require_verifiers
 from headrace.web.limits import ServerLimits
 
 SESSION_HEADER = "X-Session-ID"

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.verifiers import taskset_player
-from headrace.errors import RolloutFailed
-from headrace.observe.health.patience import within
-from headrace.observe.health.user_process import ProcessLost, UserProcess
+from headrace.core.errors import RolloutFailed
+from headrace.episodes.environments.verifiers import taskset_player
+from headrace.processes.health.patience import within
+from headrace.processes.health.user_process import ProcessLost, UserProcess
 from headrace.settings.interpreters import foreign_variables
 
 OPENING = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
 from headrace.settings.interpreters import Found, interpreter, look_into
 
 SETTING = "environment.python"

@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.environments.workers.episode_frames import FunctionLoaded, RolloutDone, unpack_report
-from headrace.environments.workers.process import (
+from headrace.core.errors import ConfigError, RolloutFailed
+from headrace.episodes.environments.workers.episode_frames import FunctionLoaded, RolloutDone, unpack_report
+from headrace.episodes.environments.workers.process import (
     MODULE,
     EnvironmentProcess,
     FunctionSettings,
@@ -22,8 +23,7 @@ from headrace.environments.workers.process import (
     RolloutAsked,
     RolloutListener,
 )
-from headrace.errors import ConfigError, RolloutFailed
-from headrace.observe.health.user_process import (
+from headrace.processes.health.user_process import (
     HERE,
     LOAD_SECONDS,
     ProcessLost,

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from headrace.batches import Failure
-from headrace.types import Struct
+from headrace.core.batches import Failure
+from headrace.core.types import Struct
 
 _LENGTH = struct.Struct(">I")
 LARGEST = 64 << 20

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.environments.workers.player import signature_problem
-from headrace.errors import ConfigError
+from headrace.core.errors import ConfigError
+from headrace.core.types import Struct
+from headrace.episodes.environments.workers.player import signature_problem
 from headrace.settings.user_code import load_function
-from headrace.types import Struct
 
 
 class LibrarySettings(Struct, frozen=True):

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.environments.workers.episode_frames import (
+from headrace.core.batches import Failure
+from headrace.core.errors import encodable
+from headrace.core.playing import Resumes
+from headrace.core.rewards import Unusable, number_of
+from headrace.episodes.environments.workers.episode_frames import (
     Cancel,
     ChatAsked,
     ChatReply,
@@ -23,13 +26,10 @@ from headrace.environments.workers.episode_frames import (
     Rewards,
     RolloutDone,
 )
-from headrace.environments.workers.step_driver import StepDriver, check_columns, is_stepped
-from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
-from headrace.environments.workers.tools import Toolbox, in_thread, is_async
-from headrace.errors import encodable
-from headrace.observe.health.user_prints import LOG, bounded_prints
-from headrace.playing import Resumes
-from headrace.rewards import Unusable, number_of
+from headrace.episodes.environments.workers.step_driver import StepDriver, check_columns, is_stepped
+from headrace.episodes.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
+from headrace.episodes.environments.workers.tools import Toolbox, in_thread, is_async
+from headrace.processes.health.user_prints import LOG, bounded_prints
 from headrace.settings.user_code import one_line, traceback_of
 
 _owner: ContextVar[int] = ContextVar("headrace_rollout", default=-1)

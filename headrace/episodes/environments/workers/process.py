@@ -12,7 +12,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.environments.workers.episode_frames import (
+from headrace.core.errors import RolloutFailed
+from headrace.core.playing import Resumes
+from headrace.core.types import Struct
+from headrace.episodes.environments.workers.episode_frames import (
     Beat,
     Cancel,
     ChatAsked,
@@ -28,19 +31,16 @@ from headrace.environments.workers.episode_frames import (
     pack,
     receive,
 )
-from headrace.environments.workers.loading import LibrarySettings
-from headrace.errors import RolloutFailed
-from headrace.observe.health.user_process import LOAD_SECONDS, OWN_SITE, ProcessLost, Site, SiteLost, UserProcess
-from headrace.playing import Resumes
-from headrace.sandbox.sandbox_limits import DEFAULT
-from headrace.types import Struct
+from headrace.episodes.environments.workers.loading import LibrarySettings
+from headrace.episodes.sandbox.sandbox_limits import DEFAULT
+from headrace.processes.health.user_process import LOAD_SECONDS, OWN_SITE, ProcessLost, Site, SiteLost, UserProcess
 
 SILENT = 30.0
 """Seconds in which it could run after which a process that sends no beat is killed: something holds the interpreter's lock."""
 GRACE = 10.0
 """Seconds that the user's `finally` blocks may take after a rollout was cancelled."""
 
-MODULE = "headrace.environments.workers.environment_worker"
+MODULE = "headrace.episodes.environments.workers.environment_worker"
 
 
 class FunctionSettings(Struct, frozen=True, kw_only=True):

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self, cast
 
 import msgspec
 
-from headrace.environments.workers.episode_frames import ResumedTurn
-from headrace.environments.workers.talk import AgentReply, AsyncAgent, BlockingAgent
-from headrace.environments.workers.tools import is_async
+from headrace.episodes.environments.workers.episode_frames import ResumedTurn
+from headrace.episodes.environments.workers.talk import AgentReply, AsyncAgent, BlockingAgent
+from headrace.episodes.environments.workers.tools import is_async
 
 LARGEST_STATE = 1 << 20
 """Bytes of an exported state. It is kept with every turn."""

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded, ToolAnswered
-from headrace.environments.workers.tools import Toolbox
-from headrace.errors import encodable
+from headrace.core.errors import encodable
+from headrace.episodes.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded, ToolAnswered
+from headrace.episodes.environments.workers.tools import Toolbox
 
 Message = dict[str, Any]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import encodable
+from headrace.core.errors import encodable
 from headrace.settings.user_code import said_by
 
 Schema = dict[str, Any]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from headrace.sandbox.inside import json_frames
-from headrace.sandbox.inside.confine import CHANNEL
-from headrace.sandbox.inside.plain import Given, as_json, contents, from_json
+from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.inside.confine import CHANNEL
+from headrace.episodes.sandbox.inside.plain import Given, as_json, contents, from_json
 
 _SLICE = 0.01
 """Seconds that coroutines run before the test is told that the one which it awaits has not ended."""

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.sandbox.kernel import landlock, seccomp
-from headrace.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
-from headrace.sandbox.kernel.thread_gate import hand_over
-from headrace.sandbox.sandbox_limits import SandboxLimits
+from headrace.episodes.sandbox.kernel import landlock, seccomp
+from headrace.episodes.sandbox.kernel.syscalls import drop_capabilities, end_with_parent
+from headrace.episodes.sandbox.kernel.thread_gate import hand_over
+from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 
 CHANNEL = 3
 """The descriptor that is left beside the three standard ones."""

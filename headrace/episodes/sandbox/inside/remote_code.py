@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from headrace.sandbox.inside import json_frames
-from headrace.sandbox.inside.answering import SAME_IN_BOTH
-from headrace.sandbox.inside.confine import CHANNEL
-from headrace.sandbox.inside.plain import Given, NotPlain, as_json, from_json, refill
+from headrace.episodes.sandbox.inside import json_frames
+from headrace.episodes.sandbox.inside.answering import SAME_IN_BOTH
+from headrace.episodes.sandbox.inside.confine import CHANNEL
+from headrace.episodes.sandbox.inside.plain import Given, NotPlain, as_json, from_json, refill
 
 TEST = "test.py"
 """The file name in its tracebacks."""

@@ -11,7 +11,7 @@ import traceback
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from headrace.sandbox.inside.answering import Answers
+from headrace.episodes.sandbox.inside.answering import Answers
 
 NAME = "solution.py"
 """The file name in its tracebacks."""

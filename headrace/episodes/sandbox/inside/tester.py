@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from headrace.sandbox.inside.remote_code import (
+from headrace.episodes.sandbox.inside.remote_code import (
     STAND_INS,
     TEST,
     InPlace,

@@ -12,10 +12,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from headrace.sandbox.inside.confine import CHANNEL
-from headrace.sandbox.inside.remote_code import TEST
-from headrace.sandbox.inside.solution import NAME, compiled, new_module
-from headrace.sandbox.inside.tester import NamesOfPython, names_of_test
+from headrace.episodes.sandbox.inside.confine import CHANNEL
+from headrace.episodes.sandbox.inside.remote_code import TEST
+from headrace.episodes.sandbox.inside.solution import NAME, compiled, new_module
+from headrace.episodes.sandbox.inside.tester import NamesOfPython, names_of_test
 
 _Verdict = tuple[str, str]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
-from headrace.sandbox.kernel.syscalls import no_new_privileges, system_call
+from headrace.episodes.sandbox.kernel.syscalls import no_new_privileges, system_call
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _DEVICE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from headrace.sandbox.kernel.syscalls import mount, unmount, unshare
+from headrace.episodes.sandbox.kernel.syscalls import mount, unmount, unshare
 
 _USER, _MOUNT, _NET, _IPC = 0x10000000, 0x00020000, 0x40000000, 0x08000000
 _PRIVATE, _RECURSIVE = 1 << 18, 1 << 14

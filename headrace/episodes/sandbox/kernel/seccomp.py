@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import NamedTuple
 
-from headrace.sandbox.kernel.syscalls import no_new_privileges, system_call
+from headrace.episodes.sandbox.kernel.syscalls import no_new_privileges, system_call
 
 _LD, _AND, _JA, _JEQ, _JGT, _RET = 0x20, 0x54, 0x05, 0x15, 0x25, 0x06
 """Opcodes of classic BPF: load a word of the call's description, mask it, jump, compare it, end (linux/bpf_common.h)."""

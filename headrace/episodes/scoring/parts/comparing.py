@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.batches import Failure
-from headrace.scoring.job import Ask, Effort, ScoringJob, Values
+from headrace.core.batches import Failure
+from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values
 
 Pair = tuple[int, int]
 """The numbers of two completions: the first and the second place."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from headrace.batches import Failure
-from headrace.observe.facts import ScorerAsked
-from headrace.observe.telemetry import Telemetry
-from headrace.scoring.extract import Extractor
-from headrace.scoring.job import Ask, Effort, ScoringJob, Values, transcript_of
-from headrace.scoring.parts.score_log import ScoreLog
-from headrace.scoring.parts.segmenting import Form, segmented
-from headrace.types import Episode, Prompt
+from headrace.core.batches import Failure
+from headrace.core.types import Episode, Prompt
+from headrace.episodes.scoring.extract import Extractor
+from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values, transcript_of
+from headrace.episodes.scoring.parts.score_log import ScoreLog
+from headrace.episodes.scoring.parts.segmenting import Form, segmented
+from headrace.facts.facts import ScorerAsked
+from headrace.facts.telemetry import Telemetry
 
 
 @dataclass(frozen=True, kw_only=True)

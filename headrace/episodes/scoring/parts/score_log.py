@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.batches import Failure
+from headrace.core.batches import Failure
+from headrace.core.errors import HeadraceError
+from headrace.core.types import Struct
 from headrace.durable.atomic_files import AppendFile, read_lines, replace_file
 from headrace.durable.journal import Damage
-from headrace.errors import HeadraceError
-from headrace.scoring.job import ScoringJob, Values
-from headrace.types import Struct
+from headrace.episodes.scoring.job import ScoringJob, Values
 
 SCORES = "scores.jsonl"
 LARGEST = 4 << 20

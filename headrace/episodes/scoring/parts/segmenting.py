@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from headrace.batches import Failure
-from headrace.types import Completion, Episode
+from headrace.core.batches import Failure
+from headrace.core.types import Completion, Episode
 
 Decode = Callable[[Sequence[int]], str]
 Form = Literal["sum", "min"]

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.errors import ConfigError
-from headrace.scoring.extract import Extract
-from headrace.scoring.parts.segmenting import Form
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.extract import Extract
+from headrace.episodes.scoring.parts.segmenting import Form
 from headrace.settings.extras import EXTRAS, install, is_installed
 from headrace.settings.secrets import check_token, read_token
 from headrace.settings.strict import LONGEST_NAME, STRICT

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from headrace.batches import Failure
-from headrace.scoring.job import Effort
-from headrace.scoring.services.config import EndpointConfig
-from headrace.scoring.services.http_post import HttpAnswer, NoAnswer, Poster
+from headrace.core.batches import Failure
+from headrace.episodes.scoring.job import Effort
+from headrace.episodes.scoring.services.config import EndpointConfig
+from headrace.episodes.scoring.services.http_post import HttpAnswer, NoAnswer, Poster
 
 T = TypeVar("T")
 

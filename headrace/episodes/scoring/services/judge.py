@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from headrace.batches import Failure
-from headrace.scoring.job import Ask, Effort, ScoringJob, Values
-from headrace.scoring.parts.comparing import compared, key_of, shuffled_by
-from headrace.scoring.services.config import JudgeConfig
-from headrace.scoring.services.endpoint import Endpoint
-from headrace.scoring.services.http_post import Poster
-from headrace.scoring.services.judge_answers import (
+from headrace.core.batches import Failure
+from headrace.episodes.scoring.job import Ask, Effort, ScoringJob, Values
+from headrace.episodes.scoring.parts.comparing import compared, key_of, shuffled_by
+from headrace.episodes.scoring.services.config import JudgeConfig
+from headrace.episodes.scoring.services.endpoint import Endpoint
+from headrace.episodes.scoring.services.http_post import Poster
+from headrace.episodes.scoring.services.judge_answers import (
     ask_for_ranking,
     ask_for_score,
     ask_for_verdict,

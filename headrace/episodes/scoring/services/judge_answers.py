@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.scoring.extract import NUMBER, number_of
-from headrace.scoring.services.config import LABELS, JudgeConfig
-from headrace.scoring.services.endpoint import BadAnswer
+from headrace.episodes.scoring.extract import NUMBER, number_of
+from headrace.episodes.scoring.services.config import LABELS, JudgeConfig
+from headrace.episodes.scoring.services.endpoint import BadAnswer
 
 _LINE = r"(?im)^[\s*_#>`-]*{word}[\s*_`]*:[\s*_`]*{value}"
 _SCORE = re.compile(_LINE.format(word="score", value=""))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.batches import Failure
-from headrace.scoring.job import Effort, ScoringJob, Values, offered, read_values
-from headrace.scoring.services.config import ServiceConfig
-from headrace.scoring.services.endpoint import BadAnswer, Endpoint
-from headrace.scoring.services.http_post import Poster
+from headrace.core.batches import Failure
+from headrace.episodes.scoring.job import Effort, ScoringJob, Values, offered, read_values
+from headrace.episodes.scoring.services.config import ServiceConfig
+from headrace.episodes.scoring.services.endpoint import BadAnswer, Endpoint
+from headrace.episodes.scoring.services.http_post import Poster
 
 
 class HttpService:

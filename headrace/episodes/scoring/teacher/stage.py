@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.batches import Failure
-from headrace.errors import PoisonedRequest
-from headrace.observe.health.waits import Waits
-from headrace.protocols import Engine, Scorer
-from headrace.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
+from headrace.core.batches import Failure
+from headrace.core.errors import PoisonedRequest
+from headrace.core.protocols import Engine, Scorer
+from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored, TeacherTrace, TopLogprobs
+from headrace.facts.waits import Waits
 
 Takes = Callable[[Prompt], bool]
 

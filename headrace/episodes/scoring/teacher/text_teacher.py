@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.batches import Failure
-from headrace.observe.health.waits import Waits
-from headrace.protocols import Engine, Scorer
-from headrace.scoring.teacher.stage import REFUSED, Takes, ask, slice_of
-from headrace.types import Completion, Episode, Prompt, Scored, Turn
+from headrace.core.batches import Failure
+from headrace.core.protocols import Engine, Scorer
+from headrace.core.types import Completion, Episode, Prompt, Scored, Turn
+from headrace.episodes.scoring.teacher.stage import REFUSED, Takes, ask, slice_of
+from headrace.facts.waits import Waits
 
 Message = dict[str, Any]
 _FOR_TEMPLATES = ("role", "content", "tool_calls", "tool_call_id", "name")

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from headrace.scoring.job import LoadedReward, ScoringJob, Values
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values
 
 _LENGTH = struct.Struct(">I")
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.scoring.builtin import load_reasoning_gym
-from headrace.scoring.job import signature_problem
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.builtin import load_reasoning_gym
+from headrace.episodes.scoring.job import signature_problem
 from headrace.settings.user_code import load_function
 
 
 def _unit_tests(*, whole: bool) -> Callable[..., Any]:
-    from headrace.scoring.unit_tests import load_unit_tests  # its import says that code is run (`sandbox/use.py`)
+    from headrace.episodes.scoring.unit_tests import (
+        load_unit_tests,  # its import says that code is run (`episodes/sandbox/use.py`)
+    )
 
     return load_unit_tests(whole=whole)
 

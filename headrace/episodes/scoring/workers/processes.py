@@ -10,8 +10,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.observe.health.user_process import (
+from headrace.core.errors import ConfigError
+from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
+from headrace.episodes.scoring.workers.frames import Call, Ready, pack, read_answer, receive
+from headrace.processes.health.user_process import (
     LOAD_SECONDS,
     OWN_SITE,
     ProcessLost,
@@ -21,10 +23,8 @@ from headrace.observe.health.user_process import (
     ending,
     run_once,
 )
-from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
-from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
-_MODULE = "headrace.scoring.workers.reward_worker"
+_MODULE = "headrace.episodes.scoring.workers.reward_worker"
 _LOADING = " while it loaded the reward functions"
 
 GRACE = 1.0

@@ -1,4 +1,4 @@
-"""A process that runs reward functions: `python -m headrace.scoring.workers.reward_worker [--check] SANDBOX FUNCTION...`, driven by `processes.py`.
+"""A process that runs reward functions: `python -m headrace.episodes.scoring.workers.reward_worker [--check] SANDBOX FUNCTION...`, driven by `processes.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -15,16 +15,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.observe.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
-from headrace.observe.health.own_stacks import answer_signals
-from headrace.observe.health.user_prints import LOG
-from headrace.observe.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
-from headrace.sandbox.sandbox_limits import SandboxSettings
-from headrace.sandbox.use import check_if_imported, use_settings
-from headrace.scoring.job import LoadedReward, call, call_async, is_async
-from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
-from headrace.scoring.workers.load import load_functions
+from headrace.core.errors import ConfigError
+from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
+from headrace.episodes.sandbox.use import check_if_imported, use_settings
+from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async
+from headrace.episodes.scoring.workers.frames import Call, Ready, Reply, pack, read_call
+from headrace.episodes.scoring.workers.load import load_functions
+from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
+from headrace.processes.health.own_stacks import answer_signals
+from headrace.processes.health.user_prints import LOG
+from headrace.processes.health.user_process import FrameSender, obey_until_end, run_to_end, take_pipes
 
 Functions = list[Callable[..., Any]]
 

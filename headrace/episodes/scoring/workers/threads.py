@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from headrace.observe.health.patience import within
-from headrace.scoring.job import ScoringJob, Values, call, call_async, name_of, too_late
+from headrace.episodes.scoring.job import ScoringJob, Values, call, call_async, name_of, too_late
+from headrace.processes.health.patience import within
 
 _numbers = itertools.count(1)
 

@@ -38,7 +38,7 @@ class Notice(NamedTuple):
 class Bus(Protocol):
     """The messages of one run.
 
-    >>> from headrace.orchestration.bus.memory_bus import MemoryBus
+    >>> from headrace.testing.memory_bus import MemoryBus
     >>> async def case():
     ...     bus = MemoryBus()
     ...     await bus.post(Posting("tickets", "12", b"sample this"))

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.durable.atomic_files import replace_file
-from headrace.orchestration.bus.bus_port import LEASE, Letter, Notice, Posting
-from headrace.orchestration.bus.letterbox import LetterBox
-from headrace.orchestration.bus.lines import LineFile
+from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
+from headrace.run.hosts.bus.letterbox import LetterBox
+from headrace.run.hosts.bus.lines import LineFile
 
 POLL = 0.01
 """Seconds between two looks at a file. A network's file system tells nobody that a file has changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from headrace.orchestration.bus.bus_port import Letter
+from headrace.run.hosts.bus.bus_port import Letter
 
 
 class Held(NamedTuple):

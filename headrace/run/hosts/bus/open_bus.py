@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.errors import ConfigError
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.bus.jsonl import JsonlBus, runs_in
-from headrace.orchestration.bus.redis_streams import RedisBus, runs_of
+from headrace.core.errors import ConfigError
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.bus.jsonl import JsonlBus, runs_in
+from headrace.run.hosts.bus.redis_streams import RedisBus, runs_of
 from headrace.settings.extras import install, is_installed
 
 FORGETS = (

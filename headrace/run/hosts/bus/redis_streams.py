@@ -20,8 +20,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from headrace.errors import ConfigError
-from headrace.orchestration.bus.bus_port import LEASE, Letter, Notice, Posting
+from headrace.core.errors import ConfigError
+from headrace.run.hosts.bus.bus_port import LEASE, Letter, Notice, Posting
 
 RUNS = b"headrace:runs"
 GROUP = "headrace"

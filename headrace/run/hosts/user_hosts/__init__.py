@@ -8,6 +8,6 @@
 The processes are those that a run has on its own machine, with the same frames. A host passes their bytes on and reads none of them. Deadlines stay
 with the run, and the time in which nothing was heard of a host is no part of them.
 
-Read `host_messages.py`, `same_code.py` (whether the user's files are the run's), `user_host.py` (the worker's end) and `fake_user_host.py` (a
-host without processes). The controller's end is `clients/hosted_site.py`.
+Read `host_messages.py` and `user_host.py` (the worker's end). The controller's end is `run/clients/hosted_site.py`; whether the user's files
+are the run's is found out in `processes/joining/same_code.py`.
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.environments.workers.process import FunctionSettings
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.episodes.environments.workers.process import FunctionSettings
 
 PULSE = 1.0
 """Seconds between two pulses of a host."""

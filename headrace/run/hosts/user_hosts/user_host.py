@@ -9,22 +9,22 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.environments.workers.environment_pool import check_function
-from headrace.errors import ConfigError
-from headrace.observe.health.user_process import OWN_SITE, RunningProcess, UserProgram
-from headrace.orchestration.workers.answers import answer, begun, vital
-from headrace.orchestration.workers.joining.offering import refuse
-from headrace.orchestration.workers.user_hosts.host_messages import (
+from headrace.core.errors import ConfigError
+from headrace.core.printing import say
+from headrace.episodes.environments.workers.environment_pool import check_function
+from headrace.episodes.scoring.workers.processes import check_functions
+from headrace.processes.answers import answer, begun, vital
+from headrace.processes.health.user_process import OWN_SITE, RunningProcess, UserProgram
+from headrace.processes.joining.offering import refuse
+from headrace.processes.joining.same_code import code_problem
+from headrace.processes.wire import Frame, WorkerEnd, unpack
+from headrace.run.hosts.user_hosts.host_messages import (
     PULSE,
     ProcessBytes,
     ProcessGone,
     SpawnAsked,
     UserHostStart,
 )
-from headrace.orchestration.workers.user_hosts.same_code import code_problem
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.printing import say
-from headrace.scoring.workers.processes import check_functions
 
 PIECE = 1 << 16
 """Bytes of output that are passed on at once."""

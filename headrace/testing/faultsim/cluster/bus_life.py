@@ -9,21 +9,21 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.errors import HeadraceError
-from headrace.faultsim.cluster.day_checks import DayChecks
-from headrace.faultsim.cluster.hardware.cluster_parts import ClusterProcesses, telemetry_of, world_settings
-from headrace.faultsim.cluster.hardware.machines import Machines
-from headrace.faultsim.cluster.hardware.mishaps import Mishap
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.cluster.host_park import HostPark
-from headrace.faultsim.faults import Killed
-from headrace.observe.facts import Accounting
-from headrace.orchestration.bus.bus_port import Bus
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.clients.bus_engine import BusEngine
-from headrace.orchestration.groups.errands import GroupSizes, RunNotice
-from headrace.orchestration.groups.suspects import Suspects
-from headrace.simulate.world import World
+from headrace.core.errors import HeadraceError
+from headrace.facts.facts import Accounting
+from headrace.loop.suspects import Suspects
+from headrace.loop.world.world import World
+from headrace.run.clients.bus_engine import BusEngine
+from headrace.run.hosts.bus.bus_port import Bus
+from headrace.run.hosts.errands import GroupSizes, RunNotice
+from headrace.testing.faultsim.cluster.cluster_parts import ClusterProcesses, telemetry_of, world_settings
+from headrace.testing.faultsim.cluster.day_checks import DayChecks
+from headrace.testing.faultsim.cluster.host_park import HostPark
+from headrace.testing.faultsim.cluster.machines import Machines
+from headrace.testing.faultsim.cluster.mishaps import Mishap
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.faultsim.faults import Killed
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 from headrace.version import __version__
 
 

@@ -14,18 +14,18 @@ from collections.abc import Coroutine
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from headrace.errors import IdentityError
-from headrace.faultsim.cluster.hardware.machines import NodeLink
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.engine_worker import opinion
-from headrace.orchestration.workers.fake import FakeProcess
-from headrace.orchestration.workers.wire import BEAT, BEATS, Frame, unpack
-from headrace.reports import EngineStats, LoadReport, capable
-from headrace.simulate.codes import context_length
-from headrace.simulate.surroundings import CompletionLengths
-from headrace.steps import Finished, PromptScores, StepOutput
-from headrace.types import Request
-from headrace.weights import WeightUpdate
+from headrace.core.errors import IdentityError
+from headrace.core.reports import EngineStats, LoadReport, capable
+from headrace.core.steps import Finished, PromptScores, StepOutput
+from headrace.core.types import Request
+from headrace.core.weights import WeightUpdate
+from headrace.loop.world.codes import context_length
+from headrace.loop.world.surroundings import CompletionLengths
+from headrace.processes.wire import BEAT, BEATS, Frame, unpack
+from headrace.testing.fake_worker import FakeProcess
+from headrace.testing.faultsim.cluster.machines import NodeLink
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.faultsim.engine_worker import opinion
 
 _ROUNDING = 1e-6
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from headrace.faultsim.cluster.hardware.cluster_engine import ClusterEngineProcess
-from headrace.faultsim.cluster.hardware.cluster_trainer import ClusterRankProcess, MeshState
-from headrace.faultsim.cluster.hardware.machines import Machines, NodeLink
-from headrace.faultsim.cluster.hardware.mishaps import Mishap
-from headrace.faultsim.cluster.hardware.placing import ClusterLauncher, ClusterProcess
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.faults import Killed
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_trainer import ProcessTrainer
-from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.workers.fake import bare_start
-from headrace.protocols import Observer
-from headrace.simulate.distributions import fixed
-from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
-from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.core.protocols import Observer
+from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
+from headrace.loop.checkpoints import Checkpoints
+from headrace.loop.world.distributions import fixed
+from headrace.loop.world.surroundings import SimulatedScorer, SimulatedTask
+from headrace.loop.world.virtual_time import VirtualTimeLoop
+from headrace.run.clients.process_trainer import ProcessTrainer
+from headrace.testing.fake_worker import bare_start
+from headrace.testing.faultsim.cluster.cluster_engine import ClusterEngineProcess
+from headrace.testing.faultsim.cluster.cluster_trainer import ClusterRankProcess, MeshState
+from headrace.testing.faultsim.cluster.machines import Machines, NodeLink
+from headrace.testing.faultsim.cluster.mishaps import Mishap
+from headrace.testing.faultsim.cluster.placing import ClusterLauncher, ClusterProcess
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.faultsim.faults import Killed
 
 ENDLESS = 1_000_000
 """Steps of the run: the day ends first."""

@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import xxhash
 
-from headrace.batches import Batch
-from headrace.errors import HeadraceError
-from headrace.faultsim.cluster.hardware.machines import NodeLink
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.engine_worker import opinion
-from headrace.faultsim.trainer_worker import WEIGHTS
-from headrace.orchestration.workers.fake import FakeProcess
-from headrace.orchestration.workers.wire import Frame, unpack
-from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
-from headrace.reports import Captured, TrainReport
-from headrace.weights import WeightUpdate
+from headrace.core.batches import Batch
+from headrace.core.errors import HeadraceError
+from headrace.core.reports import Captured, TrainReport
+from headrace.core.weights import WeightUpdate
+from headrace.processes.wire import Frame, unpack
+from headrace.run.worker.worker_messages import TrainerReady, TrainerStart
+from headrace.testing.fake_worker import FakeProcess
+from headrace.testing.faultsim.cluster.machines import NodeLink
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.faultsim.engine_worker import opinion
+from headrace.testing.faultsim.trainer_worker import WEIGHTS
 
 
 @dataclass

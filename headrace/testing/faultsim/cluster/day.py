@@ -1,4 +1,4 @@
-"""`python -m headrace.faultsim.cluster.day`: a day of a cluster in virtual time, with failures at realistic rates.
+"""`python -m headrace.testing.faultsim.cluster.day`: a day of a cluster in virtual time, with failures at realistic rates.
 
 --gpus 1024 --hours 24   the size of the cluster, and of the day
 --seeds 0 1              days with other failures
@@ -17,18 +17,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.errors import HeadraceError
-from headrace.faultsim.cluster.bus_life import BusLives
-from headrace.faultsim.cluster.day_checks import DayChecks
-from headrace.faultsim.cluster.day_report import DayReport, report_of
-from headrace.faultsim.cluster.fleet_life import FleetLife
-from headrace.faultsim.cluster.hardware.machines import Machines
-from headrace.faultsim.cluster.hardware.mishaps import Mishap, mishaps_of
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.faultsim.faults import Killed, forget
-from headrace.observe.facts import Accounting
-from headrace.printing import echo
-from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.core.errors import HeadraceError
+from headrace.core.printing import echo
+from headrace.facts.facts import Accounting
+from headrace.loop.world.virtual_time import VirtualTimeLoop
+from headrace.testing.faultsim.cluster.bus_life import BusLives
+from headrace.testing.faultsim.cluster.day_checks import DayChecks
+from headrace.testing.faultsim.cluster.day_report import DayReport, report_of
+from headrace.testing.faultsim.cluster.fleet_life import FleetLife
+from headrace.testing.faultsim.cluster.machines import Machines
+from headrace.testing.faultsim.cluster.mishaps import Mishap, mishaps_of
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.faultsim.faults import Killed, forget
 
 
 def run_day(size: ClusterSize, hours: float, seed: int, harsher: float, *, bus: bool = False) -> DayReport:

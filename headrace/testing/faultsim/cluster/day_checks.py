@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from headrace.batches import Group
-from headrace.faultsim.cluster.hardware.cluster_engine import token_at
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.observe.facts import (
+from headrace.core.batches import Group
+from headrace.core.types import Request, Sampling
+from headrace.episodes.rollout import seed_of
+from headrace.facts.facts import (
     Accounting,
     GroupEnded,
     MemberMoved,
@@ -21,9 +21,9 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.rollouts.rollout import seed_of
-from headrace.simulate.surroundings import CompletionLengths
-from headrace.types import Request, Sampling
+from headrace.loop.world.surroundings import CompletionLengths
+from headrace.testing.faultsim.cluster.cluster_engine import token_at
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 HOUR = 3600.0
 

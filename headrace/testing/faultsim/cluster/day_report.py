@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from headrace.faultsim.cluster.day_checks import DayChecks
-from headrace.faultsim.cluster.hardware.mishaps import Mishap
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.observe.facts import Accounting
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.facts.facts import Accounting
+from headrace.testing.faultsim.cluster.day_checks import DayChecks
+from headrace.testing.faultsim.cluster.mishaps import Mishap
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 
 class DayReport(Struct, frozen=True, kw_only=True):

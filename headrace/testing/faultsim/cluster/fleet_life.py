@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from headrace.core.protocols import Job
 from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
-from headrace.faultsim.cluster.day_checks import DayChecks
-from headrace.faultsim.cluster.hardware.cluster_parts import ClusterProcesses, telemetry_of, world_settings
-from headrace.faultsim.cluster.hardware.machines import Machines
-from headrace.faultsim.cluster.hardware.mishaps import Mishap
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.observe.facts import Accounting, EngineSample, Fact
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
-from headrace.simulate.world import World
+from headrace.facts.facts import Accounting, EngineSample, Fact
+from headrace.facts.telemetry import Telemetry
+from headrace.loop.world.world import World
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.worker.worker_messages import EngineStart
+from headrace.testing.faultsim.cluster.cluster_parts import ClusterProcesses, telemetry_of, world_settings
+from headrace.testing.faultsim.cluster.day_checks import DayChecks
+from headrace.testing.faultsim.cluster.machines import Machines
+from headrace.testing.faultsim.cluster.mishaps import Mishap
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 NOBODY = 3600.0
 """Seconds for which the fleet may be without any member: all of them start anew after a failure of the whole network."""

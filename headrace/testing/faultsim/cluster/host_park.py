@@ -6,24 +6,24 @@ import asyncio
 import itertools
 import math
 
-from headrace.environments.single_turn import SINGLE_TURN
-from headrace.errors import HeadraceError
-from headrace.faultsim.cluster.day_checks import DayChecks
-from headrace.faultsim.cluster.hardware.cluster_parts import ClusterProcesses, scorer_of, telemetry_of
-from headrace.faultsim.cluster.hardware.linked_bus import LinkedBus
-from headrace.faultsim.cluster.hardware.machines import Machines
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.observe.facts import Fact
-from headrace.orchestration.bus.memory_bus import MemoryBus, MemoryServer
-from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.groups.own_groups import OwnGroups
-from headrace.orchestration.groups.rollout_host import HostParts, RolloutHost
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Job
-from headrace.rollouts.notebook import Notebook
-from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.core.errors import HeadraceError
+from headrace.core.protocols import Job
+from headrace.episodes.environments.single_turn import SINGLE_TURN
+from headrace.episodes.notebook import Notebook
+from headrace.facts.facts import Fact
+from headrace.loop.loop_plan import LoopPlan
+from headrace.loop.own_groups import OwnGroups
+from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.run.clients.process_engine import ProcessEngine
+from headrace.run.hosts.rollout_host import HostParts, RolloutHost
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import EvalConfig
+from headrace.testing.faultsim.cluster.cluster_parts import ClusterProcesses, scorer_of, telemetry_of
+from headrace.testing.faultsim.cluster.day_checks import DayChecks
+from headrace.testing.faultsim.cluster.linked_bus import LinkedBus
+from headrace.testing.faultsim.cluster.machines import Machines
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
+from headrace.testing.memory_bus import MemoryBus, MemoryServer
 
 
 class _Unheard:

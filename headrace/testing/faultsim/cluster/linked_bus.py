@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
-from headrace.faultsim.cluster.hardware.machines import NodeLink
-from headrace.orchestration.bus.bus_port import Bus, Letter, Notice, Posting
+from headrace.run.hosts.bus.bus_port import Bus, Letter, Notice, Posting
+from headrace.testing.faultsim.cluster.machines import NodeLink
 
 
 class LinkedBus:

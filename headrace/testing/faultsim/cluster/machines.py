@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 LATENCY = 0.0005
 """Seconds of a message."""

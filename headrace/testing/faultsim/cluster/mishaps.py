@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Literal
 
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 Kind = Literal[
     "gpu_crashes", "gpu_hangs", "gpu_slows", "node_lost", "network_flap", "slow_link", "message_repeated", "clock_jump", "controller_killed",

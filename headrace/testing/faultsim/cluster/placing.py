@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.faultsim.cluster.hardware.cluster_engine import ClusterEngineProcess
-from headrace.faultsim.cluster.hardware.cluster_trainer import ClusterRankProcess
-from headrace.faultsim.cluster.hardware.machines import Machines, NodeLink
-from headrace.faultsim.cluster.hardware.sizing import ClusterSize
-from headrace.orchestration.workers.fake import FakeWorker
-from headrace.protocols import Heard, Job
+from headrace.core.protocols import Heard, Job
+from headrace.testing.fake_worker import FakeWorker
+from headrace.testing.faultsim.cluster.cluster_engine import ClusterEngineProcess
+from headrace.testing.faultsim.cluster.cluster_trainer import ClusterRankProcess
+from headrace.testing.faultsim.cluster.machines import Machines, NodeLink
+from headrace.testing.faultsim.cluster.sizing import ClusterSize
 
 ClusterProcess = ClusterEngineProcess | ClusterRankProcess
 

@@ -1,7 +1,7 @@
 """The size and the speeds of a simulated cluster.
 
 The defaults are a dense model of 70B parameters on 1,024 H100 that thinks for long: 232 engines of four GPUs, and 96 trainer ranks. Their speeds are
-those of the planner's roofline (`plan/rates/hardware.py`), written out as numbers:
+those of the planner's roofline (`commands/plan/rates/hardware.py`), written out as numbers:
 
     a pass of n sequences   14.6 ms for the weights + 3 ms fixed + n · 1.11 ms for a cache of 32,000 tokens each
     a trained token         6 · 70.6e9 operations at 40 % of 96 H100, less 5 % for every doubling beyond eight
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.staleness import StalenessConfig
-from headrace.simulate.distributions import Distribution
-from headrace.types import Struct
+from headrace.core.types import Struct
+from headrace.episodes.rollout import RolloutConfig
+from headrace.loop.staleness import StalenessConfig
+from headrace.loop.world.distributions import Distribution
 
 
 class ClusterSize(Struct, frozen=True, kw_only=True):

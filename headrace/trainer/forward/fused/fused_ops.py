@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address
-from headrace.packing import Segment
 from headrace.trainer.forward.fused.fused_weights import kernels
 from headrace.trainer.kernels import binding
+from headrace.trainer.packing import Segment
 
 STRETCH = 32
 """Rows whose parts of a weight's gradient are summed together."""
