@@ -34,8 +34,8 @@ from headrace.core.weights import Manifest
 from headrace.models.resolve import resolve_model
 from headrace.trainer.model.causal_lm import load_model
 from headrace.web.tls import first_certificate
-from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.delta.codec import apply, encode
+from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.over_tcp.tcp import Tcp, TlsIdentity
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
@@ -167,11 +167,13 @@ def opened(kind: str, encoding: str, folder: Path) -> Transport:
     if kind == "cuda_ipc":
         return CudaIpc("cpu")
     if kind != TLS:
-        return TRANSPORTS[kind].open(form)
+        return TRANSPORTS[kind].open(Opening(form=form))
     cert, key = folder / "cert.pem", folder / "key.pem"
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=run"]
     subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    return msgspec.structs.replace(Tcp.open(form), tls=TlsIdentity(first_certificate(cert), str(cert), str(key)))
+    return msgspec.structs.replace(
+        Tcp.open(Opening(form=form)), tls=TlsIdentity(first_certificate(cert), str(cert), str(key))
+    )
 
 
 def way(images: list[Image], kind: str, encoding: str, rounds: int, transport: Transport) -> None:

@@ -21,6 +21,8 @@ from headrace.algo.recipe_parts import CorrectionConfig
 from headrace.algo.recipes import LOSSES
 from headrace.algo.rules.table import RULES
 from headrace.run.config import RunConfig
+from headrace.weight_sync.config import AUTO, WeightSyncConfig
+from headrace.weight_sync.transport import TRANSPORTS
 
 TARGET = Path(__file__).with_name("settings.md")
 
@@ -85,9 +87,12 @@ def inherited(kind: type) -> dict[str, str]:
 
 
 def computed(kind: type) -> dict[str, str]:
-    """Returns the purposes of settings that are made from the tables of losses and rules."""
+    """Returns the purposes of settings that are made from the tables of losses, rules and transports."""
     if kind is CorrectionConfig:
         return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
+    if kind is WeightSyncConfig:
+        about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
+        return {"kind": f"{about}. auto: {AUTO}."}
     return constants() if kind is AlgoConfig else {}
 
 

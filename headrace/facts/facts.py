@@ -26,6 +26,10 @@ class WeightWay(Struct, frozen=True):
     """The value of `weight_sync.kind`, with `auto` resolved."""
     encoding: str
     """The value of `weight_sync.encoding`."""
+    words: str = ""
+    """The transport's name in sentences. Empty in runs from before 2026-11-29."""
+    travels: Literal["bytes", "files", "nothing"] = "bytes"
+    """Files: the bytes of a version are those that were written, whoever reads them; nothing: both ends share memory."""
 
 
 class RunStarted(Fact, frozen=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.core.protocols import Engine, Launcher, Trainer, Transport
+from headrace.core.protocols import Engine, Launcher, Trainer
 from headrace.engine.fleet.fleet import Fleet
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
@@ -23,8 +23,10 @@ from headrace.run.seats import open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
 from headrace.run.teaching import Shadowing, Teaching, shadow_of
 from headrace.run.user_sites import ONLY_HERE, UserSites
-from headrace.run.worker.build import open_launcher, open_transport
+from headrace.run.worker.build import open_launcher
 from headrace.run.worker.worker_messages import AdapterStart, TrainerReady, TrainerStart
+from headrace.weight_sync.kind import TransportKind
+from headrace.weight_sync.shared_memory import SharedMemory
 
 
 @dataclass(kw_only=True)
@@ -34,7 +36,7 @@ class Pools:
     trainer: Trainer
     engine: Engine
     launcher: Launcher
-    transports: Sequence[Transport]
+    transports: Sequence[TransportKind]
     trainer_dtype: str
     """The dtype that the trainer computes in."""
     same_arithmetic: bool
@@ -105,7 +107,7 @@ async def open_pools(
         transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
         if any(teacher.student for teacher in config.teachers):
-            transports.append(open_transport())
+            transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
         ending = await undo.enter_async_context(AsyncExitStack())
@@ -169,8 +171,8 @@ def trainer_start(
     config: RunConfig,
     model_dir: Path,
     restore: Mapping[str, Path],
-    transport: Transport,
-    shadow: Transport | None = None,
+    transport: TransportKind,
+    shadow: TransportKind | None = None,
 ) -> TrainerStart:
     """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, if that is a teacher."""
     threads = threads_of_rank(config) if ranks_of(config) else config.train.threads

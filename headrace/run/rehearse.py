@@ -66,8 +66,9 @@ from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.trainer.rate_schedule import change_of_rate, drawn
 from headrace.views.screen.start_line import StartSteps
-from headrace.weight_sync.config import NO_GPU, way_of
+from headrace.weight_sync.config import way_of
 from headrace.weight_sync.delta.watch import poor_settings
+from headrace.weight_sync.push.cuda_ipc import NO_GPU
 
 _ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
@@ -482,7 +483,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:
-        fetches = way_of(config.weight_sync, config.ends).kind == "http"
+        fetches = way_of(config.weight_sync, config.ends).transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)
         if problem := cannot_reload(config.engine.kind, server, shape.experts):
             found.doubt(problem, certain=True)
@@ -506,8 +507,8 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
         lora=first.lora,
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
-        fetches=not config.engine.is_server and way.kind not in ("shared_memory", "cuda_ipc"),
-        published="cuda" if way.kind == "cuda_ipc" else "cpu",
+        fetches=not config.engine.is_server and way.transport.sends_bytes,
+        published=way.transport.device_of_buffers,
         trains=here,
         shared=config.orchestration.placement == "shared",
         lent=config.orchestration.lend,

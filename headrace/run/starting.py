@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ConfigError
-from headrace.core.protocols import Job, Launcher, Transport
+from headrace.core.protocols import Job, Launcher
 from headrace.core.weights import Manifest
 from headrace.durable.atomic_files import replace_file
 from headrace.engine.config import EngineConfig
@@ -47,14 +47,13 @@ from headrace.run.needs import adapters_served
 from headrace.run.rehearsal.shape import read_shape
 from headrace.run.resume_rules import mark_of, meaning
 from headrace.run.seats import threads_elsewhere
-from headrace.run.worker.build import open_files, open_network, open_transport
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.process_config import OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
 from headrace.web.tls import TlsIdentity, first_certificate
 from headrace.weight_sync.config import WeightSyncConfig, reached_at, way_of
-from headrace.weight_sync.over_http.http_ranges import Http
+from headrace.weight_sync.kind import Opening, TransportKind
 
 DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
     "headrace": lambda model_dir, check_every: HeadraceDialect(),
@@ -70,21 +69,24 @@ FETCHING: dict[str, Callable[[Path, int, Mapping[str, str]], Dialect]] = {
 """The dialect of servers that fetch weights over HTTP, made from the token too that the trainer's server asks for, and its certificate."""
 
 
-def transport_of(config: RunConfig, logs: Path) -> Transport:
+def transport_of(config: RunConfig, logs: Path) -> TransportKind:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
-    way = way_of(config.weight_sync, config.ends)
-    if way.kind in ("http", "tcp", "broadcast"):
-        place: OrchestrationConfig | WeightSyncConfig = config.orchestration
-        place = place if place.cert else config.weight_sync
-        tls = TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key) if place.cert else None
-        return open_network(way.kind, config.weight_sync.form, reached_at(config.weight_sync, config.ends), tls)
-    if way.kind != "files":
-        return open_transport(way.kind, config.weight_sync.form)
+    transport = way_of(config.weight_sync, config.ends).transport
+    place: OrchestrationConfig | WeightSyncConfig = config.orchestration
+    place = place if place.cert else config.weight_sync
     shared = config.engine.shared_dir
-    if shared and not Path(shared).is_dir():
+    if transport.writes_files and shared and not Path(shared).is_dir():
         raise ConfigError(f"engine.shared_dir = {shared} is no directory here; make it, or leave it out")
-    directory = (Path(shared) if shared else logs.absolute()) / f"{config.name}-weights"
-    return open_files(directory, config.weight_sync.form, config.engine.kind in COPIES_TIED)
+    opening = Opening(
+        form=config.weight_sync.form,
+        host=reached_at(config.weight_sync, config.ends),
+        tls=TlsIdentity(first_certificate(Path(place.cert)), place.cert, place.key)
+        if place.cert and transport.encrypts
+        else None,
+        directory=(Path(shared) if shared else logs.absolute()) / f"{config.name}-weights",
+        repeat_tied=config.engine.kind in COPIES_TIED,
+    )
+    return transport.open(opening)
 
 
 def start_engine(
@@ -92,7 +94,7 @@ def start_engine(
     *,
     model_dir: Path,
     launcher: Launcher,
-    transport: Transport,
+    transport: TransportKind,
     logs: Path,
     telemetry: Telemetry,
     here: Launcher | None = None,
@@ -127,7 +129,7 @@ def start_engine(
 
 
 def _on_bus(
-    config: RunConfig, *, model_dir: Path, transport: Transport, run_dir: Path, telemetry: Telemetry
+    config: RunConfig, *, model_dir: Path, transport: TransportKind, run_dir: Path, telemetry: Telemetry
 ) -> Starting[BusEngine]:
     place, adapter = config.orchestration, config.lora.served_name
 
@@ -176,7 +178,7 @@ def _process(
     make: Callable[[Job, int], ProcessEngine],
     *,
     model_dir: Path,
-    transport: Transport,
+    transport: TransportKind,
     asleep: bool,
 ) -> Starting[MemberEngine]:
     engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
@@ -198,7 +200,7 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
 def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    fetches = way_of(config.weight_sync, config.ends).kind == "http"
+    fetches = way_of(config.weight_sync, config.ends).transport.listens
     found = require(settings.kind, settings.python, fetches)
     if problem := cannot_reload(settings.kind, found, read_shape(model_dir).experts):
         raise ConfigError(problem)
@@ -223,7 +225,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
 
 
 def _server(
-    config: RunConfig, name: str, *, model_dir: Path, transport: Transport, logs: Path, telemetry: Telemetry
+    config: RunConfig, name: str, *, model_dir: Path, transport: TransportKind, logs: Path, telemetry: Telemetry
 ) -> Starting[MemberEngine]:
     """`name`: that of a member of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
@@ -235,10 +237,8 @@ def _server(
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     described = model_dir, config.watch.identity_every
-    if isinstance(transport, Http):
-        dialect = FETCHING[settings.kind](*described, transport.access)
-    else:
-        dialect = DIALECTS[settings.kind](*described)
+    access = transport.access
+    dialect = DIALECTS[settings.kind](*described) if access is None else FETCHING[settings.kind](*described, access)
     engine = RemoteEngine(
         Connection(url, token),
         dialect,

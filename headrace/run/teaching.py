@@ -17,7 +17,7 @@ from typing import Any
 from headrace.algo.config import AlgoConfig
 from headrace.core.chat.rendering import arguments_of, tools_of
 from headrace.core.errors import ConfigError, first_error
-from headrace.core.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
+from headrace.core.protocols import Engine, Job, Launcher, Scorer, Trainer
 from headrace.core.types import Completion, Prompt
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.config import EngineConfig
@@ -38,6 +38,7 @@ from headrace.run.config import RunConfig, teacher_engine
 from headrace.run.needs import check_teacher
 from headrace.run.worker.worker_messages import EngineStart, ShadowStart
 from headrace.weight_sync.directory import offer
+from headrace.weight_sync.kind import TransportKind
 
 # -- before anything starts -------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ def for_reading(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
 
 
-def shadow_of(config: RunConfig, transport: Transport) -> ShadowStart | None:
+def shadow_of(config: RunConfig, transport: TransportKind) -> ShadowStart | None:
     """The trainer's start message for the teacher that is the student's older self; None if there is none."""
     for teacher in config.teachers:
         if teacher.student:
@@ -154,7 +155,7 @@ class Shadowing:
     """The publishing of the student's older self to the engine that serves it."""
 
     manifest: Manifest
-    transport: Transport
+    transport: TransportKind
 
 
 class TeacherEngines:

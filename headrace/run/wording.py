@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from headrace.episodes.scoring.config import RewardConfig
-from headrace.facts.diagnosis.deliveries import transport_name
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
 from headrace.native.cores import usable_cores
@@ -95,7 +95,12 @@ def _scorer(reward: RewardConfig) -> str:
 
 
 def weight_way(config: RunConfig) -> WeightWay:
-    return WeightWay(way_of(config.weight_sync, config.ends).kind, config.weight_sync.encoding)
+    way = way_of(config.weight_sync, config.ends)
+    transport = way.transport
+    travels: Literal["bytes", "files", "nothing"] = "bytes" if transport.sends_bytes else "nothing"
+    return WeightWay(
+        way.kind, config.weight_sync.encoding, transport.words, "files" if transport.writes_files else travels
+    )
 
 
 def _weights(config: RunConfig) -> str:
@@ -105,10 +110,8 @@ def _weights(config: RunConfig) -> str:
     elif settings.encoding == "delta":
         form = f"deltas, full after {settings.anchor_every}"
     else:
-        form = {"files": "two versions", "shared_memory": "two packed buffers", "cuda_ipc": "two packed buffers"}.get(
-            way.kind, "full"
-        )
-    return f"{transport_name(way.kind)}: {form} ({way.why})"
+        form = way.transport.keeps
+    return f"{way.transport.words}: {form} ({way.why})"
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

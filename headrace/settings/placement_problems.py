@@ -10,8 +10,8 @@ _PLACED = 'orchestration.placement = "shared"'
 _LENT = "orchestration.lend = true"
 
 
-def placement_problems(config: Any, way: str) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `config`: a RunConfig; `way`: how weights travel."""
+def placement_problems(config: Any, way: Any) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `config`: a RunConfig; `way`: how weights travel (`weight_sync.config.Way`)."""
     place, engine, train = config.orchestration, config.engine, config.train
     if place.placement != "shared":
         if place.kv != "host":
@@ -25,8 +25,8 @@ def placement_problems(config: Any, way: str) -> Iterator[str]:
             f'{_PLACED} puts headrace\'s own engine to sleep, and engine.kind = "{engine.kind}" is a server, whose memory the run does not manage; '
             'use engine.kind = "native", or remove it'
         )
-    elif way != "shared_memory":
-        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way}" is another way; leave it out'
+    elif not way.transport.keeps_for_sleepers:
+        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way.kind}" is another way; leave it out'
     if engine.is_fleet:
         yield f"{_PLACED} is for one engine; remove engine.replicas, or placement"
     if train.parallel.ranks > 1:
@@ -41,7 +41,7 @@ def placement_problems(config: Any, way: str) -> Iterator[str]:
         yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
 
 
-def lending_problems(config: Any, way: str) -> Iterator[str]:
+def lending_problems(config: Any, way: Any) -> Iterator[str]:
     """Yields a sentence for each setting that excludes `orchestration.lend`. The arguments are those of `placement_problems`."""
     place, engine, ranks = config.orchestration, config.engine, config.train.parallel.ranks
     if not place.lend:
@@ -57,8 +57,8 @@ def lending_problems(config: Any, way: str) -> Iterator[str]:
             f'{_LENT} adds an engine of headrace\'s own, and engine.kind = "{engine.kind}" is a server, which computes otherwise; use '
             'engine.kind = "native", or remove it'
         )
-    elif way == "broadcast":
-        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "broadcast" waits for all; leave it out, or take "tcp"'
+    elif way.transport.waits_for_all:
+        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "{way.kind}" waits for all; leave it out, or take "tcp"'
     if not place.trains_here:
         yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
     elif ranks > 1:

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.core.types import Struct
 from headrace.settings.strict import STRICT
+from headrace.weight_sync.kind import LOOPBACK, Encoding, Reach, TransportKind
+from headrace.weight_sync.transport import TRANSPORTS
 
-Kind = Literal["shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"]
-LOOPBACK = "127.0.0.1"
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[("auto", *TRANSPORTS)]
+
+AUTO = "chosen by where the engines are, and `--dry-run` says why"
 FETCH = ("headrace", "vllm")
-"""Kinds of servers that can fetch weights over HTTP: vLLM does it where headrace is installed beside it."""
-
-NO_GPU = 'weight_sync.kind = "cuda_ipc" needs trainer and engines on one GPU of this machine; use "shared_memory", or leave weight_sync.kind out'
-
-
-class Encoding(Struct, frozen=True):
-    """The form in which a model's weights travel, for transports that send bytes."""
-
-    delta: bool = False
-    anchor_every: int = 50
-
-
-FULL = Encoding()
+"""Kinds of servers that can fetch weights: vLLM does it where headrace is installed beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WeightSyncConfig:
     """The way of new weights from the trainer to the engines (docs/weight_sync.md)."""
 
-    kind: Literal["auto", "shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc"] = "auto"
-    """shared_memory: engines map the trainer's pages; tcp: they fetch from the trainer's process; http: they fetch from it and from each
-    other; files: a directory that both see; broadcast: the trainer's process sends to all of them at once (gloo, or NCCL); cuda_ipc:
-    they open the trainer's memory on the same GPU. auto: chosen by where the engines are, and `--dry-run` says why."""
+    kind: Kind = "auto"
+    """The transport. Each states what it does (`TransportKind.about`), and docs/settings.md lists them."""
     encoding: Literal["full", "delta"] = "full"
     """full: all bytes of every version; delta: only what differs from the version before, bit for bit."""
     anchor_every: int = Field(default=50, gt=0)
@@ -70,11 +61,22 @@ class WeightEnds(NamedTuple):
     bus: bool = False
     """Whether the engines are those of rollout hosts."""
 
+    @property
+    def reach(self) -> Reach:
+        """The kind of engines that weights must reach."""
+        if self.server:
+            return "fetching server" if self.server in FETCH else "server"
+        return "joined" if self.joined else "rollout host" if self.bus else "child"
+
 
 class Way(NamedTuple):
-    kind: Kind
+    kind: str
     why: str
     """The reason, for people."""
+
+    @property
+    def transport(self) -> type[TransportKind]:
+        return TRANSPORTS[self.kind]
 
 
 def reached_at(settings: WeightSyncConfig, ends: WeightEnds) -> str:
@@ -86,7 +88,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     """Chooses the transport."""
     if settings.kind != "auto":
         return Way(settings.kind, f'weight_sync.kind = "{settings.kind}"')
-    if ends.server in FETCH and settings.host != LOOPBACK:
+    if ends.reach == "fetching server" and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
         return Way("tcp", 'engines elsewhere share no memory with the trainer (orchestration.kind = "join" or "ray")')
@@ -100,29 +102,53 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
 def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterator[str]:
     """Yields a sentence with the remedy for each setting that cannot work with these ends."""
     way = way_of(settings, ends)
-    fit: tuple[str, ...] = ("http", "files") if ends.server in FETCH else ("files",)
-    fit = fit if ends.server else ("shared_memory", "tcp", "http", "files", "broadcast", "cuda_ipc")
-    if ends.joined and not ends.server and way.kind not in ("tcp", "broadcast"):
+    reaches = ends.reach in way.transport.reaches
+    yield from _out_of_reach(way, ends) if not reaches else ()
+    if ends.encrypted and reaches and not way.transport.encrypts:
         yield (
-            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = "tcp", '
-            "or leave it out"
+            f'weight_sync.kind = "{way.kind}" cannot be encrypted, and engines join over TLS (orchestration.cert); use weight_sync.kind = '
+            f'"{_fitting(ends, encrypts=True)[0]}", or remove orchestration.cert and key where the network is private'
         )
-    if ends.bus and way.kind not in ("tcp", "http", "files"):
-        yield (
-            f'weight_sync.kind = "{way.kind}" does not reach rollout hosts, which come and go (orchestration.bus); use weight_sync.kind = "tcp", '
-            '"http" or (where all see one directory: engine.shared_dir) "files", or leave it out'
-        )
-    if ends.encrypted and way.kind == "broadcast":
-        yield (
-            'weight_sync.kind = "broadcast" cannot be encrypted, and engines join over TLS (orchestration.cert); use weight_sync.kind = "tcp", '
-            "or remove orchestration.cert and key where the network is private"
-        )
-    if way.kind not in fit:
+    yield from _address_problems(settings, ends, way)
+    if settings.encoding == "delta":
+        yield from _delta_problems(way, ends)
+    elif settings.anchor_every != WeightSyncConfig().anchor_every:
+        yield 'weight_sync.anchor_every is about weight_sync.encoding = "delta"; set that too, or remove it'
+
+
+def _fitting(ends: WeightEnds, encrypts: bool = False) -> list[str]:
+    """Names of the transports that reach the engines. Any server will do where it is a server."""
+    reach = "server" if ends.server else ends.reach
+    return [name for name, one in TRANSPORTS.items() if reach in one.reaches and one.encrypts >= encrypts]
+
+
+def _out_of_reach(way: Way, ends: WeightEnds) -> Iterator[str]:
+    fitting = _fitting(ends)
+    if ends.server:
         yield (
             f'weight_sync.kind = "{way.kind}" does not reach engine.kind = "{ends.server}", which is a server; use weight_sync.kind = '
-            f'"{fit[-1]}", or leave it out'
+            f'"{fitting[0]}", or leave it out'
         )
-    reached = ends.joined or (ends.bus and way.kind != "files") or (ends.server and way.kind == "http")
+    elif ends.joined:
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = '
+            f'"{fitting[0]}", or leave it out'
+        )
+    elif ends.bus:
+        named = [
+            f'({TRANSPORTS[one].condition}) "{one}"' if TRANSPORTS[one].condition else f'"{one}"' for one in fitting
+        ]
+        yield (
+            f'weight_sync.kind = "{way.kind}" does not reach rollout hosts, which come and go (orchestration.bus); use weight_sync.kind = '
+            f"{', '.join(named[:-1])} or {named[-1]}, or leave it out"
+        )
+
+
+def _address_problems(settings: WeightSyncConfig, ends: WeightEnds, way: Way) -> Iterator[str]:
+    fetched = way.transport.listens and (
+        ends.bus or (ends.reach == "fetching server" and ends.reach in way.transport.reaches)
+    )
+    reached = ends.joined or fetched
     if settings.host != LOOPBACK and not reached:
         yield (
             'weight_sync.host is where servers on other machines fetch weights (engine.kind = "headrace" or "vllm" with engine.urls, weight_sync.kind '
@@ -130,26 +156,25 @@ def weight_sync_problems(settings: WeightSyncConfig, ends: WeightEnds) -> Iterat
         )
     if bool(settings.cert) != bool(settings.key):
         yield "weight_sync.cert and weight_sync.key belong together; set both, or none"
-    elif settings.cert and (ends.joined or not reached or way.kind not in ("http", "tcp")):
+    elif settings.cert and (ends.joined or not reached or not way.transport.encrypts):
         remedy = (
             "set orchestration.cert and key instead" if ends.joined else 'set weight_sync.kind = "http", or remove it'
         )
         yield f"weight_sync.cert is for servers that fetch over http, and for rollout hosts; {remedy}"
-    if settings.encoding == "full":
-        if settings.anchor_every != WeightSyncConfig().anchor_every:
-            yield 'weight_sync.anchor_every is about weight_sync.encoding = "delta"; set that too, or remove it'
-        return
+
+
+def _delta_problems(way: Way, ends: WeightEnds) -> Iterator[str]:
     if ends.adapters:
         yield (
             'weight_sync.encoding = "delta" is for whole models, and this run publishes adapters, which change in every value; remove it, or '
             'set lora.publish = "merged"'
         )
-    elif ends.server and way.kind == "files":
+    elif ends.server and not way.transport.serves_deltas:
         remedy = 'set weight_sync.kind = "http", or ' if ends.server in FETCH else ""
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )
-    elif way.kind in ("shared_memory", "cuda_ipc"):
+    elif not way.transport.sends_bytes:
         yield (
             'weight_sync.encoding = "delta" saves bytes that travel, and through memory that both ends share none do; remove it, or set weight_sync.kind = '
             '"tcp"'

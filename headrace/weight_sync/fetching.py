@@ -7,21 +7,23 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from headrace.core.errors import IdentityError
 from headrace.core.printing import echo
-from headrace.core.types import Struct
 from headrace.core.weights import Manifest, WeightUpdate
-from headrace.weight_sync.config import FULL, Encoding
+from headrace.web.tls import TlsIdentity
+from headrace.weight_sync.kind import FULL, PLAIN, Encoding, Opening, TransportKind
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 
 if TYPE_CHECKING:
     import torch
 
 
-class NetworkTransport(Struct, frozen=True):
-    """The fields of transports whose engines fetch over the network, from a server in the trainer's process."""
+class NetworkTransport(TransportKind, frozen=True):
+    """The base of transports whose engines fetch over the network, from a server in the trainer's process."""
+
+    listens: ClassVar = True
 
     token: str
     host: str = "127.0.0.1"
@@ -29,15 +31,23 @@ class NetworkTransport(Struct, frozen=True):
     encoding: Encoding = FULL
 
     @classmethod
-    def open(cls, form: Encoding = FULL) -> Self:
-        return cls(secrets.token_hex(16), encoding=form)
+    def open(cls, opening: Opening = PLAIN) -> Self:
+        """The server ends with the trainer's process."""
+        assert opening.tls is None, f"weights cannot be encrypted over {cls.words}"
+        return cls(secrets.token_hex(16), opening.host, opening.form)
 
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        return ()
 
-    def close(self) -> None:
-        """Does nothing: the server ends with the trainer's process."""
+class SecuredTransport(NetworkTransport, frozen=True):
+    """The base of those that can encrypt."""
+
+    encrypts: ClassVar = True
+
+    tls: TlsIdentity | None = None
+    """None: nothing is encrypted."""
+
+    @classmethod
+    def open(cls, opening: Opening = PLAIN) -> Self:
+        return cls(secrets.token_hex(16), opening.host, opening.form, opening.tls)
 
 
 class Source(Protocol):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -29,8 +29,8 @@ from headrace.core.protocols import WeightSender
 from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.durable.regular_files import open_regular, read_regular
-from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.kind import FULL, PLAIN, Encoding, Opening, TransportKind
 from headrace.weight_sync.safe_files import read_into, write_tensors
 
 if TYPE_CHECKING:
@@ -56,8 +56,16 @@ class UpdateRecord(Struct, frozen=True):
     """The directory of the version that this one is the difference from; empty for a full copy."""
 
 
-class Files(Struct, frozen=True, tag="files"):
+class Files(TransportKind, frozen=True, tag="files"):
     """Protocol `Transport`."""
+
+    words: ClassVar = "files"
+    about: ClassVar = "a directory that both see"
+    reaches: ClassVar = frozenset({"child", "rollout host", "server", "fetching server"})
+    condition: ClassVar = "where all see one directory: engine.shared_dir"
+    writes_files: ClassVar = True
+    serves_deltas: ClassVar = False
+    keeps: ClassVar = "two versions"
 
     directory: str
     """The directory, which belongs to the transport and is removed at its end."""
@@ -66,12 +74,9 @@ class Files(Struct, frozen=True, tag="files"):
     """Whether a file holds tied parameters under each of their names, for servers that keep a copy of their own for each."""
 
     @classmethod
-    def open(cls, form: Encoding = FULL) -> Files:
-        return cls(tempfile.mkdtemp(prefix="headrace-weights-"), form)
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        return ()
+    def open(cls, opening: Opening = PLAIN) -> Files:
+        directory = str(opening.directory or tempfile.mkdtemp(prefix="headrace-weights-"))
+        return cls(directory, opening.form, opening.repeat_tied)
 
     def sender(self, manifests: Mapping[str, Manifest], once: Collection[str] = ()) -> FilesSender:
         return FilesSender(Path(self.directory), manifests, self.encoding, self.repeat_tied)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.core.protocols import WeightSender
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.weight_sync.config import Encoding
+from headrace.weight_sync.kind import Encoding
 from headrace.weight_sync.slots import Manifests, Part, Slots, anonymous_memory
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
-from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.kind import PLAIN, Opening, TransportKind
 from headrace.weight_sync.ranges import RankParts, follower_update
 from headrace.weight_sync.slots import Manifests, Slots, anonymous_memory
 
@@ -29,23 +28,32 @@ if TYPE_CHECKING:
     from headrace.weight_sync.packed import PackedBuffer
 
 
-class SharedMemory(Struct, frozen=True, tag="shared_memory"):
+class SharedMemory(TransportKind, frozen=True, tag="shared_memory"):
     """Protocol `Transport`."""
+
+    words: ClassVar = "shared memory"
+    about: ClassVar = "engines map the trainer's pages"
+    reaches: ClassVar = frozenset({"child"})
+    sends_bytes: ClassVar = False
+    keeps_for_sleepers: ClassVar = True
+    keeps: ClassVar = "two packed buffers"
+    takes_parts = True
 
     fd: int
 
     @classmethod
-    def open(cls, form: Encoding = FULL) -> SharedMemory:
+    def open(cls, opening: Opening = PLAIN) -> SharedMemory:
         return cls(anonymous_memory())
 
     @property
     def inherited(self) -> tuple[int, ...]:
         return (self.fd,)
 
-    def sender(
-        self, manifests: Manifests, once: Collection[str] = (), ranks: RankParts | None = None
-    ) -> SharedMemorySender:
-        """`ranks`: where the trainer's weights are split, and each rank fills its part of the same memory."""
+    def sender(self, manifests: Manifests, once: Collection[str] = ()) -> SharedMemorySender:
+        return SharedMemorySender(self.fd, manifests, once, None)
+
+    def part_sender(self, manifests: Manifests, once: Collection[str], ranks: RankParts) -> SharedMemorySender:
+        """Each rank fills its part of the same memory."""
         return SharedMemorySender(self.fd, manifests, once, ranks)
 
     def receiver(self, manifests: Manifests) -> SharedMemoryReceiver:

@@ -22,8 +22,8 @@ from beside import Beside
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import AdapterSpec, WeightUpdate
-from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
+from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.push.broadcast import Broadcast, Link
 from headrace.weight_sync.push.buckets import BUCKET
@@ -119,7 +119,7 @@ class Process:
 
 class Ends:
     def __init__(self, delta: bool = False) -> None:
-        self.transport = msgspec.structs.replace(Broadcast.open(Encoding(delta)), patience=PATIENCE)
+        self.transport = msgspec.structs.replace(Broadcast.open(Opening(form=Encoding(delta))), patience=PATIENCE)
         self.sender = self.transport.sender(MANIFESTS)
 
     def receiver(self) -> FetchingReceiver:

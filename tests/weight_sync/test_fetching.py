@@ -22,9 +22,9 @@ from headrace.core.protocols import Transport, WeightSender
 from headrace.core.weights import WeightUpdate
 from headrace.run.config import load_config
 from headrace.run.starting import transport_of
-from headrace.weight_sync.config import Encoding
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
+from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.over_tcp.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import LONGEST, read_message, send_message
@@ -73,7 +73,7 @@ def received(receiver: FetchingReceiver, update: WeightUpdate) -> int:
 
 
 def ends_of(kind: str, form: Encoding) -> Iterator[Both]:
-    both = Both(TRANSPORTS[kind].open(form))
+    both = Both(TRANSPORTS[kind].open(Opening(form=form)))
     yield both
     both.transport.close()
 

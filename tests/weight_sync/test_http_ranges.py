@@ -17,7 +17,6 @@ from beside import Beside
 
 from headrace.core.errors import IdentityError
 from headrace.core.weights import WeightUpdate
-from headrace.weight_sync.config import FULL
 from headrace.weight_sync.directory import DirectoryReceiver
 from headrace.weight_sync.offers import OfferingSender
 from headrace.weight_sync.over_http.http_ranges import Http, HttpReceiver, HttpSource, WeightServer
@@ -32,7 +31,7 @@ NBYTES = MANIFESTS[""].nbytes
 
 class Ends:
     def __init__(self) -> None:
-        self.transport = Http.open(FULL)
+        self.transport = Http.open()
         sender = self.transport.sender(MANIFESTS)
         assert isinstance(sender, OfferingSender)
         self.update = sender.send(0, PARAMETERS)

@@ -16,7 +16,7 @@ import torch
 from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.weights import WeightUpdate
 from headrace.web.tls import TlsIdentity, first_certificate
-from headrace.weight_sync.config import Encoding
+from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.over_http.relays import FANOUT
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
@@ -53,11 +53,11 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> TlsIdentity:
 
 
 def tcp(tls: TlsIdentity | None, delta: bool = False) -> Tcp:
-    return msgspec.structs.replace(Tcp.open(Encoding(delta)), tls=tls)
+    return msgspec.structs.replace(Tcp.open(Opening(form=Encoding(delta))), tls=tls)
 
 
 def http(tls: TlsIdentity | None, delta: bool = False) -> Http:
-    return msgspec.structs.replace(Http.open(Encoding(delta)), tls=tls)
+    return msgspec.structs.replace(Http.open(Opening(form=Encoding(delta))), tls=tls)
 
 
 MAKERS = pytest.mark.parametrize("make", [tcp, http])

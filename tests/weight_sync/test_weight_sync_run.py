@@ -13,7 +13,7 @@ from tiny_run import Config, has_step, kill_when, of, tiny_config
 import headrace
 from headrace import cli
 from headrace.core.errors import ConfigError
-from headrace.facts.facts import RunEnded, RunStarted, WeightsLive, WeightWay
+from headrace.facts.facts import RunEnded, RunStarted, WeightsLive
 from headrace.run.config import load_config
 from headrace.run.wording import placement
 
@@ -52,7 +52,7 @@ def test_every_way_brings_the_same_bits(
     live = of(tmp_path / "runs" / "tiny", WeightsLive)
     assert [fact.update.fingerprint for fact in live] == published and len(set(published)) == 5
     (started,) = of(tmp_path / "runs" / "tiny", RunStarted)
-    assert started.weights == WeightWay(kind, encoding)
+    assert started.weights and (started.weights.transport, started.weights.encoding) == (kind, encoding)
     travelled = [fact.load.received / fact.update.nbytes for fact in live]
     if encoding == "full":
         assert all(1 <= share < 1.2 for share in travelled), "with the gaps for alignment"

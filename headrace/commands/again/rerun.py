@@ -32,7 +32,8 @@ from headrace.run.planned_loops import plan_of
 from headrace.run.pools import trainer_start
 from headrace.run.run_directory import configs_until
 from headrace.run.teaching import reward_weights
-from headrace.run.worker.build import open_launcher, open_transport
+from headrace.run.worker.build import open_launcher
+from headrace.weight_sync.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ async def open_trainer(
     config: RunConfig, model_dir: Path, restore: Path | None, scratch: Path
 ) -> AsyncIterator[Trainer]:
     """Starts a trainer with the weights and the optimizer of `restore`, or with those of the model. `scratch`: where its log goes."""
-    transport = open_transport()
+    transport = SharedMemory.open()
     log = scratch / "trainer.log"
     adapter = config.lora.served_name
     start = trainer_start(config, model_dir, {adapter: restore} if restore else {}, transport)

@@ -27,9 +27,10 @@ from headrace.core.types import Completion, Request, Sampling
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.models.chat import ChatEncoder
-from headrace.run.worker.build import build_engine_core, build_trainer_core, open_transport
+from headrace.run.worker.build import build_engine_core, build_trainer_core
 from headrace.run.worker.worker_messages import EngineStart, TrainerStart
 from headrace.trainer.config import TrainConfig
+from headrace.weight_sync.shared_memory import SharedMemory
 
 Dtype = Literal["bfloat16", "float32"]
 Path_ = Literal["kernels", "fused", "hf"]
@@ -156,7 +157,7 @@ class _Published:
     def __init__(self, model_dir: Path, dtype: Dtype) -> None:
         self.model_dir, self.dtype = model_dir, dtype
         self.routed = _has_experts(model_dir)
-        self._transport = open_transport()
+        self._transport = SharedMemory.open()
         self._trainer: TrainerCore
         self._manifests: dict[str, Manifest]
         self._update: WeightUpdate

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
+from headrace.facts.facts import WeightWay
 from headrace.facts.numbers.state import RunState
 from headrace.facts.numbers.step_totals import TravelSums
 from headrace.facts.texts import number, percent, size
 
-_NAMES = {"shared_memory": "shared memory", "tcp": "TCP", "http": "HTTP", "cuda_ipc": "CUDA IPC"}
-SHARED = ("shared_memory", "cuda_ipc")
-"""Transports over memory that both ends share."""
-
-
-def transport_name(kind: str) -> str:
-    """`kind`: a value of `weight_sync.kind`."""
-    return _NAMES.get(kind, kind)
+_EARLIER = {
+    "shared_memory": WeightWay("shared_memory", "", "shared memory", "nothing"),
+    "cuda_ipc": WeightWay("cuda_ipc", "", "CUDA IPC", "nothing"),
+    "files": WeightWay("files", "", "files", "files"),
+    "tcp": WeightWay("tcp", "", "TCP"),
+    "http": WeightWay("http", "", "HTTP"),
+    "broadcast": WeightWay("broadcast", "", "broadcast"),
+}
+"""The transports that there were when runs did not record their words (until 2026-11-28)."""
 
 
 def travelled(state: RunState) -> tuple[str, str] | None:
@@ -24,12 +28,11 @@ def travelled(state: RunState) -> tuple[str, str] | None:
     way, sums = _way(state), _sums(state)
     if way is None or sums is None:
         return None
-    transport, delta = way
-    name = transport_name(transport)
-    if transport in SHARED:
+    name, delta = way.words, way.encoding == "delta"
+    if way.travels == "nothing":
         return "no bytes travel", name
     form = "adapters" if "adapter" in state.swapped.travels else "delta" if delta else "full"
-    known = transport != "files" and sums.reported and not (state.members and sums.uncounted)
+    known = way.travels != "files" and sums.reported and not (state.members and sums.uncounted)
     if known:
         sent, of, versions, each = sums.received, sums.wanted, sums.reported, sums.engines / sums.reported
     else:
@@ -39,21 +42,20 @@ def travelled(state: RunState) -> tuple[str, str] | None:
     if delta:
         whole = f"{sums.whole} of {sums.versions} whole"
         said = [f"{_share(sent / of)} of {size(sums.nbytes / sums.versions)}{' each' if fleet else ''} ({whole})"]
-    said += [] if known or transport == "files" else ["as offered by the trainer"]
-    done = " written" if transport == "files" else ""
+    said += [] if known or way.travels == "files" else ["as offered by the trainer"]
+    done = " written" if way.travels == "files" else ""
     return f"{size(sent / versions)} a version{fleet}{done}", f"{name}, {form}{': ' * bool(said)}{', '.join(said)}"
 
 
-def _way(state: RunState) -> tuple[str, bool] | None:
-    """Returns the transport, and whether differences are sent."""
+def _way(state: RunState) -> WeightWay | None:
     if state.started is None:
         return None
     if way := state.started.weights:
-        return way.transport, way.encoding == "delta"
+        return way if way.words else replace(_EARLIER[way.transport], encoding=way.encoding)
     # Runs from before 2026-11-28 have it in words: `TCP: deltas, full every 50 (the reason)`.
     name, _, form = state.started.where.get("weights", "").partition(": ")
-    kinds = {words: kind for kind, words in _NAMES.items()}
-    return (kinds.get(name, name), form.startswith("deltas")) if form else None
+    found = next((one for one in _EARLIER.values() if one.words == name), None)
+    return replace(found, encoding="delta" if form.startswith("deltas") else "full") if found else None
 
 
 def _sums(state: RunState) -> TravelSums | None:

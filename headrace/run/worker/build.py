@@ -8,13 +8,13 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.core.errors import ConfigError
-from headrace.core.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
+from headrace.core.protocols import EngineCore, Launcher, TrainerCore, WeightReceiver, WeightSender
 from headrace.core.weights import Manifest
 from headrace.durable.shared_directory import see
 from headrace.engine.config import EngineConfig
@@ -32,42 +32,14 @@ from headrace.run.rehearsal.machine import may_have_gpu
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
-from headrace.web.tls import TlsIdentity
-from headrace.weight_sync.config import FULL, Encoding
 from headrace.weight_sync.fetching import NetworkTransport
-from headrace.weight_sync.files import Files
-from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import ValueRun
-from headrace.weight_sync.transport import TRANSPORTS
 
 if TYPE_CHECKING:
     from headrace.trainer.placement.port import Placement
     from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.shadow import Shadow
     from headrace.trainer.step.trainer import TorchTrainer
-
-
-def open_transport(kind: str = "shared_memory", form: Encoding = FULL) -> Transport:
-    """The transport from the trainer to engines. `form`: in which whole models travel, if bytes do."""
-    return TRANSPORTS[kind].open(form)
-
-
-def open_network(
-    kind: Literal["tcp", "http", "broadcast"], form: Encoding, host: str, tls: TlsIdentity | None = None
-) -> Transport:
-    """`host`: the address at which the trainer's process listens for engines. `tls`: for TCP and HTTP, which can be encrypted."""
-    made = TRANSPORTS[kind].open(form)
-    assert isinstance(made, NetworkTransport)
-    if isinstance(made, (Tcp, Http)):
-        return msgspec.structs.replace(made, host=host, tls=tls)
-    assert tls is None, f"weights cannot be encrypted over {kind}"
-    return msgspec.structs.replace(made, host=host)
-
-
-def open_files(directory: Path, form: Encoding = FULL, repeat_tied: bool = False) -> Transport:
-    """The way through a directory, which is made anew, and goes in the end. `repeat_tied`: see `Files`."""
-    return Files(str(directory), form, repeat_tied)
 
 
 def open_launcher(logs: Path) -> Launcher:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.core.protocols import WeightSender
 from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.run.worker.worker_messages import TrainerStart
-from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.ranges import RankParts, ValueRun, follower_update, parts_of
-from headrace.weight_sync.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +28,8 @@ def rank_sender(
     def parts() -> RankParts | None:
         return parts_of(manifests, start.rank, runs, lambda value: _exchanged(value, start.ranks))
 
-    if isinstance(transport, SharedMemory) and (own := parts()):
-        return transport.sender(manifests, once, own)
-    if isinstance(transport, Tcp) and not transport.encoding.delta and (own := parts()):
-        from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
-
-        return TcpPartSender(transport, manifests, once, own)
+    if transport.takes_parts and (own := parts()):
+        return transport.part_sender(manifests, once, own)
     return FollowingSender() if start.rank else transport.sender(manifests, once)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.core.weights import WeightUpdate
 from headrace.facts.texts import percent
-from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.kind import FULL, Encoding
 
 LEAST_VERSIONS = 3
 """Versions that are needed before a share is reported."""

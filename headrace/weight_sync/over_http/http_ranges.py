@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import http.client
+import math
 import socket
 import socketserver
 import ssl
@@ -24,7 +25,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -32,8 +33,7 @@ import msgspec
 from headrace.core.errors import IdentityError
 from headrace.core.weights import Manifest, WeightUpdate
 from headrace.web.crowd import Crowd, Guest
-from headrace.web.tls import TlsIdentity
-from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
+from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
 from headrace.weight_sync.over_http.relays import PATIENCE, Relays, path_to
 from headrace.weight_sync.slots import Manifests, WeightShelf, send_all
 
@@ -52,15 +52,20 @@ LONGEST_MANIFEST = 1 << 26
 """Bytes of a layout: 64 MiB are enough for a million tensors."""
 
 
-class Http(NetworkTransport, frozen=True, tag="http"):
+class Http(SecuredTransport, frozen=True, tag="http"):
     """Protocol `Transport`."""
 
-    tls: TlsIdentity | None = None
-    """None: nothing is encrypted."""
+    words: ClassVar = "HTTP"
+    about: ClassVar = "they fetch from it and from each other"
+    reaches: ClassVar = frozenset({"child", "rollout host", "fetching server"})
+
+    @staticmethod
+    def copies(engines: int) -> int:
+        """Whoever has it sends to two at a time."""
+        return min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
 
     @property
     def access(self) -> dict[str, str]:
-        """The fields of `where` by which a server that was started before the run fetches. They are in no record."""
         return {"token": self.token} | ({"certificate": self.tls.certificate} if self.tls else {})
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:

@@ -17,21 +17,21 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
 from headrace.core.errors import IdentityError
 from headrace.core.types import Struct
 from headrace.core.weights import Manifest, WeightUpdate
-from headrace.web.tls import TlsIdentity
-from headrace.weight_sync.fetching import FetchingReceiver, NetworkTransport
-from headrace.weight_sync.ranges import ByteRange, make_up
+from headrace.weight_sync.fetching import FetchingReceiver, SecuredTransport
+from headrace.weight_sync.ranges import ByteRange, RankParts, make_up
 from headrace.weight_sync.slots import Manifests, Part, WeightShelf, send_all
 from headrace.weight_sync.sockets import INTRODUCTION, ConnectionServer, reach, read_message, receive_into, send_message
 
 if TYPE_CHECKING:
     from headrace.weight_sync.offers import OfferedVersion, OfferingSender
+    from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
 
 T = TypeVar("T")
 
@@ -47,11 +47,17 @@ LONGEST_RANGES = 1 << 26
 """Bytes of that answer."""
 
 
-class Tcp(NetworkTransport, frozen=True, tag="tcp"):
+class Tcp(SecuredTransport, frozen=True, tag="tcp"):
     """Protocol `Transport`."""
 
-    tls: TlsIdentity | None = None
-    """None: nothing is encrypted."""
+    words: ClassVar = "TCP"
+    about: ClassVar = "they fetch from the trainer's process"
+    reaches: ClassVar = frozenset({"child", "joined", "rollout host"})
+
+    @staticmethod
+    def copies(engines: int) -> int:
+        """The trainer sends to each."""
+        return engines
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> OfferingSender:
         from headrace.weight_sync.offers import OfferingSender, Offers
@@ -59,6 +65,15 @@ class Tcp(NetworkTransport, frozen=True, tag="tcp"):
         offers = Offers(manifests, once, self.encoding)
         server = TcpServer(offers, self)
         return OfferingSender(offers, server.where)
+
+    @property
+    def takes_parts(self) -> bool:
+        return not self.encoding.delta
+
+    def part_sender(self, manifests: Manifests, once: Collection[str], ranks: RankParts) -> TcpPartSender:
+        from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
+
+        return TcpPartSender(self, manifests, once, ranks)
 
     def receiver(self, manifests: Manifests) -> FetchingReceiver:
         return FetchingReceiver(manifests, TcpSource(self.token, self.tls.trusting() if self.tls else None))

@@ -7,13 +7,14 @@ trainer knows a token; the group's own connections ask for none, and nothing is 
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -47,6 +48,16 @@ TURNS = 12
 
 class Broadcast(NetworkTransport, frozen=True, tag="broadcast"):
     """Protocol `Transport`."""
+
+    words: ClassVar = "broadcast"
+    about: ClassVar = "the trainer's process sends to all of them at once (gloo, or NCCL)"
+    reaches: ClassVar = frozenset({"child", "joined"})
+    waits_for_all: ClassVar = True
+
+    @staticmethod
+    def copies(engines: int) -> int:
+        """A binomial tree, as gloo has it."""
+        return math.ceil(math.log2(engines + 1))
 
     patience: float = 10.0
     """Seconds without progress after which a round is given up."""

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.core.errors import IdentityError
 from headrace.core.protocols import WeightSender
-from headrace.core.types import Struct
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
-from headrace.weight_sync.config import FULL, Encoding
+from headrace.weight_sync.kind import PLAIN, Opening, TransportKind
 from headrace.weight_sync.slots import PIECE, Manifests
 
 if TYPE_CHECKING:
@@ -29,20 +28,25 @@ if TYPE_CHECKING:
 KEPT = 2
 """Handles that an engine keeps open for each manifest: those of its two slots. Older ones are those of a trainer that has ended."""
 
+NO_GPU = 'weight_sync.kind = "cuda_ipc" needs trainer and engines on one GPU of this machine; use "shared_memory", or leave weight_sync.kind out'
 
-class CudaIpc(Struct, frozen=True, tag="cuda_ipc"):
-    """Protocol `Transport`."""
+
+class CudaIpc(TransportKind, frozen=True, tag="cuda_ipc"):
+    """Protocol `Transport`. The memory ends with the trainer's process."""
+
+    words: ClassVar = "CUDA IPC"
+    about: ClassVar = "they open the trainer's memory on the same GPU"
+    reaches: ClassVar = frozenset({"child"})
+    sends_bytes: ClassVar = False
+    keeps: ClassVar = "two packed buffers"
+    device_of_buffers: ClassVar[Literal["cpu", "cuda"]] = "cuda"
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: the stand-in."""
 
     @classmethod
-    def open(cls, form: Encoding = FULL) -> CudaIpc:
+    def open(cls, opening: Opening = PLAIN) -> CudaIpc:
         return cls()
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        return ()
 
     def sender(self, manifests: Manifests, once: Collection[str] = ()) -> IpcSender:
         """Raises ConfigError without a GPU."""
@@ -56,9 +60,6 @@ class CudaIpc(Struct, frozen=True, tag="cuda_ipc"):
         from headrace.weight_sync.push.device_memory import CudaMemory, PageMemory
 
         return CudaMemory() if self.device == "cuda" else PageMemory()
-
-    def close(self) -> None:
-        """Does nothing: the memory ends with the trainer's process."""
 
 
 class DeviceBuffer:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.core.errors import ConfigError
-from headrace.weight_sync.config import NO_GPU
+from headrace.weight_sync.push.cuda_ipc import NO_GPU
 from headrace.weight_sync.slots import anonymous_memory
 
 

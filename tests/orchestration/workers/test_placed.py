@@ -37,14 +37,12 @@ from headrace.run.config import load_config
 from headrace.run.seats import threads_elsewhere
 from headrace.run.starting import transport_of
 from headrace.run.wording import placement
-from headrace.run.worker.build import open_network
 from headrace.run.worker.worker_messages import EngineStart
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
 from headrace.testing.fake_worker import FakeProcess
 from headrace.testing.makers import request
 from headrace.version import __version__
-from headrace.weight_sync.config import FULL
 from headrace.weight_sync.over_tcp.tcp import Tcp
 
 SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
@@ -319,7 +317,7 @@ def test_a_placed_engine_survives_a_kill_and_a_stop_and_its_host_ends_it(tiny_ll
     """A stopped process keeps its connection: only its silence gives it away."""
 
     async def use(launcher: PlacedLauncher) -> int:
-        async with opened(tiny_llama, launcher, open_network("tcp", FULL, "127.0.0.1"), context_length=256) as (
+        async with opened(tiny_llama, launcher, Tcp.open(), context_length=256) as (
             engine,
             publish,
         ):

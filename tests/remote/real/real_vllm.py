@@ -24,7 +24,8 @@ from headrace.facts.waits import Waits
 from headrace.loop.world.world import FactList
 from headrace.run import starting
 from headrace.run.config import load_config
-from headrace.run.worker.build import open_launcher, open_transport
+from headrace.run.worker.build import open_launcher
+from headrace.weight_sync.shared_memory import SharedMemory
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[3] / ".venv-bench/bin/python")
 
@@ -123,7 +124,7 @@ async def started(config: dict[str, Any], model: Path, directory: Path, facts: F
         load_config(config),
         model_dir=model,
         launcher=open_launcher(directory),
-        transport=open_transport(),
+        transport=SharedMemory.open(),
         logs=directory,
         telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0)),
     )

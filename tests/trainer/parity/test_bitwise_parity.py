@@ -29,7 +29,6 @@ from headrace.models.lora import LoraConfig
 from headrace.native.arithmetic import arithmetic
 from headrace.run.config import check, load_config
 from headrace.run.needs import check_parity
-from headrace.run.worker.build import open_transport
 from headrace.run.worker.first_difference import explained
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.config import TrainConfig
@@ -37,6 +36,7 @@ from headrace.trainer.kernels import binding
 from headrace.trainer.step.bitwise import UnequalLogprobs
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
+from headrace.weight_sync.shared_memory import SharedMemory
 
 DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
 DTYPE = DTYPES[0] if DTYPES else "float32"
@@ -187,7 +187,7 @@ def test_the_embedding_the_head_and_the_engines_process_are_told_apart() -> None
 
 
 def start_of(name: str, dtype: str = DTYPE) -> TrainerStart:
-    with_nothing = open_transport()
+    with_nothing = SharedMemory.open()
     try:
         return TrainerStart(
             model_dir=str(saved(name)),

@@ -20,7 +20,7 @@ from headrace.core.weights import AdapterSpec, Manifest, WeightUpdate
 from headrace.run.worker.rank_senders import FollowingSender, rank_sender
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.weight_sync.config import Encoding
+from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
 from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.packed import PackedBuffer, lay_out
@@ -139,7 +139,7 @@ def through(directory: Path, case: Case, transport: Tcp) -> str:
 def test_differences_come_from_rank_0(two: RankProcesses) -> None:
     """Engines put no differences of parts together."""
     case = Case(model="llama")
-    found = two.run(through, tiny_models.saved("llama"), case, Tcp.open(Encoding(delta=True)))
+    found = two.run(through, tiny_models.saved("llama"), case, Tcp.open(Opening(form=Encoding(delta=True))))
     assert found == ["OfferingSender", FollowingSender.__name__]
 
 

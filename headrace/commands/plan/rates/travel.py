@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from headrace.commands.plan.rates.rates import interpolate
 from headrace.weight_sync.config import WeightSyncConfig
+from headrace.weight_sync.transport import TRANSPORTS
 
 BFLOAT16 = 2
 CHANGE = 0.6
@@ -68,26 +69,11 @@ def difference(parameters: float, network: float, share: float, each: float | No
     return Travel(size, compare=full / COMPARES, fetch=size / network, apply=full / APPLIES)
 
 
-def copies(kind: str, engines: int) -> int:
-    """Returns how many times the seconds of one copy pass until all engines have a version, if every machine has one link.
-
-    tcp: the trainer sends to each. http: whoever has it sends to two at a time. broadcast: a binomial tree (gloo). Otherwise one, as with
-    links for every engine."""
-    match kind:
-        case "tcp":
-            return engines
-        case "http":
-            return min(engines, 2 * math.ceil(math.log(engines + 1, 3) - 1e-9))
-        case "broadcast":
-            return math.ceil(math.log2(engines + 1))
-    return 1
-
-
 def travel_of(
     settings: WeightSyncConfig, learning_rate: float, parameters: float, network: float, engines: int = 1
 ) -> Travel:
     """Returns the way that a run with these settings takes, once the first version has arrived."""
-    network /= copies(settings.kind, engines)
+    network /= TRANSPORTS[settings.kind].copies(engines) if settings.kind in TRANSPORTS else 1
     if settings.encoding == "delta":
         return difference(parameters, network, changed_share(learning_rate))
     return whole(parameters, network)
