@@ -20,6 +20,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.recipe_parts import CorrectionConfig
 from headrace.algo.recipes import LOSSES
 from headrace.algo.rules.table import RULES
+from headrace.engine.config import EngineConfig
+from headrace.engine.kinds import SERVERS
+from headrace.engine.remote.server_kind import server_kind
 from headrace.run.config import RunConfig
 from headrace.weight_sync.config import AUTO, WeightSyncConfig
 from headrace.weight_sync.transport import TRANSPORTS
@@ -87,12 +90,17 @@ def inherited(kind: type) -> dict[str, str]:
 
 
 def computed(kind: type) -> dict[str, str]:
-    """Returns the purposes of settings that are made from the tables of losses, rules and transports."""
+    """Returns the purposes of settings that are made from the tables of losses, rules, transports and servers."""
     if kind is CorrectionConfig:
         return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
     if kind is WeightSyncConfig:
         about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
         return {"kind": f"{about}. auto: {AUTO}."}
+    if kind is EngineConfig:
+        about = "; ".join(f"{name}: {server_kind(name).about}" for name in SERVERS)
+        return {
+            "kind": f"The engine that serves the policy. native: headrace's own, in a process on this machine; {about}."
+        }
     return constants() if kind is AlgoConfig else {}
 
 

@@ -55,7 +55,7 @@ ROOMS = {
     "commands": ("again", "looking", "serving", "running", "training", "publishing", "installed", "plan"),
     "commands.plan": ("rates", "parts"),
     "core": ("chat",),
-    "engine": ("native", "servers", "remote", "fleet"),
+    "engine": ("native", "remote", "servers", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "episodes": ("sandbox", "tasks", "scoring", "environments"),
     "episodes.environments": ("workers", "libraries", "gateway", "agents", "atropos", "verifiers"),
@@ -70,7 +70,7 @@ ROOMS = {
     "testing": ("servers", "faultsim"),
     "trainer": ("kernels", "packing", "model", "forward", "placement", "step", "shared"),
     "views": ("screen", "report", "sinks", "board"),
-    "weight_sync": ("delta", "over_tcp", "over_http", "push", "in_vllm"),
+    "weight_sync": ("delta", "over_http", "push", "in_vllm"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

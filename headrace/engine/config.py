@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.engine.kinds import ENGINES, SERVERS
-from headrace.settings.extras import install
 from headrace.settings.strict import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EngineConfig:
     kind: str = "native"
-    """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind
-    HTTP (`headrace serve`); vllm: a vLLM server. The run starts the server, unless `urls` names one. sglang: an SGLang server that is
-    running."""
+    """The engine that serves the policy. Each server states what it is (`ServerKind.about`), and docs/settings.md lists them."""
     urls: tuple[str, ...] = ()
     """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one; several are a fleet. Empty: the
     run starts a server on this machine and ends it."""
@@ -124,74 +118,8 @@ class EngineConfig:
         return EngineConfig(**kept)
 
 
-_OF_JOINED = ("urls", "token_file")
-_OF_STARTED = ("python", "server_args", "gpus")
-OF_SERVERS = (*_OF_JOINED, *_OF_STARTED, "patience", "shared_dir")
+OF_JOINED = ("urls", "token_file")
+OF_STARTED = ("python", "server_args", "gpus")
+OF_SERVERS = (*OF_JOINED, *OF_STARTED, "patience", "shared_dir")
 """Settings that the native engine does not have."""
 OF_FLEETS = ("replicas", "member_patience")
-_OF_WORKERS = ("ticket_deaths",)
-"""Settings that a server, which is nobody's worker, does not have."""
-_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact", *OF_FLEETS)
-ON_GPUS = (
-    "engine.replicas of the native engine share the cores of this machine, not its GPUs; have the run start servers of the same engine: "
-    'engine.kind = "headrace" with engine.gpus = [0, 1, ...]'
-)
-_SET_FOR_VLLM = ("kv_gib", "max_running", "max_adapters", "cores")
-"""Settings that become options of a vLLM server when a run starts it."""
-
-
-def engine_problems(config: EngineConfig) -> Iterator[str]:
-    """Settings that have no meaning for an engine of this kind, and those that a server lacks."""
-    usual = EngineConfig()
-    changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
-    yield from _fleet_problems(config, changed)
-    if not config.is_server:
-        for name in changed:
-            if name in OF_SERVERS and not (name == "patience" and config.is_fleet):
-                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", "vllm" or "sglang", or remove it'
-        return
-    for name in changed:
-        if name in _OF_WORKERS:
-            yield f'engine.{name} is about the run\'s own engines, and engine.kind = "{config.kind}" is a server; remove it'
-    if config.kind == "sglang" and not config.urls:
-        yield 'engine.kind = "sglang" needs engine.urls: a run starts no SGLang server; start one and name its address (docs/engines.md)'
-        return
-    yield from _server_problems(config, changed)
-    for url in config.urls:
-        if not re.fullmatch(r"https?://[^/\s?#@]+/?", url):
-            yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
-    if importlib.util.find_spec("aiohttp") is None:
-        yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
-
-
-def _fleet_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
-    if "member_patience" in changed and not config.is_fleet:
-        yield "engine.member_patience is about fleets, and this run has one engine; set engine.replicas, name several engine.urls, or remove it"
-    if config.replicas == 1:
-        pass
-    elif config.urls:
-        yield f"engine.replicas = {config.replicas} says how many engines the run starts, and engine.urls names servers that are running; remove one of them"
-    elif config.device == "cuda" and not config.is_server:
-        yield ON_GPUS
-    elif 0 < len(config.cores) < config.replicas:
-        yield f"engine.cores names {len(config.cores)}, too few for engine.replicas = {config.replicas}; give each a core, or leave cores empty"
-    elif 0 < len(config.gpus) < config.replicas:
-        yield f"engine.gpus names {len(config.gpus)}, too few for engine.replicas = {config.replicas}; give each a GPU"
-    urls = [url.rstrip("/") for url in config.urls]
-    for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f'engine.urls names "{url}" more than once; name each server once'
-
-
-def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
-    """Settings that belong to the other of the two: a server that is joined, or one that is started."""
-    for name in changed:
-        if name == "swap" and config.kind != "headrace":
-            yield f'engine.swap is of headrace\'s own engine; remove it: with engine.kind = "{config.kind}" caches are always recomputed'
-        elif config.urls and name in _OF_STARTED:
-            yield f"engine.{name} is about a server that the run starts, and engine.urls names one that is running; remove one of them"
-        elif config.urls and name not in (*OF_SERVERS, *_OF_BOTH):
-            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or the server's own option)"
-        elif not config.urls and name == "token_file":
-            yield "engine.token_file is about a server that is running (engine.urls), and a run makes a token for the one that it starts; remove it"
-        elif config.starts_server and config.kind == "vllm" and name not in (*OF_SERVERS, *_OF_BOTH, *_SET_FOR_VLLM):
-            yield f"engine.{name} is of headrace's own engine, and vLLM has no setting like it; remove it, and give vLLM's own options in engine.server_args"

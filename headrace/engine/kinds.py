@@ -16,13 +16,12 @@ ENGINES = {
 because only the process that serves it imports it."""
 
 
-SERVERS = ("headrace", "vllm", "sglang")
-"""Engines behind HTTP: values of `engine.kind` that need `engine.urls`. Their dialects are in `remote/`."""
-
-
-COPIES_TIED = ("vllm",)
-"""Servers that may multiply by a copy of their own of a tied parameter, which they make anew only when it is sent under its own name: vLLM
-packs weights for the products of a CPU, and its reload goes module by module (vLLM 0.32, `model_loader/reload/layerwise.py`)."""
+SERVERS = {
+    "headrace": "headrace.engine.remote.dialects.headrace:SERVER",
+    "vllm": "headrace.engine.remote.dialects.vllm:SERVER",
+    "sglang": "headrace.engine.remote.dialects.sglang:SERVER",
+}
+"""Engines behind HTTP: values of `engine.kind`, and the `ServerKind` of each, beside its dialect."""
 
 
 OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "olmoe")

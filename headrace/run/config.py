@@ -19,7 +19,9 @@ from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig, engine_problems
+from headrace.engine.config import EngineConfig
+from headrace.engine.engine_problems import engine_problems
+from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.branching import fork_problems
 from headrace.episodes.environments.config import EnvironmentConfig, chat_problems, turn_problems
 from headrace.episodes.rollout import RolloutConfig
@@ -115,7 +117,14 @@ class RunConfig:
         server = self.engine.kind if self.engine.is_server else ""
         joined = self.orchestration.host if self.orchestration.elsewhere else ""
         adapters, encrypted = bool(self.adapters or self.lora.served_name), bool(self.orchestration.cert)
-        return WeightEnds(server, adapters, joined, encrypted, bool(self.orchestration.bus))
+        return WeightEnds(
+            server=server,
+            fetches=bool(server) and server_kind(server).fetches,
+            adapters=adapters,
+            joined=joined,
+            encrypted=encrypted,
+            bus=bool(self.orchestration.bus),
+        )
 
     @property
     def longest_rollout(self) -> int:

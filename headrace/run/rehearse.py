@@ -22,7 +22,8 @@ from headrace.core.errors import ConfigError
 from headrace.core.reports import Finding, Sight
 from headrace.core.types import Completion, Episode, Prompt
 from headrace.durable.journal import count_steps
-from headrace.engine.servers.installed import cannot_reload, require
+from headrace.engine.remote.server_kind import server_kind
+from headrace.engine.servers.installed import require
 from headrace.episodes.scoring.extract import Extractor
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.python_rewards import RewardFunction
@@ -485,7 +486,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if config.engine.starts_server:
         fetches = way_of(config.weight_sync, config.ends).transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)
-        if problem := cannot_reload(config.engine.kind, server, shape.experts):
+        if problem := server_kind(config.engine.kind).cannot_reload(server, shape.experts):
             found.doubt(problem, certain=True)
         line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
         found.sections["Where"] = [*found.sections["Where"], line]

@@ -17,21 +17,16 @@ from headrace.core.weights import Manifest
 from headrace.durable.atomic_files import replace_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
-from headrace.engine.kinds import COPIES_TIED
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.dialect import Dialect
-from headrace.engine.remote.dialects.headrace import HeadraceDialect
-from headrace.engine.remote.dialects.sglang import SglangDialect
-from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.server_kind import Described, Place, server_kind
 from headrace.engine.remote.strangers import open_control
-from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import cannot_reload, require
+from headrace.engine.servers.commands import Command, command
+from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.suspects import Suspects
-from headrace.models.endings import end_tokens
 from headrace.processes.joining.same_model import terms_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
@@ -55,19 +50,6 @@ from headrace.web.tls import TlsIdentity, first_certificate
 from headrace.weight_sync.config import WeightSyncConfig, reached_at, way_of
 from headrace.weight_sync.kind import Opening, TransportKind
 
-DIALECTS: dict[str, Callable[[Path, int], Dialect]] = {
-    "headrace": lambda model_dir, check_every: HeadraceDialect(),
-    "vllm": lambda model_dir, check_every: VllmDialect(end_tokens(model_dir), check_every),
-    "sglang": lambda model_dir, check_every: SglangDialect(end_tokens(model_dir)),
-}
-"""The dialect of each `engine.kind`, made from the model's directory and `watch.identity_every`."""
-
-FETCHING: dict[str, Callable[[Path, int, Mapping[str, str]], Dialect]] = {
-    "headrace": lambda model_dir, check_every, access: HeadraceDialect(access),
-    "vllm": lambda model_dir, check_every, access: VllmDialect(end_tokens(model_dir), check_every, access),
-}
-"""The dialect of servers that fetch weights over HTTP, made from the token too that the trainer's server asks for, and its certificate."""
-
 
 def transport_of(config: RunConfig, logs: Path) -> TransportKind:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
@@ -84,7 +66,7 @@ def transport_of(config: RunConfig, logs: Path) -> TransportKind:
         if place.cert and transport.encrypts
         else None,
         directory=(Path(shared) if shared else logs.absolute()) / f"{config.name}-weights",
-        repeat_tied=config.engine.kind in COPIES_TIED,
+        repeat_tied=config.engine.is_server and server_kind(config.engine.kind).copies_tied,
     )
     return transport.open(opening)
 
@@ -202,7 +184,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
     settings = config.engine
     fetches = way_of(config.weight_sync, config.ends).transport.listens
     found = require(settings.kind, settings.python, fetches)
-    if problem := cannot_reload(settings.kind, found, read_shape(model_dir).experts):
+    if problem := server_kind(settings.kind).cannot_reload(found, read_shape(model_dir).experts):
         raise ConfigError(problem)
     loras = [run.lora for run in adapter_runs(config) or (config,)]
     serves = max(settings.max_adapters, adapters_served(config)) > 0
@@ -236,9 +218,7 @@ def _server(
     else:
         (url,) = settings.urls
         token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
-    described = model_dir, config.watch.identity_every
-    access = transport.access
-    dialect = DIALECTS[settings.kind](*described) if access is None else FETCHING[settings.kind](*described, access)
+    dialect = server_kind(settings.kind).dialect(Described(model_dir, config.watch.identity_every, transport.access))
     engine = RemoteEngine(
         Connection(url, token),
         dialect,

@@ -1,8 +1,8 @@
 """Carries weights from the trainer to engines.
 
-Read `packed.py` (the buffer that every transport fills, and its fingerprint), `slots.py` (the memory of such buffers), `config.py` (the
+Read `packed.py` (the buffer that every transport fills, and its fingerprint), `slots.py` (the memory of such buffers), `kind.py` (what a transport states about itself), `config.py` (the
 settings, and the choice of a transport), `transport.py` (the table of transports), `shared_memory.py` (both ends of one), `offers.py` and
-`fetching.py` (the two ends of those that engines fetch from), `sockets.py` (their messages), `ranges.py` (a buffer in parts), `over_tcp/`,
+`fetching.py` (the two ends of those that engines fetch from), `sockets.py` (their messages), `ranges.py` (a buffer in parts), `tcp.py`,
 `over_http/`, `files.py` and `safe_files.py` (which do), `push/` (those by which the trainer sends), `delta/` (the difference of two
 versions), `in_vllm/` (the end that runs in vLLM), `directory.py` (weights that never change, read from a model's directory, and adapters
 that peft saved).

@@ -18,8 +18,6 @@ else:
     Kind = Literal[("auto", *TRANSPORTS)]
 
 AUTO = "chosen by where the engines are, and `--dry-run` says why"
-FETCH = ("headrace", "vllm")
-"""Kinds of servers that can fetch weights: vLLM does it where headrace is installed beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -52,6 +50,8 @@ class WeightEnds(NamedTuple):
 
     server: str = ""
     """`engine.kind` of engines behind HTTP; empty for processes of the run."""
+    fetches: bool = False
+    """Whether that server can fetch weights over HTTP."""
     adapters: bool = False
     """Whether adapters are published beside a base that never changes."""
     joined: str = ""
@@ -65,7 +65,7 @@ class WeightEnds(NamedTuple):
     def reach(self) -> Reach:
         """The kind of engines that weights must reach."""
         if self.server:
-            return "fetching server" if self.server in FETCH else "server"
+            return "fetching server" if self.fetches else "server"
         return "joined" if self.joined else "rollout host" if self.bus else "child"
 
 
@@ -170,7 +170,7 @@ def _delta_problems(way: Way, ends: WeightEnds) -> Iterator[str]:
             'set lora.publish = "merged"'
         )
     elif ends.server and not way.transport.serves_deltas:
-        remedy = 'set weight_sync.kind = "http", or ' if ends.server in FETCH else ""
+        remedy = 'set weight_sync.kind = "http", or ' if ends.fetches else ""
         yield (
             f'weight_sync.encoding = "delta" in files is not read by a server (engine.kind = "{ends.server}"); {remedy}remove it'
         )

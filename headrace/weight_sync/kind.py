@@ -1,4 +1,4 @@
-"""What a transport states about itself. Everything that chooses, describes, plans or refuses a transport asks these facts.
+"""Facts that a transport states about itself. Everything that chooses, describes, plans or refuses a transport asks these facts.
 
 A transport is a subclass of `TransportKind` with its two ends, in a file of its own, and a name in `transport.py`. Imports no torch.
 """
@@ -60,10 +60,10 @@ class TransportKind(Struct, frozen=True):
     words: ClassVar[str]
     """Its name in sentences."""
     about: ClassVar[str]
-    """What it does, as half a sentence for the page of settings."""
+    """Half a sentence that says what it does, for the page of settings."""
     reaches: ClassVar[frozenset[Reach]]
     condition: ClassVar[str] = ""
-    """What must hold where engines are on other machines, for people."""
+    """A condition that must hold for engines on other machines, in words."""
     encrypts: ClassVar[bool] = False
     """Whether it can encrypt what it sends."""
     listens: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class TransportKind(Struct, frozen=True):
     keeps_for_sleepers: ClassVar[bool] = False
     """Whether an engine that slept finds the newest weights in its place when it wakes."""
     keeps: ClassVar[str] = "full"
-    """What the trainer's end keeps of a whole model, in words."""
+    """The copies of a whole model that the trainer's end keeps, in words."""
     device_of_buffers: ClassVar[Literal["cpu", "cuda"]] = "cpu"
     """The device in whose memory the packed buffers are."""
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Union
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.kind import TransportKind
 from headrace.weight_sync.over_http.http_ranges import Http
-from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.push.broadcast import Broadcast
 from headrace.weight_sync.push.cuda_ipc import CudaIpc
 from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.weight_sync.tcp import Tcp
 
 _ALL: tuple[type[TransportKind], ...] = (SharedMemory, Tcp, Http, Files, Broadcast, CudaIpc)
-"""To add a transport, add its class. Sentences recommend the first that fits."""
+"""All transports, a line each. Sentences recommend the first that fits."""
 
 TRANSPORTS = {str(one.__struct_config__.tag): one for one in _ALL}
-"""By the value of `weight_sync.kind`, which is the tag of its messages too."""
+"""The transports by the value of `weight_sync.kind`, which is the tag of their messages too."""
 
 if TYPE_CHECKING:
     AnyTransport = TransportKind

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.engine.config import EngineConfig, engine_problems
+from headrace.engine.config import EngineConfig
+from headrace.engine.engine_problems import engine_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.run.config import load_config, teacher_engine
 

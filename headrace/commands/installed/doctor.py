@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.engine.servers.installed import MODULES, REMEDY, look, places
+from headrace.engine.remote.server_kind import startable_servers
+from headrace.engine.servers.installed import look, places
 from headrace.episodes.environments.verifiers.verifiers_package import REMEDY as VERIFIERS
 from headrace.episodes.environments.verifiers.verifiers_package import lacking, look_for_verifiers
 from headrace.native.cores import usable_cores
@@ -115,7 +116,7 @@ def _extras() -> Iterator[DoctorFinding]:
 def engine_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
     """The values of `engine.kind`, and the interpreters that have what each needs."""
     yield DoctorFinding("native", "ok", "headrace's own, in a process of the run")
-    for kind in MODULES:
+    for kind, starts in startable_servers().items():
         found = [look(kind, python) for python in interpreters]
         there = [f"{one.version or 'unknown version'} in {one.python}" for one in found if not one.missing]
         if there:
@@ -124,7 +125,7 @@ def engine_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
             )
         else:
             lacking = "; ".join(f"no {', '.join(one.missing)} in {one.python}" for one in found)
-            yield DoctorFinding(kind, "note", lacking, f"only for runs that start such a server: {REMEDY[kind]}")
+            yield DoctorFinding(kind, "note", lacking, f"only for runs that start such a server: {starts.install}")
 
 
 def taskset_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:

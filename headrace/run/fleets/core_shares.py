@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from headrace.engine.config import ON_GPUS, EngineConfig
+from headrace.engine.config import EngineConfig
+from headrace.engine.engine_problems import ON_GPUS
 from headrace.native.cores import usable_cores
 from headrace.run.config import RunConfig
 

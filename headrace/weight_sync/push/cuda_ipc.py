@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from headrace.core.errors import IdentityError
+from headrace.core.errors import ConfigError, IdentityError
 from headrace.core.protocols import WeightSender
 from headrace.core.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
 from headrace.weight_sync.kind import PLAIN, Opening, TransportKind
@@ -57,8 +57,12 @@ class CudaIpc(TransportKind, frozen=True, tag="cuda_ipc"):
         return IpcReceiver(self._memory(), manifests)
 
     def _memory(self) -> DeviceMemory:
+        import torch
+
         from headrace.weight_sync.push.device_memory import CudaMemory, PageMemory
 
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(NO_GPU)
         return CudaMemory() if self.device == "cuda" else PageMemory()
 
 

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.core.errors import ConfigError
-from headrace.weight_sync.push.cuda_ipc import NO_GPU
 from headrace.weight_sync.slots import anonymous_memory
 
 
@@ -28,11 +26,6 @@ class DeviceMemory(Protocol):
 
 class CudaMemory:
     """Protocol `DeviceMemory`, by CUDA's own handles (cudaIpcGetMemHandle), as torch passes them between its processes."""
-
-    def __init__(self) -> None:
-        """Raises ConfigError without a GPU."""
-        if not torch.cuda.is_available():
-            raise ConfigError(NO_GPU)
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

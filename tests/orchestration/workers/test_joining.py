@@ -40,7 +40,7 @@ from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_worker import FakeProcess
 from headrace.version import __version__
 from headrace.views.screen.status_view import lines_of
-from headrace.weight_sync.over_tcp.tcp import Tcp
+from headrace.weight_sync.tcp import Tcp
 
 TOKEN = "a token of many characters"
 

@@ -43,7 +43,7 @@ from headrace.testing.fake_cluster import FakeCluster, FakeMachine, ScriptedHost
 from headrace.testing.fake_worker import FakeProcess
 from headrace.testing.makers import request
 from headrace.version import __version__
-from headrace.weight_sync.over_tcp.tcp import Tcp
+from headrace.weight_sync.tcp import Tcp
 
 SAME = {"headrace": __version__, "Python": "{}.{}".format(*sys.version_info), "host": "b"}
 ASKED = Request("r", (1, 2), Sampling(max_tokens=8))

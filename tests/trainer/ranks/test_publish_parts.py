@@ -21,10 +21,9 @@ from headrace.run.worker.rank_senders import FollowingSender, rank_sender
 from headrace.run.worker.worker_messages import TrainerStart
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.weight_sync.kind import Encoding, Opening
-from headrace.weight_sync.over_tcp.part_sender import TcpPartSender
-from headrace.weight_sync.over_tcp.tcp import Tcp
 from headrace.weight_sync.packed import PackedBuffer, lay_out
 from headrace.weight_sync.ranges import ByteRange, ValueRun, make_up, parts_of
+from headrace.weight_sync.tcp import Tcp, TcpPartSender
 
 KEPT: list[Any] = []
 """The senders of a rank's process, which serve from threads."""

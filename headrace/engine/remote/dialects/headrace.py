@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +21,12 @@ from headrace.core.weights import WeightUpdate
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.server_kind import HOST, Place, ServerKind, Startable
+from headrace.settings.extras import install
+from headrace.settings.interpreters import Found
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
 
 LOWEST = -3.4e38
 """Stands for the log-prob of a token that cannot be sampled: JSON has no infinity."""
@@ -197,3 +205,34 @@ def _number(value: float | None) -> float:
     if value is None:
         return math.nan
     return -math.inf if value <= LOWEST else value
+
+
+def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], dict[str, str]]:
+    from headrace.engine.config import OF_FLEETS, OF_SERVERS
+
+    words = [found.python, "-m", "headrace", "serve", str(place.model), "--host", HOST, "--port", str(place.port)]
+    words += ["--token-file", str(place.token_file), "--adapters", str(max(config.max_adapters, place.adapters))]
+    usual = type(config)()
+    own = [
+        field.name for field in fields(config) if field.name not in ("kind", "max_adapters", *OF_SERVERS, *OF_FLEETS)
+    ]
+    values = {name: getattr(config, name) for name in own} | {"dtype": config.serving_dtype}
+    for name, value in values.items():
+        if value != getattr(usual, name):
+            words += ["--set", f"engine.{name}={json.dumps(value)}"]
+    return words, {}
+
+
+SERVER = ServerKind(
+    words="headrace",
+    about="the same engine behind HTTP (`headrace serve`), which the run starts, unless `urls` names one",
+    dialect=lambda one: HeadraceDialect(one.access),
+    starts=Startable(
+        modules=[["headrace", "headrace"], ["uvicorn", "uvicorn"], ["starlette", "starlette"]],
+        install=install("serve"),
+        command=_command,
+        needs_headrace="always",
+    ),
+    fetches=True,
+    swaps=True,
+)

@@ -27,6 +27,8 @@ from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.sglang_facts import meet, statistics
 from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.server_kind import Control, ServerKind
+from headrace.models.endings import end_tokens
 
 
 class SglangDialect(LabelledDialect):
@@ -197,3 +199,15 @@ def _prompt_logprobs(rows: Any, prompt: tuple[int, ...]) -> tuple[float, ...]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
+
+
+SERVER = ServerKind(
+    words="SGLang",
+    about="an SGLang server that is running",
+    dialect=lambda one: SglangDialect(end_tokens(one.model_dir)),
+    control=Control(
+        "/get_server_info",
+        "/pause_generation, /update_weights_from_disk, /load_lora_adapter",
+        "start SGLang with --api-key, and name the file that holds the key in engine.token_file",
+    ),
+)

