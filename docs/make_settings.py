@@ -23,9 +23,17 @@ from headrace.algo.rules.table import RULES
 from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import SERVERS
 from headrace.engine.remote.server_kind import server_kind
+from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.kinds import GATEWAY_KINDS
 from headrace.run.config import RunConfig
 from headrace.weight_sync.config import AUTO, WeightSyncConfig
 from headrace.weight_sync.transport import TRANSPORTS
+
+KINDS_OF_CODE = """\
+The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the prompt. The others are environments
+of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym: the problems of that task, with further attempts after a
+wrong answer. gym: an environment with the methods that skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a
+server."""
 
 TARGET = Path(__file__).with_name("settings.md")
 
@@ -90,7 +98,7 @@ def inherited(kind: type) -> dict[str, str]:
 
 
 def computed(kind: type) -> dict[str, str]:
-    """Returns the purposes of settings that are made from the tables of losses, rules, transports and servers."""
+    """Returns the purposes of settings that are made from the tables of losses, rules and kinds."""
     if kind is CorrectionConfig:
         return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
     if kind is WeightSyncConfig:
@@ -101,6 +109,9 @@ def computed(kind: type) -> dict[str, str]:
         return {
             "kind": f"The engine that serves the policy. native: headrace's own, in a process on this machine; {about}."
         }
+    if kind is EnvironmentConfig:
+        about = ". ".join(f"{name}: {one.about}" for name, one in GATEWAY_KINDS.items())
+        return {"kind": f"{KINDS_OF_CODE} {about}."}
     return constants() if kind is AlgoConfig else {}
 
 

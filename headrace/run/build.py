@@ -21,8 +21,8 @@ from headrace.core.protocols import Observer, Scorer, Task
 from headrace.core.types import Prompt
 from headrace.durable.journal import JournalStep
 from headrace.episodes.branching import fork_problem
-from headrace.episodes.environments.atropos.trainer_facts import TrainerFacts
-from headrace.episodes.environments.kinds import environment_kind
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
+from headrace.episodes.environments.kinds import environment_kind, named
 from headrace.episodes.scoring.job import LoadedReward
 from headrace.episodes.scoring.overlong import punished
 from headrace.episodes.scoring.parts.score_log import ScoreLog
@@ -347,7 +347,7 @@ def build_environment(
     if not environment.in_processes:
         return environment_kind(environment.kind)
     alone, rollout = not config.reward.given and not config.teachers, config.rollout
-    if not environment.asks_gateway:
+    if not (asks := environment.gateway_kind):
         from headrace.episodes.environments.function import open_function
 
         settings: dict[str, Any] = {
@@ -362,30 +362,28 @@ def build_environment(
         return kind
     if not is_installed(EXTRAS["serve"].module):
         raise ConfigError(f"{environment.setting} needs a server for its turns: {install('serve')}")
-    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    settings = {"system": system, "sampling": sampling, "stop": rollout.stop, "alone": alone}
-    if environment.is_command:
-        from headrace.episodes.environments.agents.agent_environment import open_agents
-
-        return open_agents(environment, encoder, **settings, log=log)
-    if environment.is_taskset:
-        from headrace.episodes.environments.verifiers.taskset_environment import open_taskset
-
-        seeds = config.task.kind == "seeds"
-        return open_taskset(environment, encoder, **settings, log=log, seeds=seeds, held_out=config.task.held_out)
-    if log is None:
+    if log is None and asks.is_handed_out:
         raise ConfigError(
             f"{environment.setting} hands out the rollouts of a run, and this is none; the run measures held-out prompts by itself (eval.every)"
         )
-    if environment.is_atropos:
-        from headrace.episodes.environments.atropos.atropos_environment import open_atropos
-
-        groups, longest = config.staleness.groups_per_step, environment.max_tokens or config.engine.context_length
-        facts = TrainerFacts(config.name, config.train.steps, rollout.group_size, groups, longest)
-        return open_atropos(environment, encoder, facts, **settings, log=log)
-    from headrace.episodes.environments.agents.handing_out import open_handing_out
-
-    return open_handing_out(environment, encoder, **settings, directory=log.parent)
+    opened = OpenedWith(
+        config=environment,
+        encoder=encoder,
+        system=system,
+        sampling={name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+        stop=rollout.stop,
+        alone=alone,
+        log=log,
+        seeds=config.task.kind == "seeds",
+        held_out=config.task.held_out,
+        name=config.name,
+        steps=config.train.steps,
+        group_size=rollout.group_size,
+        groups_per_step=config.staleness.groups_per_step,
+        longest=environment.max_tokens or config.engine.context_length,
+    )
+    made: EnvironmentKind = named(asks.opens)(opened)
+    return made
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> RemarkedTask:

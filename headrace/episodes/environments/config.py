@@ -12,12 +12,10 @@ from pydantic.dataclasses import dataclass
 
 from headrace.core.playing import Limits, Resumes
 from headrace.episodes.environments.kinds import (
-    ATROPOS,
     ENVIRONMENTS,
-    GATEWAY,
+    GATEWAY_KINDS,
     LIBRARIES,
-    PROCESS,
-    VERIFIERS,
+    GatewayKind,
     environment_kind,
 )
 from headrace.settings.strict import STRICT
@@ -27,27 +25,12 @@ ToolPlace = Literal["template", "hermes"]
 _OF_FUNCTIONS = ("tool_seconds", "tool_characters", "tools")
 _OF_LIBRARIES = ("name", "options")
 _OF_ALL = ("max_turns", "max_tokens", "seconds", "episode_seconds", "tools")
-_OWN = {
-    PROCESS: ("command", "directory", "processes"),
-    GATEWAY: ("host", "port"),
-    ATROPOS: ("host", "port"),
-    VERIFIERS: ("python", "processes"),
-}
-"""The settings of the kinds that ask the gateway for their turns, which functions and libraries do not have."""
-_SHARED = {PROCESS: ("memory_gib",), GATEWAY: (), ATROPOS: (), VERIFIERS: (*_OF_LIBRARIES, "workers", "memory_gib")}
-"""The settings that such a kind shares with functions and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnvironmentConfig:
     kind: str = "single_turn"
-    """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
-    prompt. The others are environments of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym:
-    the problems of that task, with further attempts after a wrong answer. gym: an environment with the methods that
-    skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a server. process: a process of
-    `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md). gateway: agents elsewhere take the rollouts
-    (headrace gateway). atropos: environments of Atropos play them, and draw their own problems (docs/atropos.md).
-    verifiers: a taskset of verifiers, in an interpreter of its own (docs/libraries.md)."""
+    """The environment that is made for each rollout, unless `function` is set (docs/settings.md lists the kinds)."""
     name: str = ""
     """gym: the environment; an id of skyrl-gym, `path/to/file.py:Class` or `package.module:Class`. textarena: the id of the
     game. openenv: the URL of the server. verifiers: the taskset; the name of an installed one, or `path/to/file.py`."""
@@ -110,7 +93,7 @@ class EnvironmentConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, *_OWN)):
+        if kind not in (known := (*ENVIRONMENTS, *LIBRARIES, *GATEWAY_KINDS)):
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(known)}')
         return kind
 
@@ -140,14 +123,8 @@ class EnvironmentConfig:
             raise ValueError(
                 f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
             )
-        if self.kind == PROCESS and not self.command:
-            raise ValueError(
-                'environment.kind = "process" needs environment.command = ["python", "agent.py"], the command that plays a rollout'
-            )
-        if self.kind == VERIFIERS and not self.name:
-            raise ValueError(
-                'environment.kind = "verifiers" needs environment.name, the taskset: the name of an installed one, or path/to/file.py'
-            )
+        if (asks := self.gateway_kind) and asks.needs and not getattr(self, asks.needs[0]):
+            raise ValueError(f'environment.kind = "{self.kind}" needs {asks.needs[1]}')
         if self.is_handed_out and not self.seconds:
             raise ValueError(
                 "environment.seconds = 0 would wait for ever for an agent that has vanished: set the seconds that an agent may take "
@@ -163,9 +140,9 @@ class EnvironmentConfig:
 
     def _foreign(self, changed: Sequence[str]) -> tuple[Sequence[str], str]:
         """The settings that do not belong to this kind, and the kind that they belong to."""
-        mine = (*_OWN[self.kind], *_SHARED[self.kind], *_OF_ALL) if self.kind in _OWN else ()
-        for kind, settings in _OWN.items():
-            if found := [one for one in changed if one in settings and one not in mine]:
+        mine = (*asks.own, *asks.shared, *_OF_ALL) if (asks := self.gateway_kind) else ()
+        for kind, other in GATEWAY_KINDS.items():
+            if found := [one for one in changed if one in other.own and one not in mine]:
                 return found, f'environment.kind = "{kind}"'
         if mine:
             return [one for one in changed if one not in mine], "another kind of environment"
@@ -194,29 +171,23 @@ class EnvironmentConfig:
         return bool(self.function) or self.kind in LIBRARIES or self.asks_gateway
 
     @property
-    def is_command(self) -> bool:
-        """Whether a command of the user plays them, as a process for each rollout."""
-        return self.kind == PROCESS
+    def gateway_kind(self) -> GatewayKind | None:
+        """The facts about its kind, if what plays the rollouts asks for its turns over HTTP."""
+        return GATEWAY_KINDS.get(self.kind)
+
+    @property
+    def asks_gateway(self) -> bool:
+        return self.kind in GATEWAY_KINDS
 
     @property
     def is_handed_out(self) -> bool:
         """Whether agents elsewhere play them."""
-        return self.kind in (GATEWAY, ATROPOS)
+        return bool(self.gateway_kind and self.gateway_kind.is_handed_out)
 
     @property
-    def is_atropos(self) -> bool:
-        """Whether environments of Atropos play them."""
-        return self.kind == ATROPOS
-
-    @property
-    def is_taskset(self) -> bool:
-        """Whether a taskset of verifiers plays them."""
-        return self.kind == VERIFIERS
-
-    @property
-    def asks_gateway(self) -> bool:
-        """Whether what plays them asks for its turns over HTTP."""
-        return self.kind in _OWN
+    def draws_problems(self) -> bool:
+        """Whether its players draw problems of their own."""
+        return bool(self.gateway_kind and self.gateway_kind.draws_problems)
 
     @property
     def turns(self) -> int:
@@ -250,13 +221,13 @@ def _changed(config: EnvironmentConfig) -> Iterator[str]:
 def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int, seeds: bool, measured: int) -> Iterator[str]:
     """Returns a sentence for each setting of the task that a conversation cannot follow. `seeds`: whether the prompts have no question;
     `measured`: held-out prompts that are measured."""
-    if config.is_atropos and not seeds:
+    if config.draws_problems and not seeds:
         yield (
-            'environment.kind = "atropos" plays problems that the environments draw, so a task would not be used: set task.kind = "seeds"'
+            f'environment.kind = "{config.kind}" plays problems that the environments draw, so a task would not be used: set task.kind = "seeds"'
         )
-    if config.is_atropos and measured:
+    if config.draws_problems and measured:
         yield (
-            f'environment.kind = "atropos" plays problems that the environments draw, so that none of eval.prompts = {measured} is held out: set '
+            f'environment.kind = "{config.kind}" plays problems that the environments draw, so that none of eval.prompts = {measured} is held out: set '
             "eval.prompts = 0"
         )
     if seeds and not config.in_processes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
+from typing import Any
 
 from headrace.core.playing import EnvironmentKind
 
@@ -21,22 +23,68 @@ LIBRARIES = {
 """Places of functions that open environments of other libraries, by name. They are called in the processes of environments only
 (`workers/loading.py`), because what they import may crash or hang."""
 
-PROCESS = "process"
-"""The kind that is a command of the user (`agents/`). It is made of the settings, so no module has its value."""
-
-GATEWAY = "gateway"
-"""The kind whose rollouts agents elsewhere take (`agents/handing_out.py`)."""
 ADDRESS_FILE = "gateway.url"
-"""The file among a run's logs that has the address where they do. Only the user who started the run can read it."""
+"""The file among a run's logs that has the address where agents elsewhere take rollouts. Only the user who started the run can read it."""
 
-ATROPOS = "atropos"
-"""The kind whose rollouts environments of Atropos play (`atropos/`)."""
 
-VERIFIERS = "verifiers"
-"""The kind whose rollouts tasksets of verifiers play, in an interpreter of their own (`verifiers/`)."""
+@dataclass(frozen=True, kw_only=True)
+class GatewayKind:
+    """Facts about a kind whose player asks for its turns over HTTP."""
+
+    about: str
+    """Half a sentence that says who plays, for the page of settings."""
+    opens: str
+    """Place of a function from `OpenedWith` to an `EnvironmentKind`, by name: what it imports may be missing."""
+    own: tuple[str, ...]
+    """Settings of `[environment]` that functions and libraries do not have."""
+    shared: tuple[str, ...] = ()
+    """Settings that it shares with functions and libraries."""
+    needs: tuple[str, str] | None = None
+    """A setting that must be given, and what it is, in words."""
+    is_handed_out: bool = False
+    """Whether agents elsewhere play the rollouts, so that a run must be there to hand them out."""
+    draws_problems: bool = False
+    """Whether the players draw problems of their own, so that a task would not be used."""
+
+
+GATEWAY_KINDS = {
+    "process": GatewayKind(
+        about="a process of `command`, which asks for its turns at OPENAI_BASE_URL (docs/agents.md)",
+        opens="headrace.episodes.environments.agents.agent_environment:open_agents",
+        own=("command", "directory", "processes"),
+        shared=("memory_gib",),
+        needs=("command", 'environment.command = ["python", "agent.py"], the command that plays a rollout'),
+    ),
+    "gateway": GatewayKind(
+        about="agents elsewhere take the rollouts (headrace gateway)",
+        opens="headrace.episodes.environments.agents.handing_out:open_handing_out",
+        own=("host", "port"),
+        is_handed_out=True,
+    ),
+    "atropos": GatewayKind(
+        about="environments of Atropos play them, and draw their own problems (docs/atropos.md)",
+        opens="headrace.episodes.environments.atropos.atropos_environment:open_atropos",
+        own=("host", "port"),
+        is_handed_out=True,
+        draws_problems=True,
+    ),
+    "verifiers": GatewayKind(
+        about="a taskset of verifiers, in an interpreter of its own (docs/libraries.md)",
+        opens="headrace.episodes.environments.verifiers.taskset_environment:open_taskset",
+        own=("python", "processes"),
+        shared=("name", "options", "workers", "memory_gib"),
+        needs=("name", "environment.name, the taskset: the name of an installed one, or path/to/file.py"),
+    ),
+}
+"""The kinds whose players ask the gateway for their turns."""
+
+
+def named(place: str) -> Any:
+    """Returns what a place `module:name` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def environment_kind(name: str) -> EnvironmentKind:
-    module, _, value = ENVIRONMENTS[name].partition(":")
-    found: EnvironmentKind = getattr(importlib.import_module(module), value)
+    found: EnvironmentKind = named(ENVIRONMENTS[name])
     return found

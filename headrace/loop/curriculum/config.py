@@ -94,7 +94,7 @@ def curriculum_problems(config: Any) -> Iterator[str]:
             f"curriculum.largest_group = {own.largest_group} lets no group grow, because groups of rollout.group_size = {size} grow by doubling; "
             "raise the first, or lower the second"
         )
-    if own.largest_group and config.environment.is_atropos:
+    if own.largest_group and config.environment.draws_problems:
         yield (
             f"curriculum.largest_group = {own.largest_group} changes the size of groups, and environments of Atropos post groups of one size; "
             "set it to 0"

@@ -19,8 +19,8 @@ from written_turns import as_sampled, encoder_of
 from headrace.core.batches import Failure
 from headrace.core.types import Completion, Prompt, VersionSpan
 from headrace.episodes.environments.atropos.atropos_environment import open_atropos
-from headrace.episodes.environments.atropos.trainer_facts import TrainerFacts
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played, TurnAsked
@@ -101,13 +101,22 @@ def played(
     encoder = encoder_of(place / "model", tool_chats.PLAIN)
     policy = Policy(encoder, says)
     config = EnvironmentConfig(kind="atropos", **settings)
-    facts = TrainerFacts("tiny", 9, group_size, 2, 900)
     log = place / "environment.log"
 
     async def whole() -> list[list[Played | Failure]]:
         policy.hold = hold() if hold else None
         kind = open_atropos(
-            config, encoder, facts, system="", sampling={"temperature": 1.0}, stop=(), alone=True, log=log
+            OpenedWith(
+                config=config,
+                encoder=encoder,
+                sampling={"temperature": 1.0},
+                log=log,
+                name="tiny",
+                steps=9,
+                group_size=group_size,
+                groups_per_step=2,
+                longest=900,
+            )
         )
         playing = asyncio.gather(
             *(

@@ -19,6 +19,7 @@ from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.agents.printed_reward import printed_reward
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 from headrace.run.config import load_config
@@ -98,7 +99,7 @@ def played(place: Path, *modes: str, alone: bool = True, **settings: Any) -> lis
     config = EnvironmentConfig(kind="process", command=(sys.executable, str(place / "agent.py")), **settings)
 
     async def main() -> list[Played | Failure]:
-        kind = open_agents(config, encoder, system="", sampling={}, stop=(), alone=alone, log=place / "environment.log")
+        kind = open_agents(OpenedWith(config=config, encoder=encoder, alone=alone, log=place / "environment.log"))
         prompt = Prompt("p", "hello", (1,), columns={"modes": list(modes)})
         try:
             return await roll_out(kind, prompt, range(len(modes)), ask=model, decode=encoder.decode)
@@ -210,6 +211,4 @@ def test_a_command_is_split_and_its_files_are_found_beside_the_config(tmp_path: 
 def test_a_command_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
     config = EnvironmentConfig(kind="process", command=("no-such-agent",))
     with pytest.raises(ConfigError, match="no-such-agent, which is no program that can be run here"):
-        open_agents(
-            config, encoder_of(tmp_path, tool_chats.PLAIN), system="", sampling={}, stop=(), alone=True, log=None
-        )
+        open_agents(OpenedWith(config=config, encoder=encoder_of(tmp_path, tool_chats.PLAIN)))

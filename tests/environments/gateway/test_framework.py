@@ -12,6 +12,7 @@ from written_turns import Model, check_rows, encoder_of
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
 
@@ -49,7 +50,7 @@ def test_pydantic_ai_plays_a_rollout(tmp_path: Path) -> None:
     config = EnvironmentConfig(kind="process", command=command, max_turns=8)
 
     async def main() -> list[object]:
-        kind = open_agents(config, encoder, system="", sampling={}, stop=(), alone=True, log=tmp_path / "log")
+        kind = open_agents(OpenedWith(config=config, encoder=encoder, log=tmp_path / "log"))
         prompt = Prompt("p", "1 and 2?", (1,), columns={"answer": "3"})
         try:
             return list(await roll_out(kind, prompt, [0], ask=model, decode=encoder.decode))

@@ -22,6 +22,7 @@ from headrace.core.types import Prompt, Scored
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway import gateway_rollout
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.episodes import roll_out, with_rewards
 from headrace.episodes.rollout_session import Played
 
@@ -115,7 +116,7 @@ def games(place: Path, mode: str) -> Played | Failure:
     config = EnvironmentConfig(kind="process", command=(sys.executable, str(place / "game.py")))
 
     async def whole() -> Played | Failure:
-        kind = open_agents(config, encoder, system="", sampling={}, stop=(), alone=True, log=place / "environment.log")
+        kind = open_agents(OpenedWith(config=config, encoder=encoder, log=place / "environment.log"))
         try:
             prompt = Prompt("p", "hello", (1,), columns={"mode": mode})
             (one,) = await roll_out(kind, prompt, [0], ask=model, decode=encoder.decode)

@@ -31,6 +31,7 @@ from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.handing_out import open_handing_out
 from headrace.episodes.environments.agents.outside_agents import OutsideAgents
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout_session import Played
@@ -73,7 +74,7 @@ def handed_out(
     config = EnvironmentConfig(kind="gateway", **settings)
 
     async def whole() -> list[Played | Failure]:
-        kind = open_handing_out(config, encoder, system="", sampling={}, stop=(), alone=alone, directory=place)
+        kind = open_handing_out(OpenedWith(config=config, encoder=encoder, alone=alone, log=place / "log"))
         prompt = Prompt("train/7", "hello", (1,), columns={"answer": "so"})
         playing = asyncio.ensure_future(roll_out(kind, prompt, range(rollouts), ask=model, decode=encoder.decode))
         try:
@@ -374,4 +375,4 @@ def test_a_port_that_is_taken_is_refused_at_the_start(tmp_path: Path) -> None:
         config = EnvironmentConfig(kind="gateway", port=taken.getsockname()[1])
         encoder = encoder_of(tmp_path, tool_chats.PLAIN)
         with pytest.raises(ConfigError, match="environment.host 127.0.0.1 environment.port .* cannot be had"):
-            open_handing_out(config, encoder, system="", sampling={}, stop=(), alone=True, directory=tmp_path)
+            open_handing_out(OpenedWith(config=config, encoder=encoder, log=tmp_path / "log"))

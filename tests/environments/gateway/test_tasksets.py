@@ -27,6 +27,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.types import Prompt
 from headrace.durable.journal import read_steps
 from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.verifiers import taskset_process
 from headrace.episodes.environments.verifiers.taskset_environment import open_taskset
 from headrace.episodes.episodes import roll_out
@@ -85,9 +86,7 @@ def played(
 
     async def main() -> list[Played | Failure]:
         log = place / "environment.log"
-        kind = open_taskset(
-            config, encoder, system="", sampling={}, stop=(), alone=True, log=log, seeds=seeds, held_out=4
-        )
+        kind = open_taskset(OpenedWith(config=config, encoder=encoder, log=log, seeds=seeds, held_out=4))
         try:
             each = [roll_out(kind, prompt, [0], ask=model, decode=encoder.decode) for prompt in prompts]
             found = [one for (one,) in await asyncio.gather(*each)]
@@ -299,9 +298,8 @@ def test_an_interpreter_without_verifiers_is_refused_with_the_command(version: s
     python = str(fake_verifiers.interpreter(tmp_path, version)) if version else ""
     config = EnvironmentConfig(kind="verifiers", name="letters", python=python)
     encoder = encoder_of(tmp_path / "model", tool_chats.PLAIN)
-    given: dict[str, Any] = {"system": "", "sampling": {}, "stop": (), "alone": True, "log": None}
     with pytest.raises(ConfigError, match=rf"{words}.*: install it \(.*pip install 'verifiers>=0.4,<0.5' uv"):
-        open_taskset(config, encoder, **given, seeds=True, held_out=0)
+        open_taskset(OpenedWith(config=config, encoder=encoder, seeds=True))
 
 
 def test_the_doctor_says_which_interpreter_has_it(tmp_path: Path) -> None:

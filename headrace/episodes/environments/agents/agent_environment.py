@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,34 +15,26 @@ from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.agent_process import AgentProcess, Reaper, agent_addresses, agent_variables
 from headrace.episodes.environments.agents.memory_watch import MemoryWatch
 from headrace.episodes.environments.agents.printed_reward import GivenRewards, printed_reward
-from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, give, given_of
-from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.agents.served_rollouts import ServedRollouts, give, given_of
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.web.limits import ServerLimits
 
 
-def open_agents(
-    config: EnvironmentConfig,
-    encoder: GatewayEncoder,
-    *,
-    system: str,
-    sampling: Mapping[str, object],
-    stop: Sequence[str],
-    alone: bool,
-    log: Path | None,
-) -> EnvironmentKind:
-    """Makes the environments of `environment.command`. `system`: the system message of conversations that have none; `sampling`: the
-    run's temperature, top_p, top_k and min_p; `stop`: its stop strings; `alone`: whether nothing else gives rewards; `log` receives what
-    the agents write to standard error. Raises ConfigError if there is no such command."""
+def open_agents(opened: OpenedWith) -> EnvironmentKind:
+    """Makes the environments of `environment.command`. Raises ConfigError if there is no such command."""
+    config = opened.config
     if shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command begins with {config.command[0]}, which is no program that can be run here; install it, or write its "
             "whole path"
         )
-    gateway = Gateway(encoder, stop, sampling, ServerLimits())
-    agents = Agents(ServedRollouts(config, encoder, gateway, system), alone=alone, log=log)
-    return EnvironmentKind(agents.make, config.limits, resumes="restarted", close=agents.close, remarks=gateway.remarks)
+    rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits()))
+    agents = Agents(rollouts, alone=opened.alone, log=opened.log)
+    return EnvironmentKind(
+        agents.make, config.limits, resumes="restarted", close=agents.close, remarks=rollouts.gateway.remarks
+    )
 
 
 class Agents:

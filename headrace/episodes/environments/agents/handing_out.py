@@ -29,14 +29,13 @@ from headrace.episodes.environments.agents.address_file import AddressFile
 from headrace.episodes.environments.agents.agent_process import agent_addresses
 from headrace.episodes.environments.agents.printed_reward import NAME, GivenRewards
 from headrace.episodes.environments.agents.served_rollouts import (
-    GatewayEncoder,
     ServedRollouts,
     give,
     given_of,
 )
-from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES, GatewayRollout
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.bodies import Body
 from headrace.web.errors import Refused
@@ -77,30 +76,17 @@ class Offer:
     """Whether it is over, so that nobody may take it."""
 
 
-def open_handing_out(
-    config: EnvironmentConfig,
-    encoder: GatewayEncoder,
-    *,
-    system: str,
-    sampling: Mapping[str, object],
-    stop: Sequence[str],
-    alone: bool,
-    directory: Path,
-) -> EnvironmentKind:
-    """Makes the environments that agents elsewhere play. `directory`: gets the file with the address. The others as for `open_agents`.
-    Raises ConfigError if the port cannot be had."""
+def open_handing_out(opened: OpenedWith) -> EnvironmentKind:
+    """Makes the environments that agents elsewhere play. Raises ConfigError if the port cannot be had."""
+    config = opened.config
+    assert opened.log, "the address is written beside the log"
     sock = bind(config.host, config.port, "environment.")
-    gateway = Gateway(
-        encoder,
-        stop,
-        sampling,
-        ServerLimits(),
-        sock,
-    )
-    desk = Desk(ServedRollouts(config, encoder, gateway, system), alone, directory / ADDRESS_FILE)
+    rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits(), sock))
+    desk = Desk(rollouts, opened.alone, opened.log.parent / ADDRESS_FILE)
     said = "agents, which take rollouts at the address that headrace gateway shows"
+    remarks = rollouts.gateway.remarks
     return EnvironmentKind(
-        desk.make, config.limits, resumes="restarted", close=desk.close, remarks=gateway.remarks, players=said
+        desk.make, config.limits, resumes="restarted", close=desk.close, remarks=remarks, players=said
     )
 
 

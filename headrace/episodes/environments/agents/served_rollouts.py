@@ -5,34 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.core.chat.rendering import arguments_of
 from headrace.core.errors import RolloutFailed
 from headrace.core.playing import Agent
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.printed_reward import GivenRewards
-from headrace.episodes.environments.config import EnvironmentConfig, ToolPlace
-from headrace.episodes.environments.conversation import NO_ARGUMENTS, Conversation, TurnEncoder
+from headrace.episodes.environments.config import ToolPlace
+from headrace.episodes.environments.conversation import NO_ARGUMENTS, Conversation
 from headrace.episodes.environments.gateway.chat_tree import ChatTree
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout, Talks
-from headrace.episodes.environments.gateway.text_tree import TextEncoder, TextTree
-from headrace.episodes.environments.gateway.turn_request import ROLE, AnswerEncoder
-
-
-class GatewayEncoder(TurnEncoder, TextEncoder, AnswerEncoder, Protocol):
-    """The part of `models.chat.ChatEncoder` that the gateway uses."""
-
-    directory: Path
+from headrace.episodes.environments.gateway.opened_with import GatewayEncoder, OpenedWith
+from headrace.episodes.environments.gateway.text_tree import TextTree
+from headrace.episodes.environments.gateway.turn_request import ROLE
 
 
 class ServedRollouts:
-    def __init__(self, config: EnvironmentConfig, encoder: GatewayEncoder, gateway: Gateway, system: str) -> None:
-        """`system`: the system message of conversations that have none."""
-        self.config, self.gateway = config, gateway
-        self._encoder, self._system = encoder, system
+    def __init__(self, opened: OpenedWith, gateway: Gateway) -> None:
+        self.config, self.gateway = opened.config, gateway
+        self._encoder, self._system = opened.encoder, opened.system
 
     @asynccontextmanager
     async def open(self, agent: Agent, prompt: Prompt) -> AsyncIterator[GatewayRollout]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from headrace.core.errors import RolloutFailed
 from headrace.core.playing import Agent, Environment, EnvironmentKind
 from headrace.core.types import Prompt
 from headrace.episodes.environments.agents.address_file import AddressFile
-from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts
+from headrace.episodes.environments.agents.served_rollouts import ServedRollouts
 from headrace.episodes.environments.atropos.inference_routes import InferenceRoutes
 from headrace.episodes.environments.atropos.open_rollouts import OpenRollout, OpenRollouts
 from headrace.episodes.environments.atropos.trajectory_routes import TrainerFacts, TrajectoryRoutes
-from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.gateway_rollout import SECRET_BYTES
+from headrace.episodes.environments.gateway.opened_with import GatewayEncoder, OpenedWith
 from headrace.episodes.environments.kinds import ADDRESS_FILE
 from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
@@ -34,31 +34,18 @@ NAME = "score"
 Answer = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def open_atropos(
-    config: EnvironmentConfig,
-    encoder: GatewayEncoder,
-    facts: TrainerFacts,
-    *,
-    system: str,
-    sampling: Mapping[str, object],
-    stop: Sequence[str],
-    alone: bool,
-    log: Path,
-) -> EnvironmentKind:
-    """Makes the environments that environments of Atropos play. `log` receives lines on what they post, and its directory the file with
-    the address. The others as for `open_agents`. Raises ConfigError if the port cannot be had."""
+def open_atropos(opened: OpenedWith) -> EnvironmentKind:
+    """Makes the environments that environments of Atropos play. Raises ConfigError if the port cannot be had."""
+    config = opened.config
+    assert opened.log, "the address is written beside the log"
+    facts = TrainerFacts(opened.name, opened.steps, opened.group_size, opened.groups_per_step, opened.longest)
     sock = bind(config.host, config.port, "environment.")
-    gateway = Gateway(
-        encoder,
-        stop,
-        sampling,
-        ServerLimits(),
-        sock,
-    )
-    atropos = Atropos(ServedRollouts(config, encoder, gateway, system), facts, encoder, alone=alone, log=log)
+    rollouts = ServedRollouts(opened, Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits(), sock))
+    atropos = Atropos(rollouts, facts, opened.encoder, alone=opened.alone, log=opened.log)
     said = "environments of Atropos, which find the run at the address that headrace gateway shows"
+    remarks = rollouts.gateway.remarks
     return EnvironmentKind(
-        atropos.make, config.limits, resumes="restarted", close=atropos.close, remarks=gateway.remarks, players=said
+        atropos.make, config.limits, resumes="restarted", close=atropos.close, remarks=remarks, players=said
     )
 
 

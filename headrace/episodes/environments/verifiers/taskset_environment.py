@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import RolloutFailed
 from headrace.core.playing import Agent, Environment, EnvironmentKind
 from headrace.core.rewards import Unusable, number_of
 from headrace.core.types import Prompt
-from headrace.episodes.environments.agents.served_rollouts import GatewayEncoder, ServedRollouts, given_of
-from headrace.episodes.environments.config import EnvironmentConfig
+from headrace.episodes.environments.agents.served_rollouts import ServedRollouts, given_of
 from headrace.episodes.environments.gateway.gateway import Gateway
 from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
+from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.environments.verifiers.taskset_process import AgentRun, TasksetEnded, TasksetPool, TasksetProcess
 from headrace.episodes.environments.verifiers.verifiers_package import require_verifiers
 from headrace.web.limits import ServerLimits
@@ -23,40 +22,23 @@ SESSION_HEADER = "X-Session-ID"
 """verifiers' clients send it with each request: an id for each time that an agent of the environment is run."""
 
 
-def open_taskset(
-    config: EnvironmentConfig,
-    encoder: GatewayEncoder,
-    *,
-    system: str,
-    sampling: Mapping[str, object],
-    stop: Sequence[str],
-    alone: bool,
-    log: Path | None,
-    seeds: bool,
-    held_out: int,
-) -> EnvironmentKind:
-    """Makes the environments that a taskset plays. `seeds`: whether the prompts are seeds, each of which draws a task of the taskset, of
-    which the last `held_out` are kept for evaluation; else a row is the data of its task. The others as for `open_agents`. Raises
-    ConfigError if the interpreter has no verifiers."""
+def open_taskset(opened: OpenedWith) -> EnvironmentKind:
+    """Makes the environments that a taskset plays. Seeds each draw a task of the taskset, of which the last `held_out` are kept for
+    evaluation; a row is the data of its task. Raises ConfigError if the interpreter has no verifiers."""
+    config = opened.config
     found = require_verifiers(config.python)
     settings = {
         "name": config.name,
         "options": dict(config.options),
         "max_turns": config.max_turns,
-        "held_out": held_out,
-        "seeds": seeds,
+        "held_out": opened.held_out,
+        "seeds": opened.seeds,
         "memory": int(config.memory_gib * (1 << 30)),
-        "tokenizer": str(encoder.directory),
+        "tokenizer": str(opened.encoder.directory),
     }
-    gateway = Gateway(
-        encoder,
-        stop,
-        sampling,
-        ServerLimits(),
-        session_header=SESSION_HEADER,
-    )
-    players = TasksetPool(found.python, settings, config.workers, log)
-    tasksets = Tasksets(ServedRollouts(config, encoder, gateway, system), players, seeds=seeds, alone=alone)
+    gateway = Gateway(opened.encoder, opened.stop, opened.sampling, ServerLimits(), session_header=SESSION_HEADER)
+    players = TasksetPool(found.python, settings, config.workers, opened.log)
+    tasksets = Tasksets(ServedRollouts(opened, gateway), players, seeds=opened.seeds, alone=opened.alone)
     return EnvironmentKind(
         tasksets.make, config.limits, resumes="restarted", close=tasksets.close, remarks=gateway.remarks
     )
