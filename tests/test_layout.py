@@ -522,6 +522,18 @@ def test_import_headrace_loads_nothing_heavy():
     assert not loaded_by("import headrace") & set(HEAVY)
 
 
+def test_nothing_that_ships_imports_what_does_not():
+    """`headrace/testing` is not in the wheel. Examples in docstrings import it, and run in a checkout."""
+    imports = [
+        f"{path.relative_to(PACKAGE)} imports {node.module}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.is_relative_to(PACKAGE / "testing")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headrace.testing")
+    ]
+    assert imports == []
+
+
 def test_config_loads_without_torch():
     assert not loaded_by("import headrace.run.config") & (set(HEAVY) - {"pydantic"})
 
