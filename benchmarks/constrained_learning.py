@@ -1,7 +1,7 @@
 """What a model learns on a task that is answered as JSON: free, held to the schema and trained over the recorded sets, and held to it but
 trained as if it had been free (the sets dropped).
 
-    python benchmarks/constrained_learning.py runs/constrained --seeds 0 1 --steps 14
+    python benchmarks/constrained_learning.py runs/constrained --seeds 0 1 2 --steps 14
     python benchmarks/constrained_learning.py runs/constrained --table
 
 The model is SmolLM2-135M-Instruct, the task sums and differences of two digits; the answer is {"operation": ..., "answer": ...}.
@@ -74,7 +74,7 @@ def correct(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("to", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--table", action="store_true", help="only print what the runs there have measured")
