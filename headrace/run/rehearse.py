@@ -62,7 +62,7 @@ from headrace.run.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
-from headrace.run.wording import headline, placement
+from headrace.run.wording import headline, placement, untried
 from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.trainer.rate_schedule import change_of_rate, drawn
@@ -481,6 +481,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.doubt(problem, certain=True)
     form, dtype = config.weight_sync.form, config.engine.serving_dtype
     found.notes += poor_settings(form, dtype, adapted=bool(config.lora.rank))
+    found.notes += untried(config)
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:

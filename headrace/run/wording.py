@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
@@ -112,6 +113,20 @@ def _weights(config: RunConfig) -> str:
     else:
         form = way.transport.keeps
     return f"{way.transport.words}: {form} ({way.why})"
+
+
+def untried(config: RunConfig) -> list[str]:
+    """Returns a sentence for each part of the run that was never tried on the real thing."""
+    transport, place = way_of(config.weight_sync, config.ends).transport, config.orchestration
+    server = server_kind(config.engine.kind).untried if config.engine.is_server else ""
+    found = {
+        f'engine.kind = "{config.engine.kind}"': server,
+        f"weights by {transport.words}": transport.untried,
+        "workers elsewhere": "two machines, only several network namespaces of one"
+        if place.elsewhere or place.bus
+        else "",
+    }
+    return [f"{what} never met {missing}" for what, missing in found.items() if missing]
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

@@ -64,6 +64,8 @@ class TransportKind(Struct, frozen=True):
     reaches: ClassVar[frozenset[Reach]]
     condition: ClassVar[str] = ""
     """A condition that must hold for engines on other machines, in words."""
+    untried: ClassVar[str] = ""
+    """The part of it that was never tried on the real thing, in words; a run that uses it says so."""
     encrypts: ClassVar[bool] = False
     """Whether it can encrypt what it sends."""
     listens: ClassVar[bool] = False

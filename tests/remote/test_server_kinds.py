@@ -29,12 +29,13 @@ planted.SERVER = ServerKind(
     ),
     fetches=True,
 )
-planted.JOINED = ServerKind(words="Owl", about="a server at night", dialect=lambda one: None)
+planted.JOINED = ServerKind(words="Owl", about="a server at night", dialect=lambda one: None, untried="the day")
 sys.modules["parrots"] = planted
 SERVERS["parrot"], SERVERS["owl"] = "parrots:SERVER", "parrots:JOINED"
 
 from headrace.run.config import load_config
 from headrace.core.errors import ConfigError
+from headrace.run.wording import untried
 from headrace.engine.remote.server_kind import startable_servers
 from headrace.engine.servers.installed import require
 import make_settings
@@ -65,6 +66,7 @@ print(json.dumps({{
     "own": refused(run(kind="parrot", prefill_chunk=7)),
     "joined": refused(run(kind="owl")),
     "delta": [refused(run(kind=kind, urls=["http://a:1"], more=delta)) for kind in ("parrot", "owl")],
+    "untried": [untried(refused(run(kind=kind, urls=["http://a:1"]))) for kind in ("parrot", "owl")],
     "dialect": server_kind("parrot").dialect(Described({model!r}, 7))[1],
     "starts": list(startable_servers()),
     "missing": missing,
@@ -86,5 +88,6 @@ def test_a_planted_server_is_known_everywhere(tiny_llama: Path) -> None:
     assert "a run starts no Owl server" in found["joined"]
     fetching, reading = found["delta"]
     assert 'set weight_sync.kind = "http", or remove it' in fetching and "set weight_sync.kind" not in reading
+    assert found["untried"] == [[], ['engine.kind = "owl" never met the day']]
     assert found["starts"] == ["headrace", "vllm", "parrot"]
     assert "no parrots_not_here: install it (pip install parrots)" in found["missing"]

@@ -24,6 +24,7 @@ class Pigeon(TransportKind, frozen=True, tag="pigeon"):
     waits_for_all: ClassVar = True
     encrypts: ClassVar = False
     keeps: ClassVar = "one letter"
+    untried: ClassVar = "a hawk"
 
     @staticmethod
     def copies(engines: int) -> int:
@@ -32,7 +33,7 @@ class Pigeon(TransportKind, frozen=True, tag="pigeon"):
 transport.TRANSPORTS["pigeon"] = Pigeon
 
 from headrace.run.config import load_config
-from headrace.run.wording import placement, weight_way
+from headrace.run.wording import placement, untried, weight_way
 from headrace.core.errors import ConfigError
 from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, weight_sync_problems
 from headrace.commands.plan.rates.travel import travel_of
@@ -56,6 +57,7 @@ print(json.dumps({{
     "secret": list(weight_sync_problems(config.weight_sync, WeightEnds(joined="a", encrypted=True))),
     "lent": refused(run | {{"orchestration": {{"lend": True}}}}),
     "slept": refused(run | {{"orchestration": {{"placement": "shared"}}}}),
+    "untried": untried(config),
     "plan": travel_of(config.weight_sync, 1e-6, 1.0, 1.0, 3).fetch,
 }}))
 """
@@ -73,4 +75,5 @@ def test_a_planted_transport_is_known_everywhere(tiny_llama: Path) -> None:
     assert ['weight_sync.kind = "pigeon" cannot be encrypted' in one for one in found["secret"]] == [True]
     assert 'weight_sync.kind = "pigeon" waits for all' in found["lent"]
     assert 'weight_sync.kind = "pigeon" is another way' in found["slept"]
+    assert found["untried"] == ["weights by a pigeon never met a hawk"]
     assert found["plan"] == 2 * 3 * 100  # bfloat16, one parameter, one byte a second

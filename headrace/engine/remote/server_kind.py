@@ -88,6 +88,8 @@ class ServerKind:
     dialect: Callable[[Described], Dialect]
     starts: Startable | None = None
     """None: a run joins one that is running (`engine.urls`)."""
+    untried: str = ""
+    """The part of it that was never tried on the real thing, in words; a run that uses it says so."""
     fetches: bool = False
     """Whether it can fetch weights over HTTP."""
     swaps: bool = False

@@ -38,6 +38,7 @@ class CudaIpc(TransportKind, frozen=True, tag="cuda_ipc"):
     about: ClassVar = "they open the trainer's memory on the same GPU"
     reaches: ClassVar = frozenset({"child"})
     sends_bytes: ClassVar = False
+    untried: ClassVar = "a whole run on a GPU: an engine ended in the only one"
     keeps: ClassVar = "two packed buffers"
     device_of_buffers: ClassVar[Literal["cpu", "cuda"]] = "cuda"
 

@@ -204,6 +204,7 @@ def _number(value: float | None) -> float:
 SERVER = ServerKind(
     words="SGLang",
     about="an SGLang server that is running",
+    untried="a real SGLang server, only a fake that refuses what its documentation does not have",
     dialect=lambda one: SglangDialect(end_tokens(one.model_dir)),
     control=Control(
         "/get_server_info",
