@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from msgspec.structs import replace
 from tool_chats import CHARACTERS, SPECIAL, tokens_of
 
 from headrace.core.types import Request
@@ -40,5 +41,12 @@ def _said(request: Request, prompt: str) -> str:
     return "Good day."
 
 
+class TalkingEngine(FakeEngine):
+    """Has no logits to hold to a form, but what it answers has the form that its prompt asks for."""
+
+    def _refuse(self, request: Request) -> None:
+        super()._refuse(replace(request, sampling=replace(request.sampling, constraint=None)))
+
+
 def talking_engine() -> FakeEngine:
-    return FakeEngine(seconds_per_token=0.002, script=answer, context_length=CONTEXT)
+    return TalkingEngine(seconds_per_token=0.002, script=answer, context_length=CONTEXT)

@@ -25,10 +25,15 @@ REFUSED = {
         '"thread":{"type":"continue","previous_message_id":"msg_923e9e49ec4c4d68aff501c0ec2d099e"}}',
         "thread is not served; send all messages with each request",
     ),
-    "anthropic: a strict tool": (
+    "anthropic: an effort": (
         MESSAGES,
-        f'{{"model":"tiny","max_tokens":9,{HELLO},"tools":[{{"name":"a","input_schema":{{}},"strict":true}}]}}',
-        "strict is not served (tool a)",
+        f'{{"model":"tiny","max_tokens":9,{HELLO},"output_config":{{"effort":"low"}}}}',
+        "output_config.effort is not served; leave it out",
+    ),
+    "anthropic: a form without a schema": (
+        MESSAGES,
+        f'{{"model":"tiny","max_tokens":9,{HELLO},"output_config":{{"format":"json"}}}}',
+        "output_config.format is an object with a type and a schema",
     ),
     "a system message where Anthropic has it": (CHAT, f'{{"model":"tiny",{HELLO},"system":"Be kind."}}', "system is not served"),
     "instructions of responses": (CHAT, f'{{"model":"tiny",{HELLO},"instructions":"Be kind."}}', "instructions is not served"),

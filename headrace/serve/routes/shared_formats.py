@@ -69,6 +69,7 @@ async def messages(request: HttpRequest) -> Response:
         messages=anthropic.messages_of(body),
         tools=anthropic.tools_of(body) or None,
         tool_choice=anthropic.choice_of(body),
+        response_format=anthropic.format_of(body),
         parallel_tool_calls=anthropic.parallel_of(body),
         max_tokens=body.max_tokens,
         temperature=body.temperature,

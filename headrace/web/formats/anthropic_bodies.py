@@ -43,6 +43,8 @@ class CountTokens(OpenBody, kw_only=True):
     tools: list[OfferedTool] | None = None
     tool_choice: dict[str, Any] | None = None
     """`auto`; `none`: the model is shown no tools; `any`, or `tool` with its name: the reply is a call."""
+    output_config: dict[str, Any] | None = None
+    """`format`: a JSON schema to which the reply is held."""
     thinking: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
     """A conversation that the server holds, of which a request sends only what is new."""
@@ -83,6 +85,16 @@ def choice_of(body: CountTokens) -> Any:
         case "tool" if isinstance(given.get("name"), str):
             return {"type": "function", "function": {"name": given["name"]}}
     raise Refused(400, f"tool_choice = {given!r:.100} is none; choose auto, none, any, or a tool by its name")
+
+
+def format_of(body: CountTokens) -> dict[str, Any] | None:
+    """Returns the form of the reply as `response_format` has it. Raises Refused for other things that are asked of it."""
+    asked = {name: value for name, value in (body.output_config or {}).items() if value is not None}
+    if other := sorted(set(asked) - {"format"}):
+        raise Refused(400, f"output_config.{other[0]:.60} is not served; leave it out")
+    if asked and not isinstance(asked["format"], dict):
+        raise Refused(400, "output_config.format is an object with a type and a schema")
+    return asked.get("format")
 
 
 def parallel_of(body: CountTokens) -> bool | None:

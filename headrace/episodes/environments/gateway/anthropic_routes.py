@@ -20,6 +20,7 @@ from headrace.web.formats.anthropic_bodies import (
     Messages,
     choice_of,
     events_of,
+    format_of,
     message_of,
     messages_of,
     parallel_of,
@@ -37,7 +38,9 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     )
     speaker = speaker_of(request, rollout, rules, body.model)
     talk, offered = messages_of(body), tools_of(body)
-    constraint = await constraint_of(rules, offered, tool_choice=choice_of(body), several=parallel_of(body))
+    constraint = await constraint_of(
+        rules, offered, response_format=format_of(body), tool_choice=choice_of(body), several=parallel_of(body)
+    )
     tools = [schema(one) for one in offered]
     asked = TemplateUse(continues=body.messages[-1].role == "assistant")
     turn = TurnRequest(
