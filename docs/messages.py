@@ -22,7 +22,7 @@ ERRORS = {
     "TrainingError": "a step cannot be trained",
     "RunPaused": "too much failed; the run goes on with --resume",
 }
-INNER = ("faultsim", "simulate", "plan")
+INNER = ("testing", "loop/world", "commands/plan")
 """Parts that simulate the others: nobody meets their messages."""
 HOLE = "\0"
 """Stands in a template for a part that differs."""
@@ -60,12 +60,19 @@ def page() -> str:
 def messages() -> Iterator[Message]:
     """Yields every text that is given to one of `ERRORS`."""
     for path, tree in _trees():
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if any(path.is_relative_to(PACKAGE / inner) for inner in INNER):
+            continue
         for node in ast.walk(tree):
-            if part not in INNER and isinstance(node, ast.Call) and _raised(node):
+            if isinstance(node, ast.Call) and _raised(node):
                 text = template(node.args[0], shown=True)
                 if len(text.strip("‹›… ")) > 12:
-                    yield Message(_raised(node), part, " ".join(text.split()))
+                    yield Message(_raised(node), _part(path), " ".join(text.split()))
+
+
+def _part(path: Path) -> str:
+    """The room of a file; of `episodes`, which holds tasks, environments and rewards, the folder in it."""
+    room, *below = path.relative_to(PACKAGE).parts
+    return below[0].removesuffix(".py") if room == "episodes" else room.removesuffix(".py")
 
 
 def _raised(call: ast.Call) -> str:

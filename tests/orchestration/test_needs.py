@@ -18,6 +18,7 @@ from headrace.testing.fake_engine import FakeEngine
 ASKS: dict[str, list[str]] = {
     "stop_strings": ["rollout.stop=['END']"],
     "masks": ["rollout.top_p=0.9"],
+    "constraints": ["rollout.constraint.regex='[0-9]+'"],
     "routing": ["rollout.keep_routing=true"],
     "adapters": ["lora.rank=4"],
     "streamed": ["partial.mode=stream"],
@@ -39,7 +40,9 @@ def config(tmp_path: Path, *sets: str) -> RunConfig:
 
 
 def everything() -> Capabilities:
-    return msgspec.structs.replace(FakeEngine().capabilities, routing=True, arithmetic="llama bfloat16 AMX")
+    return msgspec.structs.replace(
+        FakeEngine().capabilities, routing=True, constraints=True, arithmetic="llama bfloat16 AMX"
+    )
 
 
 def without(name: str) -> Capabilities:
