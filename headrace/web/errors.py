@@ -113,6 +113,6 @@ def _unrouted(request: HttpRequest, error: HTTPException) -> Exception:
         path, paths = request.url.path[:_LONGEST_PATH], [one.path for one in routes if "{" not in one.path]
         return Refused(404, f"{path} is not served here{nearest(path, paths)}")
     if error.status_code == 405:
-        methods = (error.headers or {}).get("Allow", "")
+        methods = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))  # of a set
         return Refused(405, f"{request.url.path} takes {methods}, not {request.method}", headers={"Allow": methods})
     return error
