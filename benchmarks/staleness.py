@@ -193,7 +193,7 @@ def lags_of(rows: Sequence[Any]) -> Json:
 def thrown(state: Any, bound: int) -> Json:
     """Returns shares of the sampled tokens of all groups that ended."""
     from headrace.facts.numbers.fates import DISCARDED
-    from headrace.facts.numbers.measures import trimmed
+    from headrace.facts.numbers.step_totals import trimmed
 
     fates = state.fates.of
     sampled = sum(fate.tokens for fate in fates.values()) or 1

@@ -534,6 +534,38 @@ def test_nothing_that_ships_imports_what_does_not():
     assert imports == []
 
 
+def names_of(module: str) -> set[str]:
+    """The names that a module binds, and the modules of a folder; empty if there is none of this name."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return set()
+    found = {one.stem for one in path.iterdir()} if path.is_dir() else set()
+    for node in ast.walk(parsed(file)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.ImportFrom() | ast.Import():
+                found |= {(one.asname or one.name) for one in node.names}
+    return found
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "recipes"])
+def test_scripts_beside_the_package_import_what_there_is(folder: str) -> None:
+    """mypy does not read them, and most are run once a month."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module} has no {one.name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("headrace.")
+        for one in node.names
+        if one.name not in names_of(str(node.module))
+    ]
+    assert missing == []
+
+
 def test_config_loads_without_torch():
     assert not loaded_by("import headrace.run.config") & (set(HEAVY) - {"pydantic"})
 
