@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
-from headrace.algo.training_rows import algorithm_of
 from headrace.core.errors import ConfigError
 from headrace.core.playing import EnvironmentKind
 from headrace.core.protocols import Observer, Scorer, Task

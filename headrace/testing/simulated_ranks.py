@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.algo.objective import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model

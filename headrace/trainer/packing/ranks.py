@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from headrace.algo.objective import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.packing.pack import ROOT, Pack, Segment, StepPlan
 from headrace.trainer.packing.plan import dropped, loss_places, microbatches_of, plan_of, routed_of, trees_of

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.algo.objective import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.algo.objective import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context

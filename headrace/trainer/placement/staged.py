@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.algo.objective import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
