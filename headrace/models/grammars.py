@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
-
+from headrace.core.chat.call_grammars import SPACES
 from headrace.core.types import Constraint
 from headrace.settings.extras import absent
 
@@ -27,8 +26,7 @@ LIMITS = {
     "max_lexer_states": 50_000,
 }
 """Limits of llguidance that bound the time to compile (50,000 fuel a millisecond), the time of a mask (14,000), and memory (2 kB a state)."""
-JSON = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
-"""Between two tokens of JSON. A weak model that may write any number of spaces writes them to its limit of tokens."""
+JSON = {"whitespace_pattern": SPACES}
 KEPT = 64
 """Compiled constraints that are kept."""
 
@@ -80,10 +78,15 @@ def _matcher(tokenizer: Any, constraint: Constraint) -> Any:
         return _compiled(tokenizer, constraint)
     except ValueError:
         raise
-    except BaseException as error:  # a panic in Rust is no Exception
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise ValueError(f"{_NAMES[constraint.kind]} made llguidance fail: {_shortened(repr(error))}") from None
+    except BaseException as error:
+        raise ValueError(f"{_NAMES[constraint.kind]} made llguidance fail: {broken_by(error)}") from None
+
+
+def broken_by(error: BaseException) -> str:
+    """Words for a failure within the library, such as a panic in Rust, which is no `Exception`. Raises again what ends a process."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    return _shortened(repr(error))
 
 
 def _compiled(tokenizer: Any, constraint: Constraint) -> Any:
@@ -96,7 +99,7 @@ def _compiled(tokenizer: Any, constraint: Constraint) -> Any:
     matcher = library.LLMatcher(tokenizer, _grammar(library, constraint), log_level=0, limits=limits)
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
-        if matcher.is_error() or not (matcher.is_accepting() or np.frombuffer(mask, np.uint8).any()):
+        if matcher.is_error() or not (matcher.is_accepting() or any(mask)):
             raise ValueError(f"{_NAMES[constraint.kind]} is not satisfied by any text; correct it")
         return matcher
     said = matcher.get_error().strip().split("\n<state>")[0]

@@ -23,7 +23,7 @@ import torch
 from headrace.core.sampling_masks import Bits, encode_set
 from headrace.core.types import Constraint, Sampling
 from headrace.engine.native.sampling.stopping import Decode, Stopper
-from headrace.models.grammars import Grammars
+from headrace.models.grammars import Grammars, broken_by
 from headrace.native.memory import uploaded
 
 KEPT = 64
@@ -92,9 +92,7 @@ class Guides:
             self._grammars = self._make()
         opening = Stopper((), (constraint.after,), self._decode) if constraint.after else None
         guide = Guide(self._grammars.matcher(constraint), opening)
-        for token in tokens:
-            self._read(guide, token)
-        self._look(guide)
+        self._follow(guide, tokens)
         if tokens and guide.problem:
             raise ValueError(f"the {len(tokens)} tokens before do not fit the constraint: {guide.problem}")
         return guide
@@ -108,8 +106,16 @@ class Guides:
 
     def _advance(self, drawn: Sequence[tuple[Guide, int]]) -> None:
         for guide, token in drawn:
-            self._read(guide, token)
+            self._follow(guide, (token,))
+
+    def _follow(self, guide: Guide, tokens: Sequence[int]) -> None:
+        """Reads tokens and finds what may come next. Whatever fails in it is the problem of this sequence alone."""
+        try:
+            for token in tokens:
+                self._read(guide, token)
             self._look(guide)
+        except BaseException as error:
+            guide.allowed, guide.problem = None, f"the constraint made llguidance fail: {broken_by(error)}"
 
     def wait(self) -> None:
         """Waits until what may follow is known."""
