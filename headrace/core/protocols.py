@@ -249,9 +249,8 @@ class Transport(Protocol):
     """
 
     @classmethod
-    def open(cls, form: Any = ...) -> Transport:
-        """Raises OSError if this machine does not support it. `form`: a `weight_sync.config.Encoding`, which transports that send no
-        bytes have no use for."""
+    def open(cls, opening: Any = ...) -> Transport:
+        """Raises OSError if this machine does not support it. `opening`: a `weight_sync.kind.Opening`, of which each takes what it needs."""
 
     @property
     def inherited(self) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ OTHER: dict[str, Any] = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.3, "delta": 2.0, "scale_rewards": False,
     "multi_objective_aggregation": "normalize_then_sum", "off_policy_mask_threshold": 0.5, "lr_scheduler_type": "cosine",
     "warmup_steps": 0.1, "bf16": False, "save_strategy": "no", "save_total_limit": 3, "report_to": ["tensorboard"], "disable_tqdm": True,
-    "max_steps": 11, "min_p": 0.1, "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
+    "max_steps": 11, "min_p": 0.1, "vllm_structured_outputs_regex": "[0-9]+", "num_generations": 4, "vllm_max_model_length": 900, "per_device_train_batch_size": 16,
 }  # fmt: skip
 OF_THE_TRAINER = {
     "output_dir", "model_init_kwargs", "reward_weights", "shuffle_dataset", "chat_template_kwargs", "eval_strategy", "eval_steps", "num_generations_eval", "optim"

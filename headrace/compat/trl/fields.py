@@ -47,6 +47,7 @@ HONOURED: dict[str, tuple[Any, str]] = {
     "top_p": (1.0, "rollout.top_p"),
     "top_k": (0, "rollout.top_k"),
     "min_p": (None, "rollout.min_p"),
+    "vllm_structured_outputs_regex": (None, "rollout.constraint.regex"),
     # the algorithm
     "beta": (0.0, "algo.kl.coef"),
     "use_bias_correction_kl": (True, "algo.kl.unbiased"),
@@ -169,7 +170,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cast_lm_head_to_fp32": (False, "the head computes in train.dtype; use bf16=False"),
     "generation_kwargs": (None, "sampling has temperature, top_p, top_k and min_p"),
     "repetition_penalty": (1.0, "the sampler would not draw from the distribution that is trained"),
-    "vllm_structured_outputs_regex": (None, "completions are not constrained to a pattern"),
     "num_iterations": (1, "every batch gets exactly one update; smaller batches give more updates"),
     "sync_ref_model": (False, "the reference is the model that training began with"),
     "top_entropy_quantile": (1.0, "tokens are not chosen by entropy; algo.select has other ways"),

@@ -66,6 +66,7 @@ def settings_from(args: Any, *, rows: Sequence[Mapping[str, Any]], held_out: int
             "top_p": float(get("top_p")),
             "top_k": max(0, get("top_k") or 0),
             "min_p": float(get("min_p") or 0.0),
+            "constraint": {"regex": get("vllm_structured_outputs_regex") or ""},
         },
         "algo": algo_from(args),
         "train": {
