@@ -57,6 +57,12 @@ def test_a_high_learning_rate_is_remarked_on(tmp_path, tiny_llama):
     assert not done(tiny_config(tmp_path, tiny_llama, train={"learning_rate": 1e-5})).notes
 
 
+def test_parts_that_never_met_the_real_thing_are_named(tmp_path: Path, tiny_llama: Path):
+    shared = {"orchestration": {"bus": f"jsonl:{tmp_path / 'bus'}"}, "train": {"learning_rate": 1e-5}}
+    notes = done(tiny_config(tmp_path, tiny_llama, **shared)).notes
+    assert "workers elsewhere never met two machines, only several network namespaces of one" in notes
+
+
 def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everything_will_be(
     tmp_path, tiny_llama, capsys
 ):
