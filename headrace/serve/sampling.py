@@ -268,6 +268,11 @@ def _requests(
             )
 
 
+def holds_strict_tools(chat: Chat, request: Request) -> bool:
+    """Whether the arguments of calls fit the schemas of strict tools, if there are any: not where the model's calls have no grammar here."""
+    return request.sampling.constraint is not None or not any(tool.function.strict for tool in offered_tools(chat))
+
+
 def begins_thinking(encoder: ChatEncoder, prompt: Sequence[int], chat: Chat) -> bool | None:
     """Whether the prompt of a chat ends within the model's thinking; None for a model that does not think."""
     if not encoder.thinks:

@@ -1,5 +1,5 @@
 """Fields of requests that are none of their route's. Clients of other servers send many: one that would change the answer is refused, and
-so is one that is written almost like a field of the route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`)."""
+so is one that is written almost like a field of the route. Any other is ignored, and the answer says so (`X-Headrace-Ignored`). So it does of a field that is known and has no effect."""
 
 from __future__ import annotations
 
@@ -104,6 +104,11 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
         scope[HEADER] = names
 
 
+def note_ignored(scope: Scope, name: str) -> None:
+    """Notes a field that is known and that this server cannot follow, for the answer to its request."""
+    scope[HEADER] = [*scope.get(HEADER, ()), name]
+
+
 def _shown(name: str) -> str:
     """A name that a client chose, for a header and a terminal."""
     return quote(name[:LONGEST_NAME], errors="replace")
@@ -163,4 +168,4 @@ class IgnoredFields:
         if name in self._said or len(self._said) >= MOST_UNKNOWN:
             return
         self._said.add(name)
-        self._remark(name, f"a request has the field {name}, which is not known here and is ignored")
+        self._remark(name, f"a request has the field {name}, which has no effect here and is ignored")

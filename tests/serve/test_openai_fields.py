@@ -135,7 +135,7 @@ def test_an_unknown_field_is_ignored_and_the_answer_says_so(tmp_path: Path, caps
         assert HEADER not in plain.headers
 
     run(PLAIN, tmp_path, saying("a", "b", "c"), case)
-    assert capsys.readouterr().err.count("a request has the field colour, which is not known here and is ignored") == 1
+    assert capsys.readouterr().err.count("a request has the field colour, which has no effect here and is ignored") == 1
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -11,7 +11,7 @@ import openai
 import pytest
 from served import faked
 from test_openai_client import ARGUMENTS, ASKING, CALLS, WEATHER, prompt_of, run, saying
-from tool_chats import PLAIN, TEMPLATES, save_tokenizer, tokens_of
+from tool_chats import GEMMA, PLAIN, TEMPLATES, save_tokenizer, tokens_of
 
 from headrace.core.chat.messages import Message
 from headrace.serve.serving import Serving
@@ -50,6 +50,28 @@ def test_a_model_is_found_by_its_name_with_slashes_too(tmp_path: Path) -> None:
             await client.models.retrieve("tiny")
 
     run(PLAIN, tmp_path, saying(), case)
+
+
+# --- strict tools --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_says_where_strict_tools_hold_nothing(strict: bool, tmp_path: Path, capsys) -> None:
+    """The calls of Gemma are no JSON, and have no grammar here."""
+    tools: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": strict}}]
+
+    async def case(url: str, serving: Serving) -> None:
+        ask = openai_of(url)
+        chat = await ask.chat.completions.with_raw_response.create(model="tiny", messages=QUESTION, tools=tools)
+        answer = await ask.responses.with_raw_response.create(
+            model="tiny", input="How?", tools=[{**FUNCTION, "strict": strict}]
+        )
+        for one in (chat, answer):
+            assert one.headers.get("X-Headrace-Ignored") == ("tools.function.strict" if strict else None)
+
+    run(GEMMA, tmp_path, saying("Good day.<|im_end|>", "Good day.<|im_end|>"), case)
+    said = "a request has the field tools.function.strict, which has no effect here and is ignored"
+    assert capsys.readouterr().err.count(said) == strict
 
 
 # --- OpenAI's responses ------------------------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText, SaidPiece
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
-from headrace.serve.sampling import begins_thinking, given_prompts, of_chat, of_completions, work_of
+from headrace.serve.sampling import begins_thinking, given_prompts, holds_strict_tools, of_chat, of_completions, work_of
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat, Completions
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
+from headrace.web.unknown_fields import note_ignored
 from headrace.web.unserved import offered_tools, stops
 
 STARTED = int(time.time())
@@ -90,6 +91,8 @@ async def chat(request: HttpRequest) -> Response:
     body = await read_body(request, Chat, serving.limits)
     name = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     requests = await off_loop(work_of(body, body_bytes(request)), partial(of_chat, serving, body, name))
+    if not holds_strict_tools(body, requests[0]):
+        note_ignored(request.scope, "tools.function.strict")
     answering = Answering(
         serving=serving,
         requests=requests,

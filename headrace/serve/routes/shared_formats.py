@@ -15,7 +15,7 @@ from headrace.core.types import Request
 from headrace.models.chat import off_loop
 from headrace.serve.following import Piece, follow
 from headrace.serve.routes.completion_text import CompletionText
-from headrace.serve.sampling import begins_thinking, of_chat, work_of
+from headrace.serve.sampling import begins_thinking, holds_strict_tools, of_chat, work_of
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
@@ -24,6 +24,7 @@ from headrace.web.formats import responses_bodies as openai_responses
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
 from headrace.web.formats.responses_writer import ResponseWriter
 from headrace.web.sending import GONE, Events, body_bytes, json_response, read_body, while_there
+from headrace.web.unknown_fields import note_ignored
 from headrace.web.unserved import stops
 
 
@@ -103,6 +104,8 @@ async def _begun(request: HttpRequest, serving: Serving, chat: Chat, name: str) 
     """Returns the turn that is to be sampled. Raises Refused."""
     (asked,) = await off_loop(work_of(chat, body_bytes(request)), partial(of_chat, serving, chat, name))
     serving.room_for(1)
+    if not holds_strict_tools(chat, asked):
+        note_ignored(request.scope, "tools.function.strict")
     encoder = serving.encoder
     format = encoder.call_format if chat.tools else None
     thinking = begins_thinking(encoder, asked.prompt, chat)

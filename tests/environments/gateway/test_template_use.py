@@ -188,4 +188,4 @@ def test_an_unknown_field_is_ignored_named_and_remarked_on(tmp_path: Path) -> No
         remarks.extend(asks.gateway.remarks())
 
     played(model, case)
-    assert remarks == ["a request has the field colour, which is not known here and is ignored"]
+    assert remarks == ["a request has the field colour, which has no effect here and is ignored"]
