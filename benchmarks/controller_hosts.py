@@ -19,9 +19,10 @@ from headrace.core.steps import Finished, PromptScores, StepOutput
 from headrace.core.types import Completion, Request, VersionSpan
 from headrace.core.weights import WeightUpdate
 from headrace.loop.group_source import PlayedGroup
+from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import SILENCE, Agreed, Hello, Welcome, packed
 from headrace.processes.joining.packages import own_packages
-from headrace.processes.wire import BEAT, BEATS, HEAD, Frame, decode, length_of, pack, pack_payload, unpack
+from headrace.processes.wire import BEAT, BEATS, Frame, decode, pack, pack_payload, unpack
 from headrace.run.hosts.bus.bus_port import Letter, Posting
 from headrace.run.hosts.bus.redis_streams import RedisBus
 from headrace.run.hosts.errands import (
@@ -77,17 +78,15 @@ class Host:
         beats = [asyncio.ensure_future(one) for one in (self._beat(), self._generate())]
         try:
             while True:
-                head = await self._reader.readexactly(HEAD)
-                self._obey(decode(await self._reader.readexactly(length_of(head))))
-        except (EOFError, ConnectionError):
+                self._obey(decode(await receive_frame(self._reader)))
+        except ConnectionError:
             pass
         finally:
             for one in beats:
                 one.cancel()
 
     async def _greeting(self) -> Welcome:
-        head = await self._reader.readexactly(HEAD)
-        return msgspec.msgpack.decode(await self._reader.readexactly(length_of(head)), type=Welcome)
+        return msgspec.msgpack.decode(await receive_frame(self._reader), type=Welcome)
 
     def _send(self, frame: Frame) -> None:
         self._writer.write(pack(msgspec.structs.replace(frame, number=self._frames)))

@@ -1,4 +1,4 @@
-"""Frames between the controller and a worker: length-prefixed msgpack over a stream (a socket pair, TCP).
+"""Messages between the controller and a worker: frames of msgpack (`frames.py`) over a stream (a socket pair, TCP).
 
 A call carries an id and gets one reply; a push has id 0 and gets none. Payloads are the nouns of `types.py`.
 
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeVar
@@ -21,15 +20,9 @@ import msgspec
 
 from headrace.core import errors
 from headrace.core.errors import HeadraceError, UnexpectedError, WorkerDied
+from headrace.processes.frames import LONGEST, framed, read_frame, receive_frame
 
 T = TypeVar("T")
-_LENGTH = struct.Struct("<I")
-HEAD = _LENGTH.size
-"""Bytes before each frame. They hold its length."""
-
-MAX_FRAME = 1 << 30
-"""Most bytes of a frame. A batch of 1,024 completions of 16,384 tokens takes 0.5 GB; a longer frame is an error, or not from headrace."""
-
 _AROUND = 1024
 """Most bytes of a frame in addition to its payload."""
 
@@ -69,26 +62,17 @@ def pack_payload(payload: Any) -> msgspec.Raw:
 
 
 def pack(frame: Frame) -> bytes:
-    body = _encode(frame)
-    return _LENGTH.pack(len(body)) + body
+    return framed(_encode(frame))
 
 
 def numbered(frame: Frame, numbers: Iterator[int]) -> bytes:
     """Packs a frame under the next number. Raises ValueError for one that is too long for the other end; it uses up no number."""
-    if (size := len(memoryview(frame.payload)) + _AROUND) > MAX_FRAME:
+    if (size := len(memoryview(frame.payload)) + _AROUND) > LONGEST:
         raise ValueError(
-            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and the limit is {MAX_FRAME / 1e9:.1f} GB; lower "
+            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and the limit is {LONGEST / 1e9:.1f} GB; lower "
             "staleness.groups_per_step, rollout.group_size or rollout.max_tokens"
         )
     return pack(msgspec.structs.replace(frame, number=next(numbers)))
-
-
-def length_of(head: bytes, limit: int = MAX_FRAME) -> int:
-    """Raises HeadraceError for a length above the limit."""
-    (length,) = _LENGTH.unpack(head)
-    if length > limit:
-        raise HeadraceError(f"received a message of {length} bytes; the limit is {limit}")
-    return int(length)
 
 
 class _Numbers:
@@ -207,26 +191,17 @@ class Channel:
         wrong = ""
         try:
             while True:
-                frame = decode(await self._exactly(reader, length_of(await self._exactly(reader, HEAD))))
+                frame = decode(await receive_frame(reader, heard=self._heard_byte))
                 if self._arrived.new(frame):
                     self._take(frame)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except ConnectionError:
             pass
         except Exception as error:  # else this task would end in silence
             wrong = str(error) if isinstance(error, HeadraceError) else repr(error)
         self._lose(wrong)
 
-    async def _exactly(self, reader: asyncio.StreamReader, count: int) -> bytes:
-        """Reads in pieces, so that a sender of a large frame does not count as silent."""
-        pieces = []
-        while count:
-            piece = await reader.read(count)
-            if not piece:
-                raise asyncio.IncompleteReadError(b"", count)
-            self._quiet = 0
-            pieces.append(piece)
-            count -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def _heard_byte(self) -> None:
+        self._quiet = 0
 
     async def _beat(self) -> None:
         """Counts beats, not seconds: if this process itself was suspended, it reads what has arrived before it counts the next beat."""
@@ -315,17 +290,12 @@ class WorkerEnd:
 
     def _receive(self) -> Frame | None:
         try:
-            head = self._file.read(HEAD)
-            if len(head) < HEAD:
-                return None
-            length = length_of(head)
-            body = self._file.read(length)
+            return decode(read_frame(self._file.read))
         except (
             ConnectionError,
             TimeoutError,
         ):  # killed before it read our replies: that is a reset, not an end of file
             return None
-        return decode(body) if len(body) == length else None
 
     def beat(self, seconds: float) -> None:
         """Sends a beat every `seconds` until the connection ends. Runs in a thread of its own."""

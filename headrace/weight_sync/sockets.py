@@ -1,10 +1,9 @@
-"""Connections that carry weights, over TLS or not: who listens for them, and small messages on them (a length, then msgpack)."""
+"""Connections that carry weights, over TLS or not: who listens for them, and small messages on them (frames of msgpack)."""
 
 from __future__ import annotations
 
 import socket
 import ssl
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import msgspec
 
 from headrace.core.types import Struct
+from headrace.processes.frames import StreamEnded, framed, read_frame
 
 LONGEST = 4096
 """Bytes of a message."""
-
-_LENGTH = struct.Struct("<I")
-
 
 INTRODUCTION = 10.0
 """Seconds for a first message to arrive."""
@@ -71,20 +68,12 @@ def reach(place: tuple[str, int], seconds: float, tls: ssl.SSLContext | None) ->
 
 
 def send_message(connection: socket.socket, message: Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
+    connection.sendall(framed(msgspec.msgpack.encode(message)))
 
 
 def read_message(connection: socket.socket, longest: int = LONGEST) -> bytes:
     """Raises ValueError for a message that is too long, OSError if it ends early."""
-    head = bytearray(_LENGTH.size)
-    receive_into(connection, memoryview(head))
-    (length,) = _LENGTH.unpack(head)
-    if length > longest:
-        raise ValueError(f"a message of {length} bytes")
-    body = bytearray(length)
-    receive_into(connection, memoryview(body))
-    return bytes(body)
+    return read_frame(connection.recv, longest)
 
 
 def receive_into(connection: socket.socket, buffer: memoryview) -> None:
@@ -93,5 +82,5 @@ def receive_into(connection: socket.socket, buffer: memoryview) -> None:
     while at < len(buffer):
         got = connection.recv_into(buffer[at:])
         if not got:
-            raise ConnectionError(f"the connection ended {len(buffer) - at} bytes too early")
+            raise StreamEnded(f"the connection ended {len(buffer) - at} bytes too early")
         at += got

@@ -82,11 +82,11 @@ SOLVES_NOTHING = {
         "import os\nfor n in range(64):\n    try: os.write(n, b'[\"\", \"\"]')\n    except OSError: pass\ndef add(a, b): return 0", "failed",
     ),
     "a forged answer": (
-        "import json, os, struct\nbody = json.dumps({'value': True}).encode()\nfor _ in range(9): os.write(3, struct.pack('>I', len(body)) + body)\ndef add(a, b): return 0",
+        "import json, os, struct\nbody = json.dumps({'value': True}).encode()\nfor _ in range(9): os.write(3, struct.pack('<I', len(body)) + body)\ndef add(a, b): return 0",
         "failed",
     ),
     "an answer of the wrong kind": (
-        "import json, os, struct\nbody = b'[]'\nfor _ in range(9): os.write(3, struct.pack('>I', len(body)) + body)\ndef add(a, b): return 0",
+        "import json, os, struct\nbody = b'[]'\nfor _ in range(9): os.write(3, struct.pack('<I', len(body)) + body)\ndef add(a, b): return 0",
         "failed",
     ),
     "an answer without an end": ("import os\nos.write(3, b'\\x00\\x10\\x00\\x00x')\nimport time; time.sleep(1000)", "time"),

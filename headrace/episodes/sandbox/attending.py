@@ -12,6 +12,7 @@ from headrace.episodes.sandbox.inside.solution import CONFINED, MEMORY, RAISED
 from headrace.episodes.sandbox.kernel.thread_gate import ThreadGate
 from headrace.episodes.sandbox.private_directory import PrivateDirectory
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health.patience import Patience
 
 _LOOK = 0.05
@@ -53,7 +54,7 @@ def attend(
     first: Forked, code: Forked, reading: list[int], *, limits: SandboxLimits, private: PrivateDirectory, orders: int
 ) -> CallEnd:
     """Returns when `first` has ended, or was killed with `code` for exceeding a limit. `code`: the process that runs the code, perhaps the
-    same. `orders`: at its end nobody waits for the call; raises EOFError then, with the processes killed."""
+    same. `orders`: at its end nobody waits for the call; raises StreamEnded then, with the processes killed."""
     patience = Patience(code.pid, limits.seconds)
     printed = {one: bytearray() for one in reading}
     watch = select.poll()
@@ -74,7 +75,7 @@ def attend(
             if found == orders and event & select.POLLHUP:
                 for process in {first, code}:
                     os.kill(process.pid, signal.SIGKILL)
-                raise EOFError
+                raise StreamEnded("nobody waits for the call")
             if found in printed and not _read(found, printed[found], limits.output):
                 watch.unregister(found)
             if found in gates:

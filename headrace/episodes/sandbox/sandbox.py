@@ -133,7 +133,7 @@ class _Process:
         assert self._process.stdout is not None
         try:
             report: dict[str, Any] = json_frames.receive(self._process.stdout.fileno())
-        except (OSError, EOFError, ValueError):
+        except (OSError, ValueError):
             self.end()
             raise SandboxLost(f"the process that makes calls ended with exit code {self._process.returncode}") from None
         return report

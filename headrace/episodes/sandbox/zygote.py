@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> NoReturn:
     sys.path[:] = [path for path in sys.path if path != ours]
     gc.freeze()  # a collection in a child copies no page of what is shared
     send(_REPORTS, {"in_memory": zygote.in_memory, "landlock": landlock.version(), "seccomp": seccomp.known()})
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(ConnectionError):
         while True:
             match receive(_ORDERS):
                 case {"program": code, "stdin": stdin}:

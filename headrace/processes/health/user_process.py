@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar
 
 from headrace.core.printing import echo_traceback, guard_streams
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE
@@ -330,13 +331,15 @@ class FrameSender:
 
 
 def obey_until_end(read: Callable[[], Any], obey: Callable[[Any], object]) -> None:
-    """Starts a thread that reads frames, so that the process ends with its parent whatever the user's function is doing. `read` returns
-    None at the end of the input. The process ends whenever this thread does: without it, it would wait for frames for ever."""
+    """Starts a thread that reads frames, so that the process ends with its parent whatever the user's function is doing. `read` raises
+    StreamEnded at the end of the input. The process ends whenever this thread does: without it, it would wait for frames for ever."""
 
     def run() -> NoReturn:
         try:
-            while (frame := read()) is not None:
-                obey(frame)
+            while True:
+                obey(read())
+        except StreamEnded:
+            pass
         except Exception:
             echo_traceback()
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from headrace.core.types import Struct
+from headrace.processes.frames import StreamEnded, read_frame
 from headrace.processes.joining.greeting import HELLO_SECONDS, WELCOME_BYTES, packed
-from headrace.processes.wire import HEAD, length_of
 from headrace.web.tls import connect_over_tls
 
 M = TypeVar("M", bound=Struct)
@@ -39,16 +39,8 @@ def connected(address: str, ca: str, hello: Struct) -> socket.socket:
 
 def received(sock: socket.socket, kind: type[M]) -> M:
     """Returns the next message. Raises OSError if the connection ends."""
-    return msgspec.msgpack.decode(_exactly(sock, length_of(_exactly(sock, HEAD), WELCOME_BYTES)), type=kind)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise ConnectionError(
-                "the controller closed the connection without an answer; is it a headrace controller?"
-            )
-        data += piece
-    return data
+    try:
+        return msgspec.msgpack.decode(read_frame(sock.recv, WELCOME_BYTES), type=kind)
+    except StreamEnded:
+        said = "the controller closed the connection without an answer; is it a headrace controller?"
+        raise ConnectionError(said) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,6 +10,7 @@ import msgspec
 
 from headrace.core.errors import HeadraceError
 from headrace.core.types import Struct
+from headrace.processes.frames import framed
 from headrace.processes.wire import Writer
 
 SILENCE = 5.0
@@ -176,5 +176,4 @@ class TurnedAway(HeadraceError):
 
 
 def packed(what: Struct) -> bytes:
-    body = msgspec.msgpack.encode(what)
-    return struct.pack("<I", len(body)) + body
+    return framed(msgspec.msgpack.encode(what))

@@ -17,6 +17,7 @@ import msgspec
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.types import Struct
+from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import (
     AGREEING,
     HELLO_BYTES,
@@ -42,7 +43,6 @@ from headrace.processes.joining.greeting import (
 from headrace.processes.joining.packages import differing, own_packages
 from headrace.processes.joining.returning import Returning
 from headrace.processes.joining.worker_log import WorkerLog
-from headrace.processes.wire import HEAD, length_of
 from headrace.version import __version__
 from headrace.web.crowd import BACKLOG, Crowd, Guest, room_for_connections
 
@@ -190,7 +190,7 @@ class Listener:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, guest: Guest) -> None:
         try:
             await self._seat(reader, writer, guest)
-        except (TurnedAway, TimeoutError, OSError, EOFError, HeadraceError, msgspec.MsgspecError) as error:
+        except (TurnedAway, TimeoutError, OSError, HeadraceError, msgspec.MsgspecError) as error:
             await self._turn_away(writer, error)
         except asyncio.CancelledError:  # by `close`, or for another connection
             writer.close()
@@ -259,7 +259,7 @@ class Listener:
         words = self._words.get(hello.session)
         if words is None:
             raise TurnedAway("session", "the run does not know its worker")
-        with contextlib.suppress(OSError, EOFError):  # the witness connects anew
+        with contextlib.suppress(OSError):  # the witness connects anew
             await _say(writer, Welcome())
             while not words.ended.is_set():
                 words.take(await _first(reader, WordsSaid, SAID_BYTES))
@@ -337,7 +337,7 @@ class Listener:
 
     async def _turn_away(self, writer: asyncio.StreamWriter, error: Exception) -> None:
         reason = error.reason if isinstance(error, TurnedAway) else "garbage"
-        if isinstance(error, (TimeoutError, EOFError, OSError)):
+        if isinstance(error, (TimeoutError, OSError)):
             reason = "silent"
         if reason not in ("over", "left"):
             self._count(reason, (writer.get_extra_info("peername") or [""])[0])
@@ -390,8 +390,7 @@ REASONS = {
 
 
 async def _first(reader: asyncio.StreamReader, kind: type[M], limit: int = HELLO_BYTES) -> M:
-    length = length_of(await reader.readexactly(HEAD), limit)
-    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+    return msgspec.msgpack.decode(await receive_frame(reader, limit), type=kind)
 
 
 async def _say(writer: asyncio.StreamWriter, what: Struct) -> None:

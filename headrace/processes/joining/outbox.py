@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Iterator
 
 from headrace.core.errors import HeadraceError
-
-_HEAD = struct.Struct("<IQ")
-HEAD = _HEAD.size
+from headrace.processes.frames import framed
 
 SEGMENT = 1 << 16
 """Most bytes of a segment. A small one is soon complete, so that a slow connection shows that it is alive."""
 
 
-def head_of(data: bytes) -> tuple[int, int]:
-    """Returns the length of a segment, and the bytes that its sender has received. Raises HeadraceError for what is no head."""
-    length, received = _HEAD.unpack(data)
-    if not 0 < length <= SEGMENT:
-        raise HeadraceError(f"received a segment of {length} bytes; the limit is {SEGMENT}")
-    return length, received
+_COUNT = 8
+"""Bytes at the beginning of a segment. They hold the number of bytes that its sender has received, the lowest first."""
+LONGEST_BODY = _COUNT + SEGMENT
+"""Most bytes of the frame's body that is a segment."""
 
 
 def segment(piece: bytes, received: int) -> bytes:
-    return _HEAD.pack(len(piece), received) + piece
+    return framed(received.to_bytes(_COUNT, "little") + piece)
+
+
+def opened(body: bytes) -> tuple[bytes, int]:
+    """Returns the piece in a segment, and the bytes that its sender has received. Raises HeadraceError for one that has no piece."""
+    if len(body) <= _COUNT:
+        raise HeadraceError(f"received a segment of {len(body)} bytes, and the first {_COUNT} are none of its piece")
+    return body[_COUNT:], int.from_bytes(body[:_COUNT], "little")
 
 
 class Outbox:

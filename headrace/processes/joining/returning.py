@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from headrace.core.errors import HeadraceError
-from headrace.processes.joining.outbox import HEAD, Outbox, head_of, segment
+from headrace.processes.frames import receive_frame
+from headrace.processes.joining.outbox import LONGEST_BODY, Outbox, opened, segment
 
 
 class Returning:
@@ -63,12 +64,11 @@ class Returning:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                length, received = head_of(await reader.readexactly(HEAD))
-                data = await reader.readexactly(length)
+                data, received = opened(await receive_frame(reader, LONGEST_BODY))
                 self._outbox.acknowledge(received)
-                self.received += length
+                self.received += len(data)
                 self.reader.feed_data(data)
-        except (OSError, EOFError, HeadraceError):
+        except (OSError, HeadraceError):
             self._reading = None
             self._break()
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from headrace.core.errors import HeadraceError
 from headrace.core.printing import say
+from headrace.processes.frames import read_frame
 from headrace.processes.joining.greeting import DESERTED, SILENCE
-from headrace.processes.joining.outbox import HEAD, Outbox, head_of, segment
+from headrace.processes.joining.outbox import LONGEST_BODY, Outbox, opened, segment
 
 AGAIN = 0.2
 """Seconds between two attempts to connect anew."""
@@ -67,26 +68,20 @@ class SessionEnd:
         """Reads one segment, over a new connection if need be. False if there will be none."""
         while True:
             try:
-                length, acknowledged = head_of(self._exactly(HEAD))
-                data = self._exactly(length)
+                data, acknowledged = opened(read_frame(self._hear, LONGEST_BODY))
                 with self._lock:
                     self._outbox.acknowledge(acknowledged)
-                    self._received += length
+                    self._received += len(data)
                 self._read_ahead += data
                 return True
             except OSError:
                 if not self._return():
                     return False
 
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = self._sock.recv(count - len(data))
-            if not piece:
-                raise ConnectionError("the connection has ended")
+    def _hear(self, count: int) -> bytes:
+        if piece := self._sock.recv(count):
             self._heard = time.monotonic()
-            data += piece
-        return bytes(data)
+        return piece
 
     def _return(self) -> bool:
         """Connects anew, and sends what the controller has not received. False if the session is over, or nobody is there."""

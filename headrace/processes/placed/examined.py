@@ -46,7 +46,7 @@ class ExaminedWorker:
     async def ask(self, method: str, *values: Any) -> Any:
         try:
             said = await self._ask(DoctorQuestion(method, msgspec.Raw(_encode(values))))
-        except (OSError, EOFError) as error:
+        except OSError as error:
             raise HostLost(f"its connection has ended: {error}") from None
         return msgspec.msgpack.decode(said.value, type=_KINDS[method][1])
 

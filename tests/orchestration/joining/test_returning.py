@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from typing import Any
 
@@ -13,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.processes.frames import read_frame, receive_frame
 from headrace.processes.joining.dial import dial
 from headrace.processes.joining.greeting import Hello, Welcome, packed
 from headrace.processes.joining.listener import Listener
-from headrace.processes.joining.outbox import HEAD, SEGMENT, Outbox, head_of, segment
-from headrace.processes.wire import HEAD as LENGTH
-from headrace.processes.wire import Channel, WorkerEnd, length_of, unpack
+from headrace.processes.joining.outbox import LONGEST_BODY, SEGMENT, Outbox, opened, segment
+from headrace.processes.wire import Channel, WorkerEnd, unpack
 from headrace.version import __version__
 
 TOKEN = "a token of many characters"
@@ -49,10 +50,10 @@ def test_bytes_that_were_never_sent_cannot_be_received(received: int) -> None:
 
 
 def test_the_head_of_a_segment_is_what_it_says_or_is_refused() -> None:
-    assert head_of(segment(b"abc", 1 << 40)[:HEAD]) == (3, 1 << 40)
-    for length in (0, SEGMENT + 1):
-        with pytest.raises(HeadraceError, match="the limit is"):
-            head_of(length.to_bytes(4, "little") + bytes(8))
+    assert opened(read_frame(io.BytesIO(segment(b"abc", 1 << 40)).read, LONGEST_BODY)) == (b"abc", 1 << 40)
+    for length in (0, 8):
+        with pytest.raises(HeadraceError, match=f"received a segment of {length} bytes"):
+            opened(bytes(length))
 
 
 # --- a channel over connections that are cut ------------------------------------------------------------------------------------
@@ -136,8 +137,7 @@ async def raw(listener: Listener, hello: Hello) -> tuple[Welcome, asyncio.Stream
     host, port = listener.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(packed(hello))
-    size = length_of(await reader.readexactly(LENGTH), 4096)
-    return msgspec.msgpack.decode(await reader.readexactly(size), type=Welcome), writer
+    return msgspec.msgpack.decode(await receive_frame(reader, 4096), type=Welcome), writer
 
 
 def test_a_worker_that_does_not_come_back_in_time_is_lost_and_its_session_too() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -27,14 +26,15 @@ from headrace.episodes.environments.workers.episode_frames import (
 )
 from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.episodes.scoring.job import ScoringJob, Values
-from headrace.episodes.scoring.workers.frames import Call, Ready, Reply, pack
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess
+from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack
 from headrace.episodes.scoring.workers.spread import LIVES, SpreadPool
 from headrace.facts.facts import Warned, WorkerJoined, WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.processes.frames import receive_frame
 from headrace.processes.health.user_process import OWN_SITE, Site, Sites
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
 from headrace.processes.joining.joined import JoinLauncher
@@ -95,8 +95,7 @@ class RewardMachine:
     async def __call__(self, orders: asyncio.StreamReader, say: Say) -> None:
         say(pack(Ready()))
         while True:
-            (length,) = struct.unpack(">I", await orders.readexactly(4))
-            call = msgspec.msgpack.decode(await orders.readexactly(length), type=Call)
+            call = msgspec.msgpack.decode(await receive_frame(orders), type=Call)
             self.calls, self.now = self.calls + 1, self.now + 1
             self.most = max(self.most, self.now)
             self.then(self)
@@ -364,8 +363,7 @@ class EnvironmentMachine:
         say(episode_frames.pack(FunctionLoaded()))
         asked: set[int] = set()
         while True:
-            (length,) = struct.unpack(">I", await orders.readexactly(4))
-            order = msgspec.msgpack.decode(await orders.readexactly(length), type=episode_frames.FromController)
+            order = msgspec.msgpack.decode(await receive_frame(orders), type=episode_frames.FromController)
             match order:
                 case Play(id=id):
                     say(episode_frames.pack(ChatAsked(id, [])))

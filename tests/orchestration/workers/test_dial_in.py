@@ -14,15 +14,14 @@ import msgspec
 import pytest
 
 from headrace.core.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.processes.frames import LONGEST, framed, length_of
 from headrace.processes.joining.dial import dial
 from headrace.processes.joining.greeting import Hello
 from headrace.processes.joining.listener import Listener
 from headrace.processes.wire import (
-    MAX_FRAME,
     Channel,
     Frame,
     WorkerEnd,
-    length_of,
     numbered,
     pack,
     unpack,
@@ -46,8 +45,7 @@ def with_listener(use: Callable[[Listener], Awaitable[Any]]) -> Any:
 
 
 def packed(what: Any) -> bytes:
-    body = msgspec.msgpack.encode(what)
-    return struct.pack("<I", len(body)) + body
+    return framed(msgspec.msgpack.encode(what))
 
 
 async def answer_to(listener: Listener, data: bytes) -> bytes:
@@ -198,9 +196,9 @@ def test_a_worker_whose_controller_says_nothing_leaves() -> None:
 
 def test_a_frame_that_nobody_would_read_is_neither_sent_nor_awaited() -> None:
     with pytest.raises(HeadraceError, match="the limit is"):
-        length_of(struct.pack("<I", MAX_FRAME + 1))
+        length_of(struct.pack("<I", LONGEST + 1))
     numbers = iter(range(10))
-    too_long = msgspec.Raw(memoryview(bytearray(MAX_FRAME)))
+    too_long = msgspec.Raw(memoryview(bytearray(LONGEST)))
     with pytest.raises(ValueError, match="the limit is .* lower staleness.groups_per_step"):
         numbered(Frame(1, "step", too_long), numbers)
     assert next(numbers) == 0, "no message is missing because of it"

@@ -25,12 +25,12 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.processes.frames import HEAD
 from headrace.processes.joining.greeting import Agreed, Terms
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.placed.cluster import ClusterNode, NodeShare, refusal
 from headrace.processes.placed.placed import PlacedLauncher, PlacedWorker
-from headrace.processes.wire import HEAD
 from headrace.run import seats
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config

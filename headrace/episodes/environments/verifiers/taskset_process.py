@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.core.errors import RolloutFailed
 from headrace.episodes.environments.verifiers import taskset_player
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health.patience import within
 from headrace.processes.health.user_process import ProcessLost, UserProcess
 from headrace.settings.interpreters import foreign_variables
@@ -94,7 +95,7 @@ class TasksetProcess(UserProcess):
         except TimeoutError:
             await self.end(f"did not open the taskset within {OPENING:g} s")
             raise ProcessLost(self.why) from None
-        except EOFError:
+        except StreamEnded:
             raise ProcessLost(f"{await self.gone()} while it opened the taskset") from None
         except asyncio.CancelledError:
             await self.end("was not needed any more")
@@ -142,7 +143,7 @@ class TasksetProcess(UserProcess):
                     end.set_result(said)
                 elif isinstance(said, TasksetRefused):
                     self.why = said.why
-        except (EOFError, ConnectionError):
+        except ConnectionError:
             pass
         except Exception as error:  # nothing awaits this task
             self.why = f"was killed, because its message made no sense: {error!r}"
@@ -161,7 +162,7 @@ class TasksetProcess(UserProcess):
     async def _next(self) -> TasksetOpened | TasksetRefused | TasksetEnded:
         line = await self.reports.readline()
         if not line.endswith(b"\n"):
-            raise EOFError
+            raise StreamEnded("the process has closed its output")
         return _decode(line)
 
     def _send(self, order: Mapping[str, Any]) -> None:

@@ -8,13 +8,14 @@ again has failed, and the others have lost time only.
 from __future__ import annotations
 
 import asyncio
+import io
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, RolloutFailed
-from headrace.episodes.environments.workers.episode_frames import FunctionLoaded, RolloutDone, unpack_report
+from headrace.episodes.environments.workers.episode_frames import FunctionLoaded, RolloutDone, read_report
 from headrace.episodes.environments.workers.process import (
     MODULE,
     EnvironmentProcess,
@@ -23,6 +24,7 @@ from headrace.episodes.environments.workers.process import (
     RolloutAsked,
     RolloutListener,
 )
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health.user_process import (
     HERE,
     LOAD_SECONDS,
@@ -46,7 +48,10 @@ def check_function(settings: FunctionSettings) -> FunctionLoaded:
         raise ConfigError(
             f"loading {settings.what} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
         ) from None
-    first = unpack_report(out)
+    try:
+        first = read_report(io.BytesIO(out))
+    except StreamEnded:
+        first = None
     if not isinstance(first, FunctionLoaded):
         said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"the process that loads {settings.what} {ending(code)}; it said: {said}")

@@ -1,17 +1,16 @@
-"""Frames between the controller and the processes that run environments: four bytes of length, then msgpack."""
+"""Messages between the controller and the processes that run environments: frames of msgpack (`processes/frames.py`)."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from typing import Any, BinaryIO
 
 import msgspec
 
 from headrace.core.batches import Failure
 from headrace.core.types import Struct
+from headrace.processes.frames import framed, read_frame, receive_frame
 
-_LENGTH = struct.Struct(">I")
 LARGEST = 64 << 20
 """Bytes of a frame. A larger one is a mistake of the user's code, which must not fill the controller's memory."""
 
@@ -147,29 +146,19 @@ def pack(frame: FromController | FromProcess) -> bytes:
     body = _encode(frame)
     if len(body) > LARGEST:
         raise ValueError(f"a message of {len(body):,} bytes is larger than {LARGEST:,}")
-    return _LENGTH.pack(len(body)) + body
+    return framed(body)
 
 
-def read_order(stream: BinaryIO) -> FromController | None:
-    """Reads one frame of the controller; None at the end of the stream. Blocks."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    body = stream.read(_LENGTH.unpack(head)[0])
-    return _decode_order(body) if len(body) == _LENGTH.unpack(head)[0] else None
+def read_order(stream: BinaryIO) -> FromController:
+    """Reads one order of the controller. Raises StreamEnded. Blocks."""
+    return _decode_order(read_frame(stream.read))
+
+
+def read_report(stream: BinaryIO) -> FromProcess:
+    """Reads one report of a process. Raises StreamEnded. Blocks."""
+    return _decode_report(read_frame(stream.read, LARGEST))
 
 
 async def receive(stream: asyncio.StreamReader) -> FromProcess:
-    """Reads one frame of a process. Raises IncompleteReadError (an EOFError) at the end of the stream, ValueError for nonsense."""
-    (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-    if length > LARGEST:
-        raise ValueError(f"a frame of {length:,} bytes")
-    return _decode_report(await stream.readexactly(length))
-
-
-def unpack_report(data: bytes) -> FromProcess | None:
-    """Reads the first frame of a process from its whole output; None if it is not whole."""
-    size = _LENGTH.size
-    if len(data) < size or len(data) < size + (length := _LENGTH.unpack(data[:size])[0]):
-        return None
-    return _decode_report(data[size : size + length])
+    """Reads one report of a process. Raises StreamEnded, FrameTooLong, and msgspec's errors for what is none."""
+    return _decode_report(await receive_frame(stream, LARGEST))

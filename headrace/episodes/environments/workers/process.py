@@ -33,6 +33,7 @@ from headrace.episodes.environments.workers.episode_frames import (
 )
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health.user_process import LOAD_SECONDS, OWN_SITE, ProcessLost, Site, SiteLost, UserProcess
 
 SILENT = 30.0
@@ -132,7 +133,7 @@ class EnvironmentProcess(UserProcess):
         except TimeoutError:
             await self.end(f"did not load the environment within {LOAD_SECONDS:g} s")
             raise ProcessLost(self.why) from None
-        except EOFError:
+        except StreamEnded:
             self.why = f"{await self.gone()} while it loaded the environment"
             raise self.how_lost() from None
         except asyncio.CancelledError:
@@ -231,7 +232,7 @@ class EnvironmentProcess(UserProcess):
                             self._heard[id].put_nowait(frame)
         except TimeoutError:
             self.why = "was killed, because nothing in it could run: a call that never gives up Python's interpreter, such as 9**9**9"
-        except (EOFError, ConnectionError):
+        except ConnectionError:
             pass
         except Exception as error:  # nothing awaits this task
             self.why = f"was killed, because its message made no sense: {error!r}"

@@ -69,7 +69,7 @@ class _TestEnded(BaseException):
 def _received() -> Any:
     try:
         return json_frames.receive(CHANNEL)
-    except (EOFError, ConnectionError):
+    except ConnectionError:
         raise _TestEnded from None
 
 

@@ -431,7 +431,7 @@ class RemoteCode:
             self._end("ended", "it ended before it answered")
         try:
             answer = json_frames.receive(CHANNEL)
-        except (OSError, EOFError):
+        except OSError:
             self._end("ended", "it ended before it answered")
         except Exception as error:
             self._made_no_sense(error)

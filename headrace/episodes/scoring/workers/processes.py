@@ -12,7 +12,8 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
-from headrace.episodes.scoring.workers.frames import Call, Ready, pack, read_answer, receive
+from headrace.episodes.scoring.workers.reward_messages import Call, Ready, pack, read_answer, receive
+from headrace.processes.frames import StreamEnded
 from headrace.processes.health.user_process import (
     LOAD_SECONDS,
     OWN_SITE,
@@ -38,7 +39,10 @@ def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, .
         code, out, err = run_once(_MODULE, ["--check", sandbox, *specs])
     except subprocess.TimeoutExpired:
         raise ConfigError(too_slow(named)) from None
-    first = read_answer(io.BytesIO(out))
+    try:
+        first = read_answer(io.BytesIO(out))
+    except StreamEnded:
+        first = None
     if not isinstance(first, Ready):
         said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"the process that loads the reward functions {named} {ending(code)}; it said: {said}")
@@ -73,7 +77,7 @@ class WorkerProcess(UserProcess):
         except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
             raise ProcessLost(self.why) from ConfigError(too_slow(self._named))
-        except EOFError:
+        except StreamEnded:
             how = await self.gone()
             await self.close(f"{how}{_LOADING}")
             raise self.how_lost() from None
@@ -114,7 +118,7 @@ class WorkerProcess(UserProcess):
                 waiting = self._waiting.get(reply.id)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply.values)
-        except (EOFError, ConnectionError):
+        except ConnectionError:
             pass
         except (
             Exception

@@ -19,8 +19,8 @@ from headrace.core.errors import ConfigError
 from headrace.episodes.sandbox.sandbox_limits import SandboxSettings
 from headrace.episodes.sandbox.use import check_if_imported, use_settings
 from headrace.episodes.scoring.job import LoadedReward, call, call_async, is_async
-from headrace.episodes.scoring.workers.frames import Call, Ready, Reply, pack, read_call
 from headrace.episodes.scoring.workers.load import load_functions
+from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, pack, read_call
 from headrace.processes.health.orphans import leave_sigterm_to_controller, signal_me_when_orphaned
 from headrace.processes.health.own_stacks import answer_signals
 from headrace.processes.health.user_prints import LOG

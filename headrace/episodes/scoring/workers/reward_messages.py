@@ -1,17 +1,15 @@
-"""Frames between the scorer and its worker processes: four bytes of length, then msgpack."""
+"""Messages between the scorer and its worker processes: frames of msgpack (`processes/frames.py`)."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from typing import BinaryIO
 
 import msgspec
 
 from headrace.core.types import Struct
 from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values
-
-_LENGTH = struct.Struct(">I")
+from headrace.processes.frames import framed, read_frame, receive_frame
 
 
 class Call(Struct, frozen=True):
@@ -41,30 +39,19 @@ _decode_answer = msgspec.msgpack.Decoder(Reply | Ready).decode
 
 
 def pack(frame: Call | Reply | Ready) -> bytes:
-    body = _encode(frame)
-    return _LENGTH.pack(len(body)) + body
+    return framed(_encode(frame))
 
 
-def read_call(stream: BinaryIO) -> Call | None:
-    """Reads one call; None at the end of the stream."""
-    body = _read_body(stream)
-    return None if body is None else _decode_call(body)
+def read_call(stream: BinaryIO) -> Call:
+    """Reads one call. Raises StreamEnded. Blocks."""
+    return _decode_call(read_frame(stream.read))
 
 
-def read_answer(stream: BinaryIO) -> Reply | Ready | None:
-    body = _read_body(stream)
-    return None if body is None else _decode_answer(body)
-
-
-def _read_body(stream: BinaryIO) -> bytes | None:
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    body = stream.read(_LENGTH.unpack(head)[0])
-    return body if len(body) == _LENGTH.unpack(head)[0] else None
+def read_answer(stream: BinaryIO) -> Reply | Ready:
+    """Reads one answer. Raises StreamEnded. Blocks."""
+    return _decode_answer(read_frame(stream.read))
 
 
 async def receive(stream: asyncio.StreamReader) -> Reply | Ready:
-    """Reads one answer. Raises IncompleteReadError (an EOFError) at the end of the stream."""
-    (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-    return _decode_answer(await stream.readexactly(length))
+    """Reads one answer. Raises StreamEnded, FrameTooLong, and msgspec's errors for what is none."""
+    return _decode_answer(await receive_frame(stream))
