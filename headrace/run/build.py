@@ -44,7 +44,7 @@ from headrace.loop.pipeline import Pipeline
 from headrace.loop.snapshots import Snapshots
 from headrace.loop.utilisation import Utilisation
 from headrace.models.chat import ChatEncoder, open_model
-from headrace.processes.health.user_process import HERE, Sites
+from headrace.processes.asked_process import HERE, Sites
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig

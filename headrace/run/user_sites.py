@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.core.protocols import Job, Launcher
 from headrace.episodes.environments.function import function_settings
 from headrace.facts.telemetry import Telemetry
-from headrace.processes.health.user_process import HERE, OWN_SITE, Sites
+from headrace.processes.asked_process import HERE, OWN_SITE, Sites
 from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
 from headrace.processes.joining.same_code import code_terms
 from headrace.run.clients.hosted_site import HostedSite

@@ -30,7 +30,7 @@ from headrace.episodes.environments.workers.episode_frames import (
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT, SandboxSettings
-from headrace.processes.health.user_process import HERE, Sites
+from headrace.processes.asked_process import HERE, Sites
 
 
 def open_function(

@@ -20,8 +20,8 @@ from headrace.episodes.scoring.python_rewards import rewards_of
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess, check_functions
 from headrace.episodes.scoring.workers.spread import SpreadPool
 from headrace.episodes.scoring.workers.threads import ThreadPool
+from headrace.processes.asked_process import HERE, Sites
 from headrace.processes.health.user_prints import unwrap
-from headrace.processes.health.user_process import HERE, Sites
 
 _Call = Callable[[ScoringJob], Awaitable[Values]]
 

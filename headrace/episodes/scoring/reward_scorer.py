@@ -29,7 +29,7 @@ from headrace.episodes.scoring.services.service import HttpService
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.scoring.workers.threads import ThreadPool
 from headrace.facts.telemetry import Telemetry
-from headrace.processes.health.user_process import HERE, Sites
+from headrace.processes.asked_process import HERE, Sites
 
 
 class RewardScorer:

@@ -3,8 +3,7 @@
 Read `family.py` (the worker processes), `patience.py` (deadlines on a busy machine), `own_stacks.py`
 (stacks of the own process, under the interpreter's lock), `outside.py` (stacks of another process, even one that keeps that lock),
 `stacks.py` (stacks of a worker, in either way), `orphans.py` (no process outlives the controller), `owned_directory.py`
-(nor does a temporary directory), `user_process.py` (a process that runs
-the user's code, from outside and from inside, and the machines it may be on), `user_prints.py` (bounds what that code prints),
+(nor does a temporary directory), `user_prints.py` (bounds what the user's code prints),
 `snapshot.py` (everything at one moment), `live_status.py` (`status.json`), `watchdog.py`
 (warns, then ends the run) and `monitor.py` (the process that watches the controller).
 """

@@ -13,8 +13,8 @@ import msgspec
 from headrace.core.protocols import Job, Launcher, Worker
 from headrace.facts.facts import WorkerLost
 from headrace.facts.telemetry import Telemetry
+from headrace.processes.asked_process import RunningProcess, SiteLost, UserProgram
 from headrace.processes.health.patience import waited_for_a_core
-from headrace.processes.health.user_process import RunningProcess, SiteLost, UserProgram
 from headrace.processes.wire import unpack
 from headrace.run.clients.keeper import Keeper
 from headrace.run.hosts.user_hosts.host_messages import (

@@ -34,8 +34,8 @@ from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
+from headrace.processes.asked_process import OWN_SITE, Site, Sites
 from headrace.processes.frames import receive_frame
-from headrace.processes.health.user_process import OWN_SITE, Site, Sites
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
 from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.joining.same_code import agree_to, code_problem, code_terms

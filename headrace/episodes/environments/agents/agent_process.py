@@ -14,9 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.episodes.environments.agents import agent_reaper
+from headrace.processes.asked_process import ending
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.patience import within
-from headrace.processes.health.user_process import ending
 from headrace.settings.secrets import OWN
 
 GRACE = 5.0

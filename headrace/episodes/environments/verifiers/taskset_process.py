@@ -13,9 +13,8 @@ import msgspec
 
 from headrace.core.errors import RolloutFailed
 from headrace.episodes.environments.verifiers import taskset_player
+from headrace.processes.asked_process import AskedProcess, ProcessLost
 from headrace.processes.frames import StreamEnded
-from headrace.processes.health.patience import within
-from headrace.processes.health.user_process import ProcessLost, UserProcess
 from headrace.settings.interpreters import foreign_variables
 
 OPENING = 600.0
@@ -72,40 +71,41 @@ def player_variables(python: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **own, "NO_PROXY": direct, "no_proxy": direct}
 
 
-class TasksetProcess(UserProcess):
+class TasksetProcess(AskedProcess[Mapping[str, Any], TasksetOpened | TasksetRefused | TasksetEnded]):
+    begins = "open", "the taskset"
+    begins_within = OPENING
+
     def __init__(self, python: str, settings: Mapping[str, Any], log: Path | None) -> None:
         super().__init__("taskset", player_words(python), log, foreign=player_variables(python))
         self._settings = settings
         self._numbers = itertools.count()
         self._ends: dict[int, asyncio.Future[TasksetEnded]] = {}
-        self._parting: set[asyncio.Task[None]] = set()
-        self._receiving: asyncio.Task[None] | None = None
+        self.farewell = GRACE
 
     @property
     def playing(self) -> int:
         """Number of rollouts."""
         return len(self._ends)
 
-    async def start(self) -> TasksetOpened:
-        """Returns when the environment is open. Raises ProcessLost if it is not."""
-        try:
-            await self.spawn()
-            self._send(self._settings)
-            said = await within(self.pid, OPENING, self._next())
-        except TimeoutError:
-            await self.end(f"did not open the taskset within {OPENING:g} s")
-            raise ProcessLost(self.why) from None
-        except StreamEnded:
-            raise ProcessLost(f"{await self.gone()} while it opened the taskset") from None
-        except asyncio.CancelledError:
-            await self.end("was not needed any more")
-            raise
-        if not isinstance(said, TasksetOpened):
-            await self.end(said.why if isinstance(said, TasksetRefused) else "has ended a rollout that nobody began")
-            raise ProcessLost(self.why)
-        self.alive = True
-        self._receiving = asyncio.create_task(self._receive())
-        return said
+    def first_order(self) -> Mapping[str, Any]:
+        return self._settings
+
+    def pack(self, order: Mapping[str, Any]) -> bytes:
+        return _encode(order) + b"\n"
+
+    async def receive(self) -> TasksetOpened | TasksetRefused | TasksetEnded:
+        line = await self.reports.readline()
+        if not line.endswith(b"\n"):
+            raise StreamEnded("the process has closed its output")
+        return _decode(line)
+
+    def accept(self, first: TasksetOpened | TasksetRefused | TasksetEnded) -> str:
+        match first:
+            case TasksetOpened():
+                return ""
+            case TasksetRefused(why=why):
+                return why
+        return "has ended a rollout that nobody began"
 
     def play(self, asked: Mapping[str, Any]) -> tuple[int, asyncio.Future[TasksetEnded]]:
         """Begins a rollout, and returns its number and its end. This and the end raise RolloutFailed if the process is lost."""
@@ -113,7 +113,7 @@ class TasksetProcess(UserProcess):
             raise self._lost()
         id = next(self._numbers)
         self._ends[id] = asyncio.get_running_loop().create_future()
-        self._send({"play": id, **asked})
+        self.send({"play": id, **asked})
         return id, self._ends[id]
 
     def part(self, id: int) -> None:
@@ -122,35 +122,24 @@ class TasksetProcess(UserProcess):
         if end.done() or not self.alive:
             del self._ends[id]
             return
-        self._send({"cancel": id})
-        task = asyncio.create_task(self._parted(id, end))
-        self._parting.add(task)
-        task.add_done_callback(self._parting.discard)
+        self.send({"cancel": id})
+        self.finish(self._parted(id, end))
 
     async def _parted(self, id: int, end: asyncio.Future[TasksetEnded]) -> None:
         with contextlib.suppress(RolloutFailed):
             try:
-                await within(self.pid, GRACE, end)
+                await self.within(GRACE, end)
             except TimeoutError:
                 self.kill("was killed, because a rollout that was over did not end")
         del self._ends[id]
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                said = await self._next()
-                if isinstance(said, TasksetEnded) and (end := self._ends.get(said.id)) and not end.done():
-                    end.set_result(said)
-                elif isinstance(said, TasksetRefused):
-                    self.why = said.why
-        except ConnectionError:
-            pass
-        except Exception as error:  # nothing awaits this task
-            self.why = f"was killed, because its message made no sense: {error!r}"
-        self.kill()
-        self.orders.close()
-        how = await self.gone()
-        self.why = self.why or how
+    def obey(self, report: TasksetOpened | TasksetRefused | TasksetEnded) -> None:
+        if isinstance(report, TasksetEnded) and (end := self._ends.get(report.id)) and not end.done():
+            end.set_result(report)
+        elif isinstance(report, TasksetRefused):
+            self.why = report.why
+
+    def forsake(self) -> None:
         for end in self._ends.values():
             if not end.done():
                 end.set_exception(self._lost())
@@ -158,28 +147,6 @@ class TasksetProcess(UserProcess):
 
     def _lost(self) -> RolloutFailed:
         return RolloutFailed("environment_died", f"its process {self.why}")
-
-    async def _next(self) -> TasksetOpened | TasksetRefused | TasksetEnded:
-        line = await self.reports.readline()
-        if not line.endswith(b"\n"):
-            raise StreamEnded("the process has closed its output")
-        return _decode(line)
-
-    def _send(self, order: Mapping[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError, RuntimeError):  # `_receive` finds out how the process ended
-            self.orders.write(_encode(order) + b"\n")
-
-    async def close(self) -> None:
-        """Lets rollouts that were cancelled end, and kills the process."""
-        if self._parting:
-            await asyncio.wait(set(self._parting))
-        if self.alive:
-            self.orders.close()
-            with contextlib.suppress(TimeoutError):
-                await within(self.pid, GRACE, self.gone())
-        await self.end("was closed")
-        if self._receiving is not None:
-            await asyncio.wait({self._receiving})
 
 
 class TasksetPool:

@@ -8,14 +8,12 @@ again has failed, and the others have lost time only.
 from __future__ import annotations
 
 import asyncio
-import io
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, RolloutFailed
-from headrace.episodes.environments.workers.episode_frames import FunctionLoaded, RolloutDone, read_report
+from headrace.episodes.environments.workers.episode_frames import LARGEST, FunctionLoaded, RolloutDone, decode_report
 from headrace.episodes.environments.workers.process import (
     MODULE,
     EnvironmentProcess,
@@ -24,17 +22,7 @@ from headrace.episodes.environments.workers.process import (
     RolloutAsked,
     RolloutListener,
 )
-from headrace.processes.frames import StreamEnded
-from headrace.processes.health.user_process import (
-    HERE,
-    LOAD_SECONDS,
-    ProcessLost,
-    Site,
-    SiteLost,
-    Sites,
-    ending,
-    run_once,
-)
+from headrace.processes.asked_process import HERE, ProcessLost, Site, SiteLost, Sites, first_report
 
 LIVES = 3
 """How often a rollout is played at most, where others end its process."""
@@ -42,19 +30,8 @@ LIVES = 3
 
 def check_function(settings: FunctionSettings) -> FunctionLoaded:
     """Loads the function once in a process of its own, and returns what it is. Raises ConfigError if it cannot be loaded."""
-    try:
-        code, out, err = run_once(MODULE, settings.arguments(check=True))
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"loading {settings.what} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
-        ) from None
-    try:
-        first = read_report(io.BytesIO(out))
-    except StreamEnded:
-        first = None
-    if not isinstance(first, FunctionLoaded):
-        said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(f"the process that loads {settings.what} {ending(code)}; it said: {said}")
+    first = decode_report(first_report(MODULE, settings.arguments(check=True), settings.what, LARGEST))
+    assert isinstance(first, FunctionLoaded)
     if first.error:
         raise ConfigError(first.error)
     return first

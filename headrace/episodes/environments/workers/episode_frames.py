@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, BinaryIO
 
 import msgspec
 
 from headrace.core.batches import Failure
 from headrace.core.types import Struct
-from headrace.processes.frames import framed, read_frame, receive_frame
+from headrace.processes.frames import framed, read_frame
 
 LARGEST = 64 << 20
 """Bytes of a frame. A larger one is a mistake of the user's code, which must not fill the controller's memory."""
@@ -139,7 +138,7 @@ FromProcess = FunctionLoaded | ChatAsked | Rewarded | ToolAnswered | RolloutDone
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(FromController).decode
-_decode_report = msgspec.msgpack.Decoder(FromProcess).decode
+decode_report = msgspec.msgpack.Decoder(FromProcess).decode
 
 
 def pack(frame: FromController | FromProcess) -> bytes:
@@ -152,13 +151,3 @@ def pack(frame: FromController | FromProcess) -> bytes:
 def read_order(stream: BinaryIO) -> FromController:
     """Reads one order of the controller. Raises StreamEnded. Blocks."""
     return _decode_order(read_frame(stream.read))
-
-
-def read_report(stream: BinaryIO) -> FromProcess:
-    """Reads one report of a process. Raises StreamEnded. Blocks."""
-    return _decode_report(read_frame(stream.read, LARGEST))
-
-
-async def receive(stream: asyncio.StreamReader) -> FromProcess:
-    """Reads one report of a process. Raises StreamEnded, FrameTooLong, and msgspec's errors for what is none."""
-    return _decode_report(await receive_frame(stream, LARGEST))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from headrace.core.errors import RolloutFailed
 from headrace.core.playing import Resumes
 from headrace.core.types import Struct
 from headrace.episodes.environments.workers.episode_frames import (
+    LARGEST,
     Beat,
     Cancel,
     ChatAsked,
@@ -28,13 +28,13 @@ from headrace.episodes.environments.workers.episode_frames import (
     Rewarded,
     RolloutDone,
     ToolAnswered,
+    decode_report,
     pack,
-    receive,
 )
 from headrace.episodes.environments.workers.loading import LibrarySettings
 from headrace.episodes.sandbox.sandbox_limits import DEFAULT
-from headrace.processes.frames import StreamEnded
-from headrace.processes.health.user_process import LOAD_SECONDS, OWN_SITE, ProcessLost, Site, SiteLost, UserProcess
+from headrace.processes.asked_process import OWN_SITE, AskedProcess, Site, SiteLost
+from headrace.processes.frames import receive_frame
 
 SILENT = 30.0
 """Seconds in which it could run after which a process that sends no beat is killed: something holds the interpreter's lock."""
@@ -107,15 +107,15 @@ class Lost(Exception):
         self.how, self.blamed = how, blamed
 
 
-class EnvironmentProcess(UserProcess):
+class EnvironmentProcess(AskedProcess[FromController, FromProcess]):
+    begins = "load", "the environment"
+
     def __init__(self, settings: FunctionSettings, log: Path | None, site: Site = OWN_SITE) -> None:
         super().__init__("environment", [MODULE, *settings.arguments()], log, site=site)
-        self._settings = settings
+        self.silent, self._settings = SILENT, settings
         self._ids: Iterator[int] = itertools.count()
         self._heard: dict[int, asyncio.Queue[FromProcess | None]] = {}
         """The frames of each rollout; None: the process has ended."""
-        self._receiving: asyncio.Task[None] | None = None
-        self._parting: set[asyncio.Task[None]] = set()
         self._blamed = -1
         self.left = 0
         """Threads of tools that hang in it."""
@@ -125,26 +125,15 @@ class EnvironmentProcess(UserProcess):
         """Number of rollouts."""
         return len(self._heard)
 
-    async def start(self) -> None:
-        """Returns when the function is loaded. Raises ProcessLost if it is not."""
-        try:
-            await self.spawn()
-            ready = await self.within(LOAD_SECONDS, receive(self.reports))
-        except TimeoutError:
-            await self.end(f"did not load the environment within {LOAD_SECONDS:g} s")
-            raise ProcessLost(self.why) from None
-        except StreamEnded:
-            self.why = f"{await self.gone()} while it loaded the environment"
-            raise self.how_lost() from None
-        except asyncio.CancelledError:
-            await self.end("was not needed any more")
-            raise
-        assert isinstance(ready, FunctionLoaded)
-        if ready.error:
-            await self.end(f"could not load the environment a second time: {ready.error}")
-            raise ProcessLost(self.why)
-        self.alive = True
-        self._receiving = asyncio.create_task(self._receive())
+    def pack(self, order: FromController) -> bytes:
+        return pack(order)
+
+    async def receive(self) -> FromProcess:
+        return decode_report(await receive_frame(self.reports, LARGEST))
+
+    def accept(self, first: FromProcess) -> str:
+        assert isinstance(first, FunctionLoaded)
+        return first.error and f"could not load the environment a second time: {first.error}"
 
     async def play(self, asked: RolloutAsked, listener: RolloutListener) -> RolloutDone:
         """Plays one rollout. Raises `Lost` if the process ends before it does, `RolloutFailed` if it takes too long, and what the
@@ -153,7 +142,7 @@ class EnvironmentProcess(UserProcess):
         heard = self._heard[id] = asyncio.Queue()
         over, left = False, self._settings.seconds
         try:
-            self._send(Play(id, asked.prompt, asked.columns, asked.seed, asked.resumed))
+            self.send(Play(id, asked.prompt, asked.columns, asked.seed, asked.resumed))
             while True:
                 frame, left = await self._next(heard, left)
                 match frame:
@@ -161,7 +150,7 @@ class EnvironmentProcess(UserProcess):
                         over = True
                         raise Lost(self.why, self._blames(id))
                     case ChatAsked():
-                        self._send(await self._answered(frame, listener))
+                        self.send(await self._answered(frame, listener))
                     case Rewarded():
                         listener.rewarded(frame)
                     case ToolAnswered():
@@ -203,10 +192,8 @@ class EnvironmentProcess(UserProcess):
 
     def _part(self, id: int, heard: asyncio.Queue[FromProcess | None]) -> None:
         """Cancels a rollout, and kills the process if it does not end."""
-        self._send(Cancel(id))
-        task = asyncio.create_task(self._parted(id, heard))
-        self._parting.add(task)
-        task.add_done_callback(self._parting.discard)
+        self.send(Cancel(id))
+        self.finish(self._parted(id, heard))
 
     async def _parted(self, id: int, heard: asyncio.Queue[FromProcess | None]) -> None:
         async def ended() -> None:
@@ -220,26 +207,15 @@ class EnvironmentProcess(UserProcess):
             self._lose(id, "was killed, because a rollout that was over did not end")
         del self._heard[id]
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                frame = await self.within(SILENT, receive(self.reports))
-                match frame:
-                    case Beat(blocked_by=id) if id >= 0:
-                        self._lose(id, "was killed, because an async function kept its event loop from running")
-                    case ChatAsked(id=id) | Rewarded(id=id) | ToolAnswered(id=id) | RolloutDone(id=id):
-                        if id in self._heard:
-                            self._heard[id].put_nowait(frame)
-        except TimeoutError:
-            self.why = "was killed, because nothing in it could run: a call that never gives up Python's interpreter, such as 9**9**9"
-        except ConnectionError:
-            pass
-        except Exception as error:  # nothing awaits this task
-            self.why = f"was killed, because its message made no sense: {error!r}"
-        self.kill()  # one that closed its pipe cannot be used, and may have left children
-        self.orders.close()
-        how = await self.gone()
-        self.why = self.why or how
+    def obey(self, report: FromProcess) -> None:
+        match report:
+            case Beat(blocked_by=id) if id >= 0:
+                self._lose(id, "was killed, because an async function kept its event loop from running")
+            case ChatAsked(id=id) | Rewarded(id=id) | ToolAnswered(id=id) | RolloutDone(id=id):
+                if id in self._heard:
+                    self._heard[id].put_nowait(report)
+
+    def forsake(self) -> None:
         for heard in self._heard.values():
             heard.put_nowait(None)
 
@@ -252,16 +228,3 @@ class EnvironmentProcess(UserProcess):
     def _lose(self, id: int, why: str) -> None:
         self._blamed = id if self.alive else self._blamed
         self.kill(why)
-
-    def _send(self, frame: FromController) -> None:
-        # Not drained: what is sent is small, and a process that reads nothing is killed when it has been silent for too long.
-        with contextlib.suppress(ConnectionError, RuntimeError):  # `_receive` finds out how the process ended
-            self.orders.write(pack(frame))
-
-    async def close(self) -> None:
-        """Lets the rollouts that were cancelled end, within their grace, and kills the process."""
-        if self._parting:
-            await asyncio.wait(set(self._parting))
-        await self.end("was closed")
-        if self._receiving is not None:
-            await asyncio.wait({self._receiving})

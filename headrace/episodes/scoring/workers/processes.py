@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
-from headrace.episodes.scoring.workers.reward_messages import Call, Ready, pack, read_answer, receive
-from headrace.processes.frames import StreamEnded
-from headrace.processes.health.user_process import (
-    LOAD_SECONDS,
+from headrace.episodes.scoring.workers.reward_messages import Call, Ready, Reply, decode_answer, pack
+from headrace.processes.asked_process import (
     OWN_SITE,
+    AskedProcess,
     ProcessLost,
     Site,
     SiteLost,
-    UserProcess,
-    ending,
-    run_once,
+    first_report,
+    not_loaded,
+    too_slow,
 )
+from headrace.processes.frames import receive_frame
 
 _MODULE = "headrace.episodes.scoring.workers.reward_worker"
 _LOADING = " while it loaded the reward functions"
@@ -34,63 +32,43 @@ GRACE = 1.0
 
 def check_functions(specs: Sequence[str], sandbox: str) -> tuple[LoadedReward, ...]:
     """Loads the functions once in a separate process. `sandbox`: the settings of code that they run. Raises ConfigError if one cannot be loaded."""
-    named = ", ".join(specs)
-    try:
-        code, out, err = run_once(_MODULE, ["--check", sandbox, *specs])
-    except subprocess.TimeoutExpired:
-        raise ConfigError(too_slow(named)) from None
-    try:
-        first = read_answer(io.BytesIO(out))
-    except StreamEnded:
-        first = None
-    if not isinstance(first, Ready):
-        said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(f"the process that loads the reward functions {named} {ending(code)}; it said: {said}")
-    if first.error:
-        raise ConfigError(first.error)
-    return first.functions
+    ready = decode_answer(first_report(_MODULE, ["--check", sandbox, *specs], _named(specs)))
+    assert isinstance(ready, Ready)
+    if ready.error:
+        raise ConfigError(ready.error)
+    return ready.functions
 
 
-def too_slow(named: str) -> str:
-    """The sentence for functions whose file does not end."""
-    return f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+def _named(specs: Sequence[str]) -> str:
+    return f"the reward functions {', '.join(specs)}"
 
 
-class WorkerProcess(UserProcess):
+class WorkerProcess(AskedProcess[Call, Reply | Ready]):
     """One worker process, and the calls that it has not answered yet."""
+
+    begins = "load", "the reward functions"
+    says = "answer"
 
     def __init__(self, arguments: Sequence[str], log: Path | None, site: Site = OWN_SITE) -> None:
         """`arguments`: the settings of the sandbox, and the functions."""
         super().__init__("scorer", [_MODULE, *arguments], log, site=site)
-        self._named = ", ".join(arguments[1:])
         self.functions: tuple[LoadedReward, ...] = ()
         """The functions, once it has started."""
+        self.refused = ""
+        """The reason why it cannot load them, which is the user's mistake."""
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
-        self._receiving: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Returns when the functions are loaded. Raises ProcessLost when they are not."""
-        await self.spawn()
-        try:
-            ready = await self.within(LOAD_SECONDS, receive(self.reports))
-        except TimeoutError:
-            await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
-            raise ProcessLost(self.why) from ConfigError(too_slow(self._named))
-        except StreamEnded:
-            how = await self.gone()
-            await self.close(f"{how}{_LOADING}")
-            raise self.how_lost() from None
-        except asyncio.CancelledError:
-            await self.close("was not needed any more")
-            raise
-        assert isinstance(ready, Ready)
-        if ready.error:
-            await self.close(f"could not load the reward functions a second time: {ready.error}")
-            raise ProcessLost(self.why) from ConfigError(ready.error)
-        self.functions = ready.functions
-        self.alive = True
-        self._receiving = asyncio.create_task(self._receive())
+    def pack(self, order: Call) -> bytes:
+        return pack(order)
+
+    async def receive(self) -> Reply | Ready:
+        return decode_answer(await receive_frame(self.reports))
+
+    def accept(self, first: Reply | Ready) -> str:
+        assert isinstance(first, Ready)
+        self.functions, self.refused = first.functions, first.error
+        return first.error and f"could not load the reward functions a second time: {first.error}"
 
     async def ask(self, function: int, job: ScoringJob, seconds: float) -> Values:
         """Returns the worker's answer, without a deadline of its own; the worker cancels an async function after `seconds`.
@@ -103,40 +81,25 @@ class WorkerProcess(UserProcess):
         answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
         try:
-            with contextlib.suppress(ConnectionError):  # `_receive` finds out how the process ended
-                self.orders.write(pack(Call(id, function, job, seconds)))
+            self.send(Call(id, function, job, seconds))
+            with contextlib.suppress(
+                ConnectionError
+            ):  # a batch is large: the next one waits until the worker has read it
                 await self.orders.drain()
             return await answer
         finally:
             self._waiting.pop(id, None)
 
-    async def _receive(self) -> None:
-        try:
-            while True:
-                reply = await receive(self.reports)
-                assert not isinstance(reply, Ready)
-                waiting = self._waiting.get(reply.id)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(reply.values)
-        except ConnectionError:
-            pass
-        except (
-            Exception
-        ) as error:  # nothing awaits this task: without this, the caller would report a timeout of the function
-            self.why = f"was killed, because its answer made no sense: {error!r}"
-        self.alive = False
-        self.kill()  # a worker that closed its pipe cannot be used, and may have left children
-        how = await self.gone()
-        self.why = self.why or how
+    def obey(self, report: Reply | Ready) -> None:
+        assert not isinstance(report, Ready)
+        waiting = self._waiting.get(report.id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(report.values)
+
+    def forsake(self) -> None:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self.how_lost())
-
-    async def close(self, why: str = "was closed") -> None:
-        """Returns with the process gone."""
-        await self.end(why)
-        if self._receiving is not None:
-            await asyncio.wait({self._receiving})
 
 
 async def begin_worker(specs: Sequence[str], sandbox: str, log: Path) -> WorkerProcess:
@@ -146,14 +109,13 @@ async def begin_worker(specs: Sequence[str], sandbox: str, log: Path) -> WorkerP
     try:
         await worker.start()
     except ProcessLost as lost:
-        if isinstance(lost.__cause__, ConfigError):
-            raise lost.__cause__ from None
+        if isinstance(lost.__cause__, TimeoutError):
+            raise ConfigError(too_slow(_named(specs))) from None
+        if worker.refused:
+            raise ConfigError(worker.refused) from None
         printed = await asyncio.to_thread(log.read_text, errors="replace") if log.exists() else ""  # noqa: ASYNC240
-        said = (printed.strip().splitlines() or ["nothing"])[-1]
         how = str(lost).removesuffix(_LOADING)
-        raise ConfigError(
-            f"the process that loads the reward functions {', '.join(specs)} {how}; it said: {said}"
-        ) from None
+        raise ConfigError(not_loaded(_named(specs), how, printed)) from None
     return worker
 
 

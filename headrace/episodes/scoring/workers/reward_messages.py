@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import BinaryIO
 
 import msgspec
 
 from headrace.core.types import Struct
 from headrace.episodes.scoring.job import LoadedReward, ScoringJob, Values
-from headrace.processes.frames import framed, read_frame, receive_frame
+from headrace.processes.frames import framed, read_frame
 
 
 class Call(Struct, frozen=True):
@@ -35,7 +34,7 @@ class Ready(Struct, frozen=True, tag_field="kind", tag="ready"):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_call = msgspec.msgpack.Decoder(Call).decode
-_decode_answer = msgspec.msgpack.Decoder(Reply | Ready).decode
+decode_answer = msgspec.msgpack.Decoder(Reply | Ready).decode
 
 
 def pack(frame: Call | Reply | Ready) -> bytes:
@@ -45,13 +44,3 @@ def pack(frame: Call | Reply | Ready) -> bytes:
 def read_call(stream: BinaryIO) -> Call:
     """Reads one call. Raises StreamEnded. Blocks."""
     return _decode_call(read_frame(stream.read))
-
-
-def read_answer(stream: BinaryIO) -> Reply | Ready:
-    """Reads one answer. Raises StreamEnded. Blocks."""
-    return _decode_answer(read_frame(stream.read))
-
-
-async def receive(stream: asyncio.StreamReader) -> Reply | Ready:
-    """Reads one answer. Raises StreamEnded, FrameTooLong, and msgspec's errors for what is none."""
-    return _decode_answer(await receive_frame(stream))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.episodes.scoring.job import ScoringJob, Values, fail_all
 from headrace.episodes.scoring.workers.processes import PrivatePool, SharedProcess, WorkerProcess
-from headrace.processes.health.user_process import Site, SiteLost, Sites
+from headrace.processes.asked_process import Site, SiteLost, Sites
 
 LIVES = 3
 """How often a call is made at most, where the machine is lost that it is made on: the function may be what ends it."""

@@ -1,10 +1,11 @@
-"""A process of ours that runs the user's code and can be killed with all that the code started: reward functions, environments. It runs on
+"""A process that is asked over its pipes, and can be killed with all that it started: reward functions, environments, tasksets. It runs on
 this machine, or on another one (`Site`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import os
 import signal
@@ -12,13 +13,14 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, NoReturn, Protocol, TypeVar
 
+from headrace.core.errors import ConfigError
 from headrace.core.printing import echo_traceback, guard_streams
-from headrace.processes.frames import StreamEnded
+from headrace.processes.frames import LONGEST, StreamEnded, read_frame
 from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE
@@ -26,6 +28,8 @@ from headrace.processes.health.patience import communicate, waited_for_a_core, w
 from headrace.version import PACKAGE
 
 T = TypeVar("T")
+Order = TypeVar("Order")
+Report = TypeVar("Report")
 
 LOAD_SECONDS = 120.0
 """Seconds that importing the user's file may take."""
@@ -49,19 +53,33 @@ def environment(file: Path | None = None) -> dict[str, str]:
     return variables | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
 
 
-def run_once(module: str, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
-    """Returns exit code, standard output and standard error of a process that loads the user's code and ends.
-
-    Raises subprocess.TimeoutExpired after `LOAD_SECONDS`. Blocks."""
+def first_report(module: str, arguments: Sequence[str], what: str, limit: int = LONGEST) -> bytes:
+    """Returns the first report of a process that loads the user's code (`what`, in words) once and ends. Raises ConfigError if there is none.
+    Blocks."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command(module, arguments), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment()
     ) as process:
         try:
             out, err = communicate(process, LOAD_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(too_slow(what)) from None
         finally:
             process.kill()
-    return process.returncode, out, err
+    try:
+        return read_frame(io.BytesIO(out).read, limit)
+    except StreamEnded:
+        raise ConfigError(not_loaded(what, ending(process.returncode), err.decode(errors="replace"))) from None
+
+
+def too_slow(what: str) -> str:
+    """The sentence for code whose file does not end."""
+    return f"loading {what} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+
+
+def not_loaded(what: str, how: str, printed: str) -> str:
+    """The sentence for a process that ended before it had loaded the code."""
+    return f"the process that loads {what} {how}; it said: {(printed.strip().splitlines() or ['nothing'])[-1]}"
 
 
 def ending(code: int | None) -> str:
@@ -222,8 +240,20 @@ class Sites:
 HERE = Sites()
 
 
-class UserProcess:
-    """One process. Its standard input and output carry frames."""
+class AskedProcess(Generic[Order, Report]):
+    """One process: it is sent orders on its standard input, and reports on its standard output. A subclass says how these are written and
+    read (`pack`, `receive`), and for what each report is meant (`accept`, `obey`, `forsake`)."""
+
+    begins = "load", "the user's code"
+    """Its work before its first report: a verb and its object."""
+    begins_within = LOAD_SECONDS
+    """Seconds in which it could run that its first report may take."""
+    says = "message"
+    """A report, in words."""
+    silent = 0.0
+    """Seconds in which it could run after which it is killed if it has reported nothing; 0: never."""
+    farewell = 0.0
+    """Seconds that it may take to end by itself once its input is closed; 0: it is killed at once."""
 
     def __init__(
         self,
@@ -234,35 +264,66 @@ class UserProcess:
         site: Site = OWN_SITE,
     ) -> None:
         """`kind`: the first word of its name in messages; the others are those of `UserProgram`, with `site` for where it runs."""
-        self.who, self.site = f"{kind} {next(_numbers)}", site
+        self.who, self.site, self.log = f"{kind} {next(_numbers)}", site, log
         stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log and foreign is None else None
         self._program = UserProgram(who=self.who, words=words, log=log, stacks=stacks, foreign=foreign)
         self._process: RunningProcess | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._finishing: set[asyncio.Task[None]] = set()
         self.why = ""
         """How it ended."""
         self.alive = False
 
-    @property
-    def log(self) -> Path | None:
-        """The file with its standard error."""
-        return self._program.log
+    # -- what it is sent and reports ------------------------------------------------------------------------------------------------
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def pack(self, order: Order) -> bytes:
+        raise NotImplementedError
 
-    @property
-    def reports(self) -> asyncio.StreamReader:
-        assert self._process is not None
-        return self._process.reports
+    async def receive(self) -> Report:
+        """Reads the next report. Raises StreamEnded, and any other exception for nonsense."""
+        raise NotImplementedError
 
-    @property
-    def orders(self) -> OrderPipe:
-        assert self._process is not None
-        return self._process.orders
+    def first_order(self) -> Order | None:
+        """Returns what it is sent before its first report."""
+        return None
 
-    async def spawn(self) -> None:
+    def accept(self, first: Report) -> str:
+        """Takes the first report. Returns why the process is of no use, in words that follow its name; empty if it is."""
+        raise NotImplementedError
+
+    def obey(self, report: Report) -> None:
+        raise NotImplementedError
+
+    def forsake(self) -> None:
+        """Wakes all who wait for a report: there will be none."""
+        raise NotImplementedError
+
+    # -- its life -------------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when it can be asked. Raises ProcessLost if it cannot: from a TimeoutError if its first report took too long."""
+        verb, what = self.begins
+        try:
+            await self._spawn()
+            if (order := self.first_order()) is not None:
+                self.send(order)
+            first = await self.within(self.begins_within, self.receive())
+        except TimeoutError as error:
+            await self.end(f"did not {verb} {what} within {self.begins_within:g} s")
+            raise ProcessLost(self.why) from error
+        except StreamEnded:
+            await self.end(f"{await self.gone()} while it {verb}ed {what}")
+            raise self.how_lost() from None
+        except asyncio.CancelledError:
+            await self.end("was not needed any more")
+            raise
+        if problem := self.accept(first):
+            await self.end(problem)
+            raise ProcessLost(self.why)
+        self.alive = True
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def _spawn(self) -> None:
         """Raises ProcessLost if the system starts no process, or the machine is lost."""
         try:
             self._process = await self.site.spawn(self._program)
@@ -270,10 +331,70 @@ class UserProcess:
             self.why = f"could not be started: {error}"
             raise ProcessLost(self.why) from error
 
+    async def _receive(self) -> None:
+        why = ""
+        try:
+            while True:
+                self.obey(await (self.within(self.silent, self.receive()) if self.silent else self.receive()))
+        except TimeoutError:
+            why = "was killed, because nothing in it could run: a call that never gives up Python's interpreter, such as 9**9**9"
+        except ConnectionError:
+            pass
+        except (
+            Exception
+        ) as error:  # nothing awaits this task: without this, whoever waits for a report would wait for ever
+            why = f"was killed, because its {self.says} made no sense: {error!r}"
+        self.kill(why)  # one that closed its pipe cannot be used, and may have left children
+        self.orders.close()
+        how = await self.gone()
+        self.why = self.why or how
+        self.forsake()
+
+    def send(self, order: Order) -> None:
+        # Not drained: most orders are small, and a process that reads nothing is killed for another reason.
+        with contextlib.suppress(ConnectionError, RuntimeError):  # `_receive` finds out how the process ended
+            self.orders.write(self.pack(order))
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that the process is still given before it is closed."""
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def close(self) -> None:
+        """Waits for what it still has to finish, and ends it. The process is gone on return."""
+        if self._finishing:
+            await asyncio.wait(set(self._finishing))
+        if self.alive and self.farewell:
+            self.orders.close()
+            with contextlib.suppress(TimeoutError):
+                await self.within(self.farewell, self.gone())
+        await self.end("was closed")
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving})
+
+    # -- its end --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self._running.pid
+
+    @property
+    def reports(self) -> asyncio.StreamReader:
+        return self._running.reports
+
+    @property
+    def orders(self) -> OrderPipe:
+        return self._running.orders
+
+    @property
+    def _running(self) -> RunningProcess:
+        assert self._process is not None
+        return self._process
+
     async def within(self, seconds: float, answer: Awaitable[T]) -> T:
         """Returns its answer. Raises TimeoutError if it did not give it within `seconds` in which it could run."""
-        assert self._process is not None
-        return await within(self.pid, seconds, answer, self._process.waited)
+        return await within(self.pid, seconds, answer, self._running.waited)
 
     def how_lost(self) -> ProcessLost:
         """The error for what it was working on."""
@@ -287,8 +408,7 @@ class UserProcess:
 
     async def gone(self) -> str:
         """Returns how it ended, when it has ended."""
-        assert self._process is not None
-        return await self._process.gone()
+        return await self._running.gone()
 
     async def end(self, why: str) -> None:
         """Kills it, and returns when it has ended."""
