@@ -8,7 +8,6 @@ import contextlib
 import io
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +24,7 @@ from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE
 from headrace.processes.health.patience import communicate, waited_for_a_core, within
+from headrace.processes.process_end import ending, signal_group
 from headrace.version import PACKAGE
 
 T = TypeVar("T")
@@ -80,12 +80,6 @@ def too_slow(what: str) -> str:
 def not_loaded(what: str, how: str, printed: str) -> str:
     """The sentence for a process that ended before it had loaded the code."""
     return f"the process that loads {what} {how}; it said: {(printed.strip().splitlines() or ['nothing'])[-1]}"
-
-
-def ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
 
 
 class ProcessLost(Exception):
@@ -180,8 +174,7 @@ class _Child:
         return waited_for_a_core(thread)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        signal_group(self.pid)
 
     async def gone(self) -> str:
         code = await self._process.wait()
@@ -462,9 +455,8 @@ def obey_until_end(read: Callable[[], Any], obey: Callable[[Any], object]) -> No
             pass
         except Exception:
             echo_traceback()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
-                os.killpg(0, signal.SIGKILL)
+        if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
+            signal_group(os.getpid())
         os._exit(0)
 
     threading.Thread(target=run, daemon=True).start()

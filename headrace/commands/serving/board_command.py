@@ -82,6 +82,7 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
         yield
         return
     from headrace.processes.health.orphans import of_this_process
+    from headrace.processes.process_end import ended_within
 
     _refuse_without_server("headrace train --board")
     made = [one for one in (directory, *directory.parents) if not one.exists()]
@@ -101,11 +102,7 @@ def beside(directory: Path, wanted: bool) -> Iterator[None]:
         echo(f"headrace board: ended with the run; headrace board {directory} shows it again")
     finally:
         child.terminate()
-        try:
-            child.wait(ENDING)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        ended_within(child, ENDING)
         for one in made:  # a run that was refused leaves nothing behind
             if one.is_dir() and not any(one.iterdir()):
                 one.rmdir()

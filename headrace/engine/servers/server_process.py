@@ -17,7 +17,7 @@ from headrace.engine.remote.server_kind import HOST
 from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import Command
 from headrace.engine.servers.server_log import last_line, not_loaded, raised
-from headrace.processes.health import patience
+from headrace.processes.process_end import ended_within, ending
 
 ENDING = 2 * server_guard.GRACE
 """Seconds in which the guard should have ended the server."""
@@ -75,10 +75,8 @@ class ServerProcess:
             return ""
         if error := self.error():
             return f"ended with exit code {code}: {error} (its output is in {self._log})"
-        how = f"ended with exit code {code}"
-        if code > server_guard.KILLED:
-            with contextlib.suppress(ValueError):
-                how = f"was killed by {signal.Signals(code - server_guard.KILLED).name}"
+        signaled = code - server_guard.KILLED in list(signal.Signals)  # 255 is an exit code
+        how = ending(server_guard.KILLED - code if signaled else code)
         said = last_line(self._said())
         return f"{how} (its output is in {self._log}{f', which ends with: {said}' if said else ''})"
 
@@ -130,9 +128,6 @@ class ServerProcess:
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            await asyncio.to_thread(patience.wait, self._process, ENDING)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        await asyncio.to_thread(ended_within, self._process, ENDING)
         server_guard.end_session(self._process.pid)
         self._token_file.unlink(missing_ok=True)

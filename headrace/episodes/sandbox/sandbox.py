@@ -18,6 +18,7 @@ from headrace.core.types import Struct
 from headrace.episodes.sandbox.inside import json_frames
 from headrace.episodes.sandbox.sandbox_limits import SandboxLimits
 from headrace.processes.health.owned_directory import OwnedDirectory
+from headrace.processes.process_end import ended_within
 from headrace.version import PACKAGE
 
 _ZYGOTE = ("-P", "-m", "headrace.episodes.sandbox.zygote")
@@ -141,11 +142,7 @@ class _Process:
     def end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()  # at its end the process ends
-        try:
-            self._process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        ended_within(self._process, _GRACE)
         self._process.stdout.close()
         self._directory.remove()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -15,11 +14,12 @@ from typing import BinaryIO
 from headrace.core.printing import say
 from headrace.core.protocols import Job
 from headrace.native.cores import usable_cores
-from headrace.processes.health import orphans, patience
+from headrace.processes.health import orphans
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE
 from headrace.processes.health.stacks import process_state
 from headrace.processes.launch.forked_process import ForkedProcess
+from headrace.processes.process_end import ended_within, ending
 
 PROGRAM = "headrace.run.worker.worker"
 """The module that a worker runs."""
@@ -51,24 +51,11 @@ class ChildProcess:
     def has_started(self) -> bool:
         return self._process is not None
 
-    def spawn(
-        self, job: Job, arguments: Sequence[str], fds: Sequence[int] = (), variables: Mapping[str, str] | None = None
-    ) -> None:
-        """Starts a new interpreter. `fds`: file descriptors to inherit in addition to those of the job. `variables`: added to its
-        environment. Raises OSError."""
-        # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
+    def spawn(self, job: Job, arguments: Sequence[str], fds: Sequence[int] = ()) -> None:
+        """Starts a new interpreter. `fds`: file descriptors to inherit in addition to those of the job. Raises OSError."""
+        variables = environment(job.cores) | self.own_variables()
         with self.open_log() as log:
-            self.has(
-                subprocess.Popen(
-                    [sys.executable, "-m", PROGRAM, job.kind, *arguments],
-                    pass_fds=[*fds, *job.inherited],
-                    env=environment(job.cores) | self.own_variables() | dict(variables or {}),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
+            self.has(start_worker([job.kind, *arguments], variables, output=log, fds=[*fds, *job.inherited]))
 
     def open_log(self) -> BinaryIO:
         """Opens the file for the worker's output. An old process's stacks are removed: a process is asked for its stacks only once
@@ -94,41 +81,43 @@ class ChildProcess:
         unless even SIGKILL did not end it."""
         if self._process is None:
             return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(patience.wait, self._process, GRACE)
-        if self._process.poll() is None:
-            self._process.kill()
-            if said := await asyncio.to_thread(_bury, self._process):
-                say(f"the {self._who} process {self.pid} {said}")
+        if not await asyncio.to_thread(ended_within, self._process, GRACE) and (stuck := self._stuck()):
+            say(f"the {self._who} process {self.pid} {stuck}")
         self._family.ended(self.pid)
 
     def how_it_ended(self, wrong: str) -> str:
         """Waits for the end of the process (blocking), and says how it ended. `wrong`: why we killed it, or empty."""
         process = self._process
         assert process is not None
-        try:
-            code = patience.wait(process, GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
+        if not ended_within(process, GRACE):
+            return f"closed its connection and hung; it {self._stuck() or 'was killed'}"
+        code = process.wait()
         self._family.ended(process.pid)
         if wrong:
             return f"was ended: {wrong}"
-        return f"{said_of_exit(code)} (its output is in {self._log})"
+        return f"{ending(code)} (its output is in {self._log})"
+
+    def _stuck(self) -> str:
+        """Why a process that was killed has not ended (it hangs in the kernel); empty if it has."""
+        assert self._process is not None
+        return "" if self._process.poll() is not None else f"cannot be killed: it is {process_state(self.pid)}"
 
 
-def said_of_exit(code: int) -> str:
-    """Formats an exit code as `subprocess` gives it: `was killed by SIGKILL`, `ended with exit code 1`."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _bury(process: subprocess.Popen[bytes] | ForkedProcess) -> str:
-    """Waits for the end of a killed process. Returns an empty string, or the reason if it cannot end (it hangs in the kernel)."""
-    try:
-        patience.wait(process, GRACE)
-    except subprocess.TimeoutExpired:
-        return f"cannot be killed: it is {process_state(process.pid)}"
-    return ""
+def start_worker(
+    words: Sequence[str], variables: Mapping[str, str], *, output: BinaryIO | int, fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a new interpreter that runs the program of a worker. `output`: the file for all that it prints, or `subprocess.PIPE`. `fds`: file
+    descriptors to inherit. Raises OSError."""
+    # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
+    return subprocess.Popen(
+        [sys.executable, "-m", PROGRAM, *words],
+        pass_fds=fds,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def environment(cores: Sequence[int]) -> dict[str, str]:

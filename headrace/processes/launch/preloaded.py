@@ -33,8 +33,9 @@ from headrace.core.types import Struct
 from headrace.processes.health import orphans, patience
 from headrace.processes.health.family import Child, current_family
 from headrace.processes.health.own_stacks import VARIABLE
-from headrace.processes.launch.child import CORES, GRACE, said_of_exit
+from headrace.processes.launch.child import CORES, GRACE
 from headrace.processes.launch.forked_process import ForkedProcess
+from headrace.processes.process_end import ending
 
 SERVER = "headrace.run.worker.fork_server"
 
@@ -124,7 +125,7 @@ class ForkServer:
             return "its fork ended before it was a worker"
         self._printed.seek(0)
         printed = self._printed.read().decode(errors="replace").strip().splitlines()
-        return f"the process that forks workers {said_of_exit(code)}{f' ({printed[-1]})' if printed else ''}"
+        return f"the process that forks workers {ending(code)}{f' ({printed[-1]})' if printed else ''}"
 
 
 def _end(process: subprocess.Popen[bytes], requests: socket.socket, owner: int) -> None:

@@ -123,17 +123,11 @@ class NodeHost:
 
         The thread of this loop is its parent, at whose end the kernel ends it (`orphans.py`): with this process, whatever ends that."""
         from headrace.processes.health import orphans
-        from headrace.processes.launch.child import PROGRAM, environment
+        from headrace.processes.launch.child import environment, start_worker
 
         self._said = asyncio.Queue()
-        self._worker = worker = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, kind, "--connect", address],
-            env=environment(()) | orphans.of_this_process() | dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        own = environment(()) | orphans.of_this_process() | dict(variables)
+        self._worker = worker = start_worker([kind, "--connect", address], own, output=subprocess.PIPE)
         threading.Thread(target=self._attend, args=(worker, asyncio.get_running_loop()), daemon=True).start()
         return worker.pid
 

@@ -15,7 +15,7 @@ from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
 from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
 from headrace.processes.joining.seated import Arrivals, SeatedWorker
-from headrace.processes.launch.child import GRACE, said_of_exit
+from headrace.processes.launch.child import GRACE
 from headrace.processes.placed.cluster import (
     Berth,
     Cluster,
@@ -25,6 +25,7 @@ from headrace.processes.placed.cluster import (
     NodeShare,
     refusal,
 )
+from headrace.processes.process_end import ending
 from headrace.version import __version__
 
 HOSTED = 120.0
@@ -166,7 +167,7 @@ class PlacedWorker(SeatedWorker):
             with contextlib.suppress(OSError), log.open("ab") as file:  # a full disk must not lose the exit code
                 file.write(data)
             if code is not None:
-                return said_of_exit(code)
+                return ending(code)
 
     async def end(self) -> None:
         """The worker ends by itself when its connection is closed. Its last words are awaited."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from headrace.episodes.environments.agents import agent_reaper
-from headrace.processes.asked_process import ending
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.patience import within
+from headrace.processes.process_end import ending, signal_group
 from headrace.settings.secrets import OWN
 
 GRACE = 5.0
@@ -146,12 +146,12 @@ class AgentProcess:
 
     def kill(self) -> None:
         """Ends it at once, with all that it started. `end` still has to be called."""
-        self._signal(signal.SIGKILL)
+        signal_group(self.pid)
 
     async def wait(self) -> int:
         """Returns its exit code when it has ended and its output was read."""
         await self._output.exited.wait()
-        self._signal(signal.SIGKILL)  # what it started may hold its output open
+        signal_group(self.pid)  # what it started may hold its output open
         with contextlib.suppress(TimeoutError):  # so may a process that has left the session
             async with asyncio.timeout(GRACE):
                 await self._output.closed.wait()
@@ -183,10 +183,10 @@ class AgentProcess:
     async def end(self, log: Path | None) -> None:
         """Ends it, if it has not ended, and all that it started. Its standard error goes to the log."""
         if not self._output.exited.is_set():
-            self._signal(signal.SIGTERM)
+            signal_group(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await within(self.pid, GRACE, self._output.exited.wait())
-        self._signal(signal.SIGKILL)
+        signal_group(self.pid)
         await self.wait()
         self._transport.close()
         self._reaper.ended(self.pid)
@@ -194,10 +194,6 @@ class AgentProcess:
             await asyncio.to_thread(_append, log, f"--- agent {self.pid}\n{self.errors}")
         if self._directory:
             await asyncio.to_thread(self._directory.remove)
-
-    def _signal(self, signum: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signum)
 
 
 def _append(log: Path, text: str) -> None:

@@ -1,0 +1,55 @@
+"""The end of a process: how it is brought about, awaited and put into words, however the process was started.
+
+Three programs do it by themselves (`engine/servers/server_guard.py`, `episodes/environments/agents/agent_reaper.py`, a taskset's player): they run in
+interpreters that have no headrace, or must start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from typing import Protocol
+
+from headrace.processes.health import patience
+
+KILLED = 5.0
+"""Seconds in which a process that was killed should be gone."""
+
+
+class ChildOfOurs(patience.Waitable, Protocol):
+    """A child process: `subprocess.Popen`, or one that was forked (`launch/forked_process.py`)."""
+
+    def kill(self) -> None: ...
+
+
+def ending(code: int | None) -> str:
+    """Formats an exit code as `subprocess` gives it.
+
+    >>> ending(-9), ending(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def ended_within(process: ChildOfOurs, seconds: float) -> bool:
+    """Waits for the end of a process. One that has not ended after `seconds` in which it could run is killed; False then. It is gone on return,
+    unless it hangs in the kernel. Blocks."""
+    try:
+        patience.wait(process, seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    else:
+        return True
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        patience.wait(process, KILLED)
+    return False
+
+
+def signal_group(leader: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal to a process that leads a group, and to all in it; to whoever is left if the leader is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signum)
