@@ -25,6 +25,8 @@ from headrace.engine.kinds import SERVERS
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import GATEWAY_KINDS
+from headrace.processes.orchestration_config import OrchestrationConfig
+from headrace.processes.places import PLACES
 from headrace.run.config import RunConfig
 from headrace.weight_sync.config import AUTO, WeightSyncConfig
 from headrace.weight_sync.transport import TRANSPORTS
@@ -104,6 +106,8 @@ def computed(kind: type) -> dict[str, str]:
     if kind is WeightSyncConfig:
         about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
         return {"kind": f"{about}. auto: {AUTO}."}
+    if kind is OrchestrationConfig:
+        return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:
         about = "; ".join(f"{name}: {server_kind(name).about}" for name in SERVERS)
         return {

@@ -35,6 +35,7 @@ from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.cores import available_cores, core_problems
+from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
 from headrace.settings.host_problems import host_problems
 from headrace.settings.learning_problems import learning_problems
 from headrace.settings.other_names import meaning
@@ -44,10 +45,7 @@ from headrace.settings.process_config import (
     CheckpointConfig,
     ChosenConfig,
     EvalConfig,
-    OrchestrationConfig,
     WatchConfig,
-    elsewhere_problems,
-    trainer_problems,
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml

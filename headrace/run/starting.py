@@ -28,6 +28,7 @@ from headrace.engine.servers.server_process import ServerProcess
 from headrace.facts.telemetry import Telemetry
 from headrace.loop.suspects import Suspects
 from headrace.processes.joining.same_model import terms_of
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_lent import LentProcess
@@ -43,7 +44,6 @@ from headrace.run.rehearsal.shape import read_shape
 from headrace.run.resume_rules import mark_of, meaning
 from headrace.run.seats import threads_elsewhere
 from headrace.run.worker.worker_messages import EngineStart
-from headrace.settings.process_config import OrchestrationConfig
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
 from headrace.web.tls import TlsIdentity, first_certificate

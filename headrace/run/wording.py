@@ -11,9 +11,10 @@ from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
 from headrace.facts.texts import plural
 from headrace.native.cores import usable_cores
+from headrace.processes.joining.seated import ONE_MACHINE
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import in_words, members_of
-from headrace.settings.process_config import OrchestrationConfig
 from headrace.trainer.config import TrainConfig
 from headrace.weight_sync.config import way_of
 
@@ -61,7 +62,7 @@ def _trainer(train: TrainConfig, place: OrchestrationConfig) -> str:
     dtype = train.dtype if train.dtype != "auto" else "bfloat16 where the hardware has it"
     if not place.trains_here:
         who = "a process" if parallel.ranks == 1 else who
-        return f"{who} {_elsewhere(place, place.rank_gpus)}, {train.device}, {dtype}"
+        return f"{who} {place.place.words(place, place.rank_gpus)}, {train.device}, {dtype}"
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
 
@@ -76,18 +77,10 @@ def _engine(config: RunConfig, path: str) -> str:
     if config.orchestration.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
         place = config.orchestration
-        return f"{count} {_elsewhere(place, place.gpus)}, {engine.serving_dtype}, {path}"
+        return f"{count} {place.place.words(place, place.gpus)}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
-
-
-def _elsewhere(place: OrchestrationConfig, each: int) -> str:
-    """`each`: GPUs that Ray gives to one of them."""
-    if place.kind == "join":
-        return f"of other machines, joining at {place.listen}"
-    gpus = f" with {plural(each, 'GPU')} each" if each else ""
-    return f"placed by Ray ({place.address}){gpus}"
 
 
 def _scorer(reward: RewardConfig) -> str:
@@ -122,9 +115,7 @@ def untried(config: RunConfig) -> list[str]:
     found = {
         f'engine.kind = "{config.engine.kind}"': server,
         f"weights by {transport.words}": transport.untried,
-        "workers elsewhere": "two machines, only several network namespaces of one"
-        if place.elsewhere or place.bus
-        else "",
+        "workers elsewhere": ONE_MACHINE if place.bus else place.place.untried,
     }
     return [f"{what} never met {missing}" for what, missing in found.items() if missing]
 

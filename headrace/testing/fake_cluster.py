@@ -87,7 +87,7 @@ class FakeBerth:
 class FakeCluster:
     """Protocol `Cluster`. `begin`: makes the `NodeHost` of a node."""
 
-    address = "fake"
+    address, software = "fake", "fake"
     own = "10.0.0.1"
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from headrace.processes.places import kinds_elsewhere
 from headrace.settings.strict import STRICT
 from headrace.weight_sync.kind import LOOPBACK, Encoding, Reach, TransportKind
 from headrace.weight_sync.transport import TRANSPORTS
@@ -91,7 +92,7 @@ def way_of(settings: WeightSyncConfig, ends: WeightEnds) -> Way:
     if ends.reach == "fetching server" and settings.host != LOOPBACK:
         return Way("http", f"the servers fetch from {settings.host} (weight_sync.host)")
     if ends.joined:
-        return Way("tcp", 'engines elsewhere share no memory with the trainer (orchestration.kind = "join" or "ray")')
+        return Way("tcp", f"engines elsewhere share no memory with the trainer ({kinds_elsewhere()})")
     if ends.bus:
         return Way("tcp", "rollout hosts share no memory with the trainer (orchestration.bus)")
     if ends.server:
@@ -131,7 +132,7 @@ def _out_of_reach(way: Way, ends: WeightEnds) -> Iterator[str]:
         )
     elif ends.joined:
         yield (
-            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere (orchestration.kind = "join" or "ray"); use weight_sync.kind = '
+            f'weight_sync.kind = "{way.kind}" does not reach engines elsewhere ({kinds_elsewhere()}); use weight_sync.kind = '
             f'"{fitting[0]}", or leave it out'
         )
     elif ends.bus:

@@ -11,12 +11,12 @@ from tiny_run import tiny_config
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
 from headrace.native.free_memory import GIB
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig, check, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, settings_of_lent
 from headrace.run.rehearsal.machine import Machine
 from headrace.run.rehearsal.memory_needs import MemoryNeed, MemoryPlan, needs, notes
 from headrace.run.rehearsal.shape import ModelShape, read_shape
-from headrace.settings.process_config import OrchestrationConfig
 from headrace.trainer.config import TrainConfig
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -23,24 +23,17 @@ from headrace.core.printing import echo
 from headrace.facts.texts import plural
 from headrace.models.resolve import resolve_model
 from headrace.processes.joining.greeting import DoctorAnswer, DoctorQuestion, Hello, Kind, Terms
+from headrace.processes.joining.joined import invitation, secrets_of
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.placed.cluster import Cluster, ClusterNode, Hosted, HostLost, NodeShare, refusal
 from headrace.processes.placed.examined import ExaminedWorker
 from headrace.processes.placed.host import PACKAGES
+from headrace.processes.placed.placed import ClusterPlace, reach_problem
+from headrace.processes.places import PLACES, quoted
 from headrace.run.config import RunConfig
-from headrace.run.seats import (
-    check_seats,
-    invitation,
-    ranks_of,
-    reach_problem,
-    seats_of,
-    secrets_of,
-    threads_elsewhere,
-    threads_of_rank,
-)
+from headrace.run.seats import check_seats, ranks_of, seats_of, threads_elsewhere, threads_of_rank
 from headrace.run.user_sites import terms_of_code
-from headrace.run.worker.build import open_cluster
 from headrace.version import __version__
 from headrace.weight_sync.config import reached_at
 
@@ -65,13 +58,15 @@ def examine_cluster(config: RunConfig) -> int:
     """Prints a table for every machine. Returns 0 if a run can start, 1 if something is in its way. Raises ConfigError if there is no cluster."""
     place = config.orchestration
     if not place.elsewhere and not place.hosts:
+        others = sorted((one.name for one in PLACES.values() if one.elsewhere), key=lambda name: PLACES[name].joins)
         raise ConfigError(
-            '--cluster looks at other machines, and orchestration.kind = "local" has none; set it to "ray" or "join", or scorers or environments'
+            f'--cluster looks at other machines, and orchestration.kind = "{place.kind}" has none; set it to {quoted(others)}, or scorers or '
+            "environments"
         )
     check_seats(place)
-    if place.joined:
-        return print_findings(asyncio.run(findings_of_joining(config)))
-    return print_findings(asyncio.run(findings_of(config, open_cluster(place.address))))
+    if isinstance(place.place, ClusterPlace):
+        return print_findings(asyncio.run(findings_of(config, place.place.cluster(place.address))))
+    return print_findings(asyncio.run(findings_of_joining(config)))
 
 
 async def findings_of(config: RunConfig, cluster: Cluster, within: float = SEEN) -> dict[str, Findings]:
@@ -107,8 +102,8 @@ async def _cluster(config: RunConfig, cluster: Cluster) -> tuple[dict[str, Findi
     engines = [f"engine {number}" for number in range(config.engine.replicas)]
     nodes = await cluster.nodes()
     problems = [
-        refusal(nodes, bundle, engines, cluster.address),
-        refusal(nodes, rank, ranks, cluster.address),
+        refusal(nodes, bundle, engines, cluster),
+        refusal(nodes, rank, ranks, cluster),
         await reach_problem(place, cluster),
     ]
     said = [DoctorFinding("the run", "bad", one) for one in problems if one]
@@ -141,7 +136,7 @@ async def findings_of_joining(config: RunConfig, within: float = SEEN) -> dict[s
             )
             try:
                 await listener.open()
-                echo(invitation(config, listener.address), err=True)
+                echo(invitation(place, seats_of(config), listener.address), err=True)
                 await workers.until_asked()
             except OSError as error:
                 raise ConfigError(f"orchestration.listen = {place.listen}: {error.strerror or error}") from None
@@ -224,7 +219,7 @@ async def _visited(cluster: Cluster, node: ClusterNode, ask: Callable[[Hosted], 
     except TimeoutError:
         return [DoctorFinding("the node", "bad", f"did not answer in {PATIENCE:g} seconds", "restart it, or remove it")]
     except HostLost as error:
-        return [DoctorFinding("the node", "bad", str(error), "read Ray's logs on it")]
+        return [DoctorFinding("the node", "bad", str(error), f"read {cluster.software}'s logs on it")]
 
 
 async def _ask(hosted: Hosted, terms: Any, address: str, token: str) -> Findings:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,13 +15,79 @@ import msgspec
 from headrace.core.errors import ConfigError, WorkerDied
 from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
-from headrace.processes.joining.greeting import LEAVE, LEAVING, SILENCE
-from headrace.processes.joining.seated import Arrivals, SeatedWorker
+from headrace.processes.joining.greeting import LEAVE, LEAVING, SILENCE, Kind
+from headrace.processes.joining.listener import Listener, listening
+from headrace.processes.joining.seated import Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted
+from headrace.processes.worker_place import PlaceSettings
+from headrace.settings.process_config import LOCAL_HOSTS
+from headrace.settings.secrets import read_token
+from headrace.web.tls import server_context
 
 T = TypeVar("T")
 
 LAST_WORDS = 1.0
 """Seconds for which the last words of a lost worker are awaited. They come over another connection."""
+
+
+def secrets_of(settings: PlaceSettings) -> tuple[str, ssl.SSLContext | None]:
+    """Returns the token, and the context of TLS if there is one. Raises ConfigError for files that cannot be used."""
+    token = read_token(Path(settings.token_file), "orchestration.token_file")
+    if len(token) < 16:
+        raise ConfigError(
+            f"orchestration.token_file {settings.token_file} holds a token that could be guessed; use at least 16 random characters "
+            f"(openssl rand -hex 32 > {settings.token_file})"
+        )
+    return token, server_context(Path(settings.cert), Path(settings.key)) if settings.cert else None
+
+
+def invitation(settings: PlaceSettings, seats: Mapping[Kind, Sequence[str]], address: str) -> str:
+    ca = " --ca CERTIFICATE" if settings.cert else ""
+    offers = ", or ".join("trainer and --again for a rank" if kind == "trainer" else kind for kind in seats)
+    return (
+        f"missing until they join: {', '.join(name for names in seats.values() for name in names)}. Start each with: headrace worker --connect "
+        f"{address} --token-file {settings.token_file} --offers {offers}{ca}"
+    )
+
+
+class JoinPlace(ElsewherePlace):
+    """Any machine, on which somebody starts `headrace worker`. It also seats those who run the user's code, wherever the engines are."""
+
+    name = "join"
+    about = "its engines are started elsewhere, on any machine, with `headrace worker`, and connect to the run"
+    own = ("token_file", "cert", "key", "reconnect", "listen", "trainer")
+    joins = True
+    instead_of_cores = ", and start headrace worker under taskset"
+
+    def words(self, settings: PlaceSettings, gpus: int) -> str:
+        return f"of other machines, joining at {settings.listen}"
+
+    def check(self, settings: PlaceSettings) -> None:
+        secrets_of(settings)
+
+    @asynccontextmanager
+    async def open(self, wanted: SeatsWanted) -> AsyncIterator[Seats]:
+        settings, telemetry = wanted.settings, wanted.telemetry
+        token, tls = secrets_of(settings)
+        opening = Listener(
+            token,
+            settings.host,
+            settings.port,
+            terms=wanted.terms,
+            kinds=list(wanted.seats),
+            code=wanted.code,
+            tls=tls,
+            reconnect=settings.reconnect,
+            say=telemetry.warn,
+        )
+        async with listening(opening, settings, telemetry.warn) as listener:
+            if not tls and settings.host not in LOCAL_HOSTS:
+                telemetry.warn(
+                    f"workers connect to {listener.address} without TLS: whoever can read the network between the machines can read the token; use "
+                    "a private network, or set orchestration.cert and orchestration.key"
+                )
+            telemetry.warn(invitation(settings, wanted.seats, listener.address))
+            launcher = JoinLauncher(listener, telemetry, away=settings.reconnect, logs=wanted.logs)
+            yield Seats(launcher, launcher, launcher)
 
 
 class JoinLauncher:

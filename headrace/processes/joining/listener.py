@@ -10,7 +10,8 @@ import secrets
 import socket
 import ssl
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -43,6 +44,7 @@ from headrace.processes.joining.greeting import (
 from headrace.processes.joining.packages import differing, own_packages
 from headrace.processes.joining.returning import Returning
 from headrace.processes.joining.worker_log import WorkerLog
+from headrace.processes.worker_place import PlaceSettings
 from headrace.version import __version__
 from headrace.web.crowd import BACKLOG, Crowd, Guest, room_for_connections
 
@@ -351,6 +353,24 @@ class Listener:
         self.turned_away[reason] += 1
         if self.turned_away[reason] == 1:
             self._say(f"a connection from {peer or 'an unknown address'} was turned away: {REASONS[reason]}")
+
+
+@asynccontextmanager
+async def listening(listener: Listener, settings: PlaceSettings, say: Callable[[str], None]) -> AsyncIterator[Listener]:
+    """The listener, open. Says in the end which connections were turned away. Raises ConfigError if it cannot listen there."""
+    try:
+        await listener.open()
+    except OSError as error:
+        raise ConfigError(
+            f"orchestration.listen = {settings.listen}: {error.strerror or error}; choose another port, or an address of this machine"
+        ) from None
+    try:
+        yield listener
+    finally:
+        await listener.close()
+        if listener.turned_away:
+            counts = ", ".join(f"{reason} {count}" for reason, count in sorted(listener.turned_away.items()))
+            say(f"connections that were turned away at {listener.address}: {counts}")
 
 
 def _check_version(hello: Hello | WitnessHello) -> None:

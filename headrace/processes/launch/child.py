@@ -98,7 +98,7 @@ class ChildProcess:
         return f"{ending(code)} (its output is in {self._log})"
 
     def _stuck(self) -> str:
-        """Why a process that was killed has not ended (it hangs in the kernel); empty if it has."""
+        """Returns why a process that was killed has not ended (it hangs in the kernel); empty if it has."""
         assert self._process is not None
         return "" if self._process.poll() is not None else f"cannot be killed: it is {process_state(self.pid)}"
 

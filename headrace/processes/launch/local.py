@@ -12,6 +12,14 @@ from pathlib import Path
 from headrace.core.protocols import Heard, Job
 from headrace.processes.connected import ConnectedWorker
 from headrace.processes.launch.child import ChildProcess
+from headrace.processes.worker_place import WorkerPlace
+
+
+class LocalPlace(WorkerPlace):
+    """This machine."""
+
+    name = "local"
+    about = "the run starts its workers as child processes"
 
 
 class LocalLauncher:

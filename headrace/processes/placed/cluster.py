@@ -80,6 +80,8 @@ class Cluster(Protocol):
     """
 
     address: str
+    software: str
+    """The software that manages its nodes, in words."""
 
     async def open(self) -> None:
         """Raises ConfigError if there is no such cluster."""
@@ -99,10 +101,11 @@ class Cluster(Protocol):
         """Gives all bundles back, which ends the hosts in them."""
 
 
-def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str], address: str) -> str:
+def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str], cluster: Cluster) -> str:
     """Returns why a bundle for each of these seats can never be placed there; empty if they can.
 
-    >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), ["engine 1", "engine 2"], "auto")
+    >>> from headrace.testing.fake_cluster import FakeCluster
+    >>> refusal([ClusterNode("a", "10.0.0.5", NodeShare(4))], NodeShare(2), ["engine 1", "engine 2"], FakeCluster([]))
     ''
     """
     room = sum(node.holds(bundle) for node in nodes)
@@ -118,6 +121,6 @@ def refusal(nodes: Sequence[ClusterNode], bundle: NodeShare, seats: Sequence[str
         else "engine.replicas, engine.threads (CPUs of an engine) or orchestration.gpus"
     )
     return (
-        f"the Ray cluster (orchestration.address = {address}) can never place {what} of {bundle} each: it has room for {room}. It has "
+        f"the {cluster.software} cluster (orchestration.address = {cluster.address}) can never place {what} of {bundle} each: it has room for {room}. It has "
         f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {there}. Start more nodes, or lower {lower}"
     )

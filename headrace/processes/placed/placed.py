@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Heard, Job
 from headrace.facts.telemetry import Telemetry
+from headrace.facts.texts import plural
 from headrace.processes.joining.greeting import AGREEING, ARRIVAL, SEAT, SILENCE, TOKEN, Agreed, Terms
-from headrace.processes.joining.seated import Arrivals, SeatedWorker
+from headrace.processes.joining.listener import Listener, listening
+from headrace.processes.joining.seated import Arrivals, ElsewherePlace, SeatedWorker, Seats, SeatsWanted
 from headrace.processes.launch.child import GRACE
 from headrace.processes.placed.cluster import (
     Berth,
@@ -26,6 +29,8 @@ from headrace.processes.placed.cluster import (
     refusal,
 )
 from headrace.processes.process_end import ending
+from headrace.processes.worker_place import PlaceSettings
+from headrace.settings.process_config import LOCAL_HOSTS
 from headrace.version import __version__
 
 HOSTED = 120.0
@@ -33,6 +38,64 @@ HOSTED = 120.0
 
 DOUBTED = 120.0
 """Seconds for which a node that fell silent is given no worker, if another one has room. Ray takes about 65 to notice that it is gone."""
+
+
+async def reach_problem(settings: PlaceSettings, cluster: Cluster) -> str:
+    """Returns why nodes of the cluster cannot reach the run; empty if they may be able to."""
+    ours = await cluster.own_address()
+    others = {node.address for node in await cluster.nodes()} - {ours}
+    if not others or settings.host not in LOCAL_HOSTS:
+        return ""
+    return (
+        f"the cluster has nodes on other machines ({', '.join(sorted(others))}), which cannot reach orchestration.listen = {settings.listen}; set "
+        f'it to an address of this machine on their network, such as "{ours}:0"'
+    )
+
+
+class ClusterPlace(ElsewherePlace):
+    """The base of places whose software starts the workers on its nodes: a run reserves a share of a node for each."""
+
+    software: ClassVar[str]
+    """The software that manages the nodes, in words."""
+    own = ("address", "gpus", "rank_gpus", "listen", "trainer")
+    refuses_hosts = "places engines and ranks, with a token of its own, and scorers and environments join by hand"
+    reserves_cores = True
+
+    @property
+    def instead_of_cores(self) -> str:  # type: ignore[override]
+        return f"; {self.software} gives each engine.threads CPUs"
+
+    @property
+    def given_address(self) -> str:  # type: ignore[override]
+        return f"workers that {self.software} places"
+
+    def words(self, settings: PlaceSettings, gpus: int) -> str:
+        each = f" with {plural(gpus, 'GPU')} each" if gpus else ""
+        return f"placed by {self.software} ({settings.address}){each}"
+
+    def cluster(self, address: str) -> Cluster:
+        """The cluster that workers are placed on. It is not connected yet."""
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def open(self, wanted: SeatsWanted) -> AsyncIterator[Seats]:
+        settings, say = wanted.settings, wanted.telemetry.warn
+        cluster = self.cluster(settings.address)
+        opening = Listener(secrets.token_hex(16), settings.host, settings.port, say=say)
+        async with listening(opening, settings, say) as listener, aclosing(cluster):
+            await cluster.open()
+            if problem := await reach_problem(settings, cluster):
+                raise ConfigError(problem)
+
+            def launcher(bundle: NodeShare) -> PlacedLauncher:
+                own = {"terms": wanted.terms, "logs": wanted.logs, "telemetry": wanted.telemetry}
+                return PlacedLauncher(cluster, listener, bundle=bundle, **own)  # type: ignore[arg-type]
+
+            engines = launcher(NodeShare(wanted.threads["engine"], settings.gpus))
+            ranks = launcher(NodeShare(wanted.threads["trainer"], settings.rank_gpus))
+            await ranks.open(wanted.seats.get("trainer", ()))  # they wait for each other, so that they are placed first
+            await engines.open(wanted.seats.get("engine", ()))
+            yield Seats(engines, ranks, engines)
 
 
 class PlacedLauncher:
@@ -59,7 +122,7 @@ class PlacedLauncher:
 
     async def open(self, seats: Sequence[str]) -> None:
         """Reserves a bundle for each seat. Raises ConfigError if they can never be had."""
-        if said := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster.address):
+        if said := refusal(await self.cluster.nodes(), self.bundle, seats, self.cluster):
             raise ConfigError(said)
         for who in seats:
             self._berths[who] = await self.cluster.reserve(self.bundle)

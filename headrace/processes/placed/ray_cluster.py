@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from headrace.core.errors import ConfigError
 from headrace.facts.texts import clip
 from headrace.processes.placed import host
 from headrace.processes.placed.cluster import ClusterNode, HostLost, NodeShare
+from headrace.processes.placed.placed import ClusterPlace
+from headrace.processes.worker_place import PlaceSettings
 
 R = TypeVar("R")
 
@@ -94,8 +97,27 @@ class RayBerth:
         await self._cluster.do(lambda: remove_placement_group(self._group))
 
 
+class RayPlace(ClusterPlace):
+    name = "ray"
+    about = "Ray places its engines on the nodes of a cluster"
+    software = "Ray"
+    needs = "ray", software
+
+    def problems(self, settings: PlaceSettings) -> Iterator[str]:
+        if settings.address not in ("local", "auto") and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", settings.address):
+            yield (
+                f'orchestration.address = "{settings.address}" is not "local", "auto" or HOST:PORT; a run starts on a machine of the cluster, and not '
+                "through Ray's client (ray://)"
+            )
+
+    def cluster(self, address: str) -> RayCluster:
+        return RayCluster(address)
+
+
 class RayCluster:
     """Protocol `Cluster`."""
+
+    software = RayPlace.software
 
     def __init__(self, address: str) -> None:
         """`address`: `local`, `auto` (the cluster that this machine is a node of) or HOST:PORT."""

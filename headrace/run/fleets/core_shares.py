@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine_problems import ON_GPUS
 from headrace.native.cores import usable_cores
+from headrace.processes.places import kinds_elsewhere
 from headrace.run.config import RunConfig
 
 
@@ -72,7 +73,7 @@ def nothing_to_lend(config: RunConfig, engine: str, trainer: str) -> Iterator[st
     if trainer == "cuda":
         yield (
             "orchestration.lend lends the trainer's GPU, on which the engine of the same machine runs anyway; bring the engines from elsewhere "
-            '(orchestration.kind = "join" or "ray"), or remove it'
+            f"({kinds_elsewhere()}), or remove it"
         )
     elif not (config.engine.cores and config.train.cores):
         yield (

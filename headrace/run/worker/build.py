@@ -26,8 +26,6 @@ from headrace.processes.launch.clone import can_fork_for_parent
 from headrace.processes.launch.forking import ForkLauncher
 from headrace.processes.launch.local import LocalLauncher
 from headrace.processes.launch.preloaded import end_idle, load_ahead
-from headrace.processes.placed.cluster import Cluster
-from headrace.processes.placed.ray_cluster import RayCluster
 from headrace.run.rehearsal.machine import may_have_gpu
 from headrace.run.worker.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.trainer.config import TrainConfig
@@ -59,11 +57,6 @@ def libraries_ahead(cores: Iterable[Sequence[int]]) -> Iterator[None]:
         yield
     finally:
         end_idle()
-
-
-def open_cluster(address: str) -> Cluster:
-    """The cluster that engines are placed on. It is not connected yet."""
-    return RayCluster(address)
 
 
 KINDS = {

@@ -37,10 +37,10 @@ from headrace.loop.world.world import FactList
 from headrace.processes.asked_process import OWN_SITE, Site, Sites
 from headrace.processes.frames import receive_frame
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Kind
-from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.joined import JoinLauncher, invitation
 from headrace.processes.joining.same_code import agree_to, code_problem, code_terms
 from headrace.run.config import RunConfig, load_config
-from headrace.run.seats import invitation, seats_of
+from headrace.run.seats import seats_of
 from headrace.run.user_sites import UserSites, start_of, terms_of_code, user_sites
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_user_host import FakeUserHost, Say
@@ -503,7 +503,7 @@ def test_this_machine_works_beside_those_elsewhere_only_if_it_is_asked_to(also_h
 def test_seats_of_every_kind_are_invited_by_name(tmp_path: Path) -> None:
     config = config_of(tmp_path, scorers=2)
     assert seats_of(config) == {"scorer": ["scorer host 1", "scorer host 2"]}
-    assert invitation(config, "h:1") == (
+    assert invitation(config.orchestration, seats_of(config), "h:1") == (
         "missing until they join: scorer host 1, scorer host 2. Start each with: headrace worker --connect h:1 --token-file "
         f"{tmp_path / 'token'} --offers scorer"
     )

@@ -25,17 +25,16 @@ from headrace.loop.world.world import FactList
 from headrace.processes.health.live_status import LiveStatus, Status, as_dict
 from headrace.processes.joining.dial import RunOver, dial
 from headrace.processes.joining.greeting import LEAVE, LEAVING, Agreed, Hello, Terms, packed
-from headrace.processes.joining.joined import JoinLauncher
+from headrace.processes.joining.joined import JoinLauncher, secrets_of
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.packages import own_packages
 from headrace.processes.joining.same_model import agree, terms_of
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.wire import unpack
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config
-from headrace.run.seats import secrets_of
 from headrace.run.starting import transport_of
 from headrace.run.worker.worker_messages import EngineStart
-from headrace.settings.process_config import OrchestrationConfig
 from headrace.testing.fake_arrivals import FakeArrivals
 from headrace.testing.fake_worker import FakeProcess
 from headrace.version import __version__

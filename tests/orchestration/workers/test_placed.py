@@ -26,15 +26,15 @@ from headrace.facts.waits import Waits
 from headrace.loop.world import virtual_time
 from headrace.loop.world.world import FactList
 from headrace.processes.frames import HEAD
+from headrace.processes.joining import seated
 from headrace.processes.joining.greeting import Agreed, Terms
 from headrace.processes.joining.listener import Listener
 from headrace.processes.joining.same_model import terms_of
 from headrace.processes.placed.cluster import ClusterNode, NodeShare, refusal
 from headrace.processes.placed.placed import PlacedLauncher, PlacedWorker
-from headrace.run import seats
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import load_config
-from headrace.run.seats import threads_elsewhere
+from headrace.run.seats import check_seats, threads_elsewhere
 from headrace.run.starting import transport_of
 from headrace.run.wording import placement
 from headrace.run.worker.worker_messages import EngineStart
@@ -204,13 +204,18 @@ def test_a_node_that_freezes_while_the_worker_starts_there_is_a_death(tmp_path: 
 
 def test_a_placement_that_can_never_be_had_is_refused_with_what_there_is() -> None:
     nodes = [ClusterNode("a", "10.0.0.1", NodeShare(4)), ClusterNode("b", "10.0.0.2", NodeShare(4, 1))]
-    assert refusal(nodes, NodeShare(4), TWO, "auto") == ""
-    assert refusal(nodes, NodeShare(2, 1), TWO[:1], "auto") == ""
-    said = refusal(nodes, NodeShare(2, 1), TWO, "10.0.0.1:6379")
-    assert "address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1." in said
+    cluster = FakeCluster([])
+    cluster.address = "10.0.0.1:6379"
+    assert refusal(nodes, NodeShare(4), TWO, cluster) == ""
+    assert refusal(nodes, NodeShare(2, 1), TWO[:1], cluster) == ""
+    said = refusal(nodes, NodeShare(2, 1), TWO, cluster)
+    assert (
+        "the fake cluster (orchestration.address = 10.0.0.1:6379) can never place 2 engines of 2 CPUs and 1 GPU each: it has room for 1."
+        in said
+    )
     assert "It has 2 nodes: 10.0.0.1 (4 CPUs), 10.0.0.2 (4 CPUs and 1 GPU). Start more nodes, or lower" in said
-    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), TWO[:1], "auto")
-    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), TWO[:1], "auto")
+    assert "can never place an engine of 5 CPUs each" in refusal(nodes, NodeShare(5), TWO[:1], cluster)
+    assert "It has 0 nodes: no node." in refusal([], NodeShare(1), TWO[:1], cluster)
 
 
 def test_it_is_refused_before_anything_is_reserved_and_what_is_only_busy_is_awaited(tmp_path: Path) -> None:
@@ -411,9 +416,9 @@ def test_settings_that_cannot_be_are_refused_with_a_remedy(tables: dict[str, Any
 
 
 def test_a_run_without_ray_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "is_installed", lambda module: module != "ray")
+    monkeypatch.setattr(seated, "is_installed", lambda module: module != "ray")
     with pytest.raises(ConfigError, match="needs Ray, which is not installed: .*pip install 'ray>=2"):
-        seats.check_seats(load_config(ON_RAY).orchestration)
+        check_seats(load_config(ON_RAY).orchestration)
 
 
 def test_a_bundle_has_the_engine_s_threads_and_weights_travel_over_tcp(tmp_path: Path) -> None:

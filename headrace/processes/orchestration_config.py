@@ -1,0 +1,266 @@
+"""Settings of the place from which a run's workers come (`places.py`), and how they reach it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from headrace.processes.joining.joined import JoinPlace
+from headrace.processes.joining.seated import ElsewherePlace
+from headrace.processes.places import PLACES, quoted
+from headrace.processes.worker_place import WorkerPlace
+from headrace.settings.process_config import LOCAL_HOSTS, WILDCARDS
+from headrace.settings.strict import STRICT
+
+if TYPE_CHECKING:
+    PlaceKind = str
+else:
+    PlaceKind = Literal[tuple(PLACES)]
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class OrchestrationConfig:
+    """The place from which the run's engines come, and how they reach it (docs/cluster.md)."""
+
+    kind: PlaceKind = "local"
+    """The place. Each states who starts the workers (`WorkerPlace.about`), and docs/settings.md lists them."""
+    trainer: Literal["local", "elsewhere"] = "local"
+    """local: the trainer, all its ranks, are child processes of the run. elsewhere: they join, or Ray places them, as engines. The run's
+    directory (`out`) must then be one that the machines of all ranks see."""
+    address: str = "local"
+    """The Ray cluster, with kind = "ray". local: one of the run's own, on this machine; auto: the one that this machine is a node of, or
+    its HOST:PORT."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that Ray gives to each engine, beside `engine.threads` CPUs."""
+    rank_gpus: int = Field(default=0, ge=0)
+    """GPUs (0 or 1 are of use) that Ray gives to each rank of a trainer elsewhere, beside `train.threads` CPUs."""
+    scorers: int = Field(default=0, ge=0)
+    """Workers elsewhere (`headrace worker --offers scorer`) that run the reward functions of `reward.functions`, each in `reward.workers`
+    processes. They connect to `listen`, wherever the engines are. 0: the run's machine does it."""
+    environments: int = Field(default=0, ge=0)
+    """Workers elsewhere (`headrace worker --offers environment`) that play the rollouts of `environment.function` or of a library, each in
+    `environment.workers` processes. 0: the run's machine does it."""
+    also_here: bool = False
+    """Whether the run's machine does what `scorers` and `environments` do, beside them. (Otherwise it only loads the code once.)"""
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT at which the run listens for workers, with kind = "join" or "ray", scorers or environments. Only this machine reaches the
+    default; port 0 is any free one."""
+    token_file: str = ""
+    """File that holds the token which workers that join must know. Only its owner may read it. (With "ray", a run makes its own.)"""
+    cert: str = ""
+    """File with the certificate of the run's side (PEM), which switches TLS on. Workers that join check it with `--ca`."""
+    key: str = ""
+    """File with the private key of `cert` (PEM)."""
+    placement: Literal["apart", "shared"] = "apart"
+    """apart: engine and trainer work at the same time, each on devices of its own, or on all cores of a CPU. shared: they take turns on the
+    same devices, and the one that waits gives its memory back (docs/turns.md)."""
+    kv: Literal["host", "drop"] = "host"
+    """The KV cache of running requests while the trainer has the devices, with placement = "shared". host: it is copied to the host's memory
+    and back; drop: it is freed, and computed again."""
+    lend: bool = False
+    """Whether the trainer's devices generate while it waits, with an engine more, which gives way when a batch is ready (docs/turns.md)."""
+    give_way: float = Field(default=30.0, gt=0)
+    """Seconds in which that engine must have given the devices back. Then its process is killed; the next loan has a new one."""
+    reconnect: float = Field(default=5.0, ge=0)
+    """Seconds in which a worker that joined may come back after its connection broke, with nothing lost. 0: such a worker is lost at once."""
+    grace: float = Field(default=25.0, gt=0)
+    """Seconds after SIGTERM in which a run should end with a checkpoint. Then it leaves without one. Kubernetes kills a process after 30 s, Slurm
+    too (`KillWait`), systemd after 90 s: keep it some seconds below that."""
+    bus: str = ""
+    """The bus over which rollout hosts (`headrace rollouts`) get tickets and return scored groups, instead of an engine of the run's own:
+    redis://HOST:PORT (rediss:// with TLS), or jsonl:DIRECTORY, which all machines share. `token_file` then holds the server's password."""
+    bus_forgets: bool = False
+    """Take a Redis server that has no append-only file. When it is started again, rollouts that were finished or under way are sampled
+    again."""
+
+    @model_validator(mode="after")
+    def _bus_is_one(self) -> OrchestrationConfig:
+        if not self.bus:
+            if self.bus_forgets:
+                raise ValueError(
+                    "orchestration.bus_forgets is about a Redis server; set orchestration.bus, or remove it"
+                )
+            return self
+        if not re.fullmatch(r"rediss?://[^\s/]+(/\d+)?|jsonl:.+", self.bus):
+            raise ValueError(
+                f'orchestration.bus = "{self.bus}" is no bus; use redis://HOST:PORT, rediss://HOST:PORT or jsonl:DIRECTORY'
+            )
+        if "@" in self.bus and self.bus.startswith("redis"):
+            raise ValueError(
+                "orchestration.bus holds a password, and settings are written to the run's directory; put it into a file that only you may read, and "
+                "name that as orchestration.token_file"
+            )
+        if self.bus_forgets and not self.bus.startswith("redis"):
+            raise ValueError("orchestration.bus_forgets is about a Redis server, and files forget nothing; remove it")
+        if self.hosts:
+            raise ValueError(
+                "orchestration.bus brings rollout hosts, which score and play their own rollouts; remove orchestration.scorers and environments"
+            )
+        if self.kind != "local":
+            raise ValueError(
+                f'orchestration.bus brings rollout hosts, and orchestration.kind = "{self.kind}" engines that join; remove one of the two'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> OrchestrationConfig:
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f'orchestration.listen = "{self.listen}" is not HOST:PORT, such as 10.0.0.5:7400')
+        for name in dict.fromkeys(name for place in PLACES.values() for name in place.own):
+            having = [place for place in PLACES.values() if name in place.own]
+            if name == "token_file" and self.bus.startswith("redis"):
+                continue
+            if self.hosts and any(place.joins for place in having) and name != "trainer":
+                continue
+            if self.place not in having and getattr(self, name) != getattr(OrchestrationConfig, name):
+                wanted = quoted(place.name for place in having)
+                raise ValueError(f"orchestration.{name} is for orchestration.kind = {wanted}; set that, or remove it")
+        if self.hosts and self.place.refuses_hosts:
+            others = quoted(place.name for place in PLACES.values() if not place.refuses_hosts)
+            raise ValueError(
+                f'orchestration.kind = "{self.kind}" {self.place.refuses_hosts}; use kind = {others}, or remove orchestration.scorers and environments'
+            )
+        if self.also_here and not self.hosts:
+            raise ValueError(
+                "orchestration.also_here is about scorers and environments elsewhere, and there are none; remove it"
+            )
+        if self.joined and not self.token_file:
+            what = (
+                f'orchestration.kind = "{self.kind}"'
+                if self.place.joins
+                else "a run with scorers or environments elsewhere"
+            )
+            raise ValueError(
+                f"{what} needs orchestration.token_file: a file with a secret that workers know too "
+                "(umask 077; openssl rand -hex 32 > FILE)"
+            )
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("orchestration.cert and orchestration.key belong together; set both, or none")
+        for problem in self.place.problems(self):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def at_home(self) -> OrchestrationConfig:
+        """The same without a bus and without turns, with a trainer, scorers and environments of this process: for an engine of this process that
+        is always awake."""
+        listens = (
+            {} if self.place.joins or not self.hosts else {name: getattr(OrchestrationConfig, name) for name in _JOINED}
+        )
+        user = {"scorers": 0, "environments": 0, "also_here": False, **listens}
+        usual = OrchestrationConfig.give_way
+        awake = replace(
+            self, placement="apart", kv="host", lend=False, give_way=usual, trainer="local", rank_gpus=0, **user
+        )
+        return replace(awake, bus="", bus_forgets=False, token_file="") if self.bus else awake
+
+    @property
+    def place(self) -> WorkerPlace:
+        return PLACES[self.kind]
+
+    @property
+    def seating(self) -> ElsewherePlace:
+        """The place that opens the seats of workers elsewhere."""
+        return self.place if isinstance(self.place, ElsewherePlace) else JoinPlace()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the engines are no children of the run's process."""
+        return self.place.elsewhere
+
+    @property
+    def hosts(self) -> dict[Literal["scorer", "environment"], tuple[str, ...]]:
+        """The names of the workers elsewhere that run the user's code, by what they offer."""
+        counts: dict[Literal["scorer", "environment"], int] = {
+            "scorer": self.scorers,
+            "environment": self.environments,
+        }
+        return {
+            kind: tuple(f"{kind} host{f' {number + 1}' if count > 1 else ''}" for number in range(count))
+            for kind, count in counts.items()
+            if count
+        }
+
+    @property
+    def joined(self) -> bool:
+        """Whether workers that were started elsewhere connect to the run, of any kind."""
+        return self.place.joins or bool(self.hosts)
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether the trainer is a child of the run's process."""
+        return self.trainer == "local"
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.listen.rpartition(":")[2])
+
+
+_JOINED = ("token_file", "cert", "key", "reconnect", "listen")
+
+
+def trainer_problems(config: OrchestrationConfig, cores: Collection[int], host: str, *, itself: bool) -> Iterator[str]:
+    """Yields a sentence for each setting that does not go with a trainer elsewhere. `cores`: `train.cores`; `host`: `weight_sync.host`;
+    `itself`: whether a teacher is the student's older self."""
+    if config.trains_here:
+        if config.rank_gpus:
+            yield 'orchestration.rank_gpus is for orchestration.trainer = "elsewhere"; set that, or remove it'
+        return
+    asks = 'orchestration.trainer = "elsewhere"'
+    if config.cert:
+        yield (
+            f"{asks} lets ranks talk to each other over gloo or NCCL, which encrypt nothing, so that orchestration.cert promises too much; use a "
+            "private network (WireGuard, say) and remove orchestration.cert and key"
+        )
+    if config.place.joins and config.port == 0:
+        yield (
+            f'{asks} with orchestration.listen = "{config.listen}": after the death of a rank the run listens anew, and the others must find '
+            "it; name a port"
+        )
+    if cores:
+        yield f"train.cores are cores of this machine, and the trainer is elsewhere ({asks}); remove it"
+    if host not in LOCAL_HOSTS:
+        yield (
+            f"weight_sync.host is an address of this machine, and engines fetch from the ranks, which are elsewhere ({asks}); remove it (each "
+            "rank's own address: headrace worker --address)"
+        )
+    if itself:
+        yield f"{asks}, and a teacher that is the student's older self shares memory with the run; give the teacher a model"
+
+
+def elsewhere_problems(
+    config: OrchestrationConfig, *, server: str, cores: Collection[int], reached_at: str
+) -> Iterator[str]:
+    """Yields a sentence for each setting that does not go with engines elsewhere. `server`: `engine.kind` if that is a server.
+    `reached_at`: the address at which engines fetch weights."""
+    if not config.elsewhere:
+        return
+    if server:
+        yield (
+            f'orchestration.kind = "{config.kind}" is for headrace\'s own engine, and engine.kind = "{server}" is a server, which runs reach by '
+            "engine.urls; remove one of them"
+        )
+    if cores:
+        yield (
+            f"engine.cores are cores of this machine, and engines elsewhere have their own; remove it{config.place.instead_of_cores}"
+        )
+    if config.place.given_address and config.host in WILDCARDS:
+        yield (
+            f'orchestration.listen = "{config.listen}" stands for every address of this machine, and {config.place.given_address} are given one to '
+            "connect to; set it to the one that the nodes reach"
+        )
+    elif not server and reached_at in WILDCARDS:
+        yield (
+            f'orchestration.listen = "{config.listen}" stands for every address of this machine; set weight_sync.host to the one at which '
+            "engines fetch weights"
+        )
