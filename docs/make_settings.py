@@ -25,6 +25,8 @@ from headrace.engine.kinds import SERVERS
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.kinds import GATEWAY_KINDS
+from headrace.episodes.tasks.config import TaskConfig
+from headrace.episodes.tasks.task_kinds import TASK_KINDS
 from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.processes.places import PLACES
 from headrace.run.config import RunConfig
@@ -36,6 +38,11 @@ The environment that is made for each rollout, unless `function` is set. single_
 of other libraries, with rewards of their own (docs/libraries.md). reasoning_gym: the problems of that task, with further attempts after a
 wrong answer. gym: an environment with the methods that skyrl-gym's have. textarena: a game for one player. openenv: an environment behind a
 server."""
+
+KINDS_OF_TASKS = """\
+The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
+names of columns in its first line), Parquet, or a directory saved by `datasets`. `headrace.train` writes `python` for rows that it was
+passed (`dataset=`)."""
 
 TARGET = Path(__file__).with_name("settings.md")
 
@@ -106,6 +113,9 @@ def computed(kind: type) -> dict[str, str]:
     if kind is WeightSyncConfig:
         about = "; ".join(f"{name}: {one.about}" for name, one in TRANSPORTS.items())
         return {"kind": f"{about}. auto: {AUTO}."}
+    if kind is TaskConfig:
+        own = (f"{name}: {one.about}." for name, one in TASK_KINDS.items() if one.about)
+        return {"kind": " ".join((KINDS_OF_TASKS, *own))}
     if kind is OrchestrationConfig:
         return {"kind": " ".join(f"{one.name}: {one.about}." for one in PLACES.values())}
     if kind is EngineConfig:

@@ -30,7 +30,7 @@ from headrace.episodes.scoring.parts.segmenting import Decode
 from headrace.episodes.scoring.python_rewards import RewardFunction
 from headrace.episodes.scoring.workers.processes import WorkerProcess
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.episodes.tasks.prompts import RemarkedTask
+from headrace.episodes.tasks.prompts import RemarkedTask, open_task
 from headrace.episodes.tasks.read import Row
 from headrace.facts.facts import Books, RunStarted
 from headrace.facts.machine_mark import machine_mark
@@ -374,7 +374,7 @@ def build_environment(
         stop=rollout.stop,
         alone=alone,
         log=log,
-        seeds=config.task.kind == "seeds",
+        seeds=config.task.facts.draws_seeds,
         held_out=config.task.held_out,
         name=config.name,
         steps=config.train.steps,
@@ -388,20 +388,7 @@ def build_environment(
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> RemarkedTask:
     """`rows`: the rows that were passed from Python, if any."""
-    encoder = encoder.using(config.rendering)
-    match config.kind:
-        case "reasoning_gym":
-            from headrace.episodes.tasks.reasoning_gym import ReasoningGymTask
-
-            return ReasoningGymTask(config, seed, encoder)
-        case "seeds":
-            from headrace.episodes.tasks.seeds import SeedsTask
-
-            return SeedsTask(config, seed, encoder)
-        case _:
-            from headrace.episodes.tasks.rows import RowsTask
-
-            return RowsTask(config, seed, encoder, rows)
+    return open_task(config, seed, encoder.using(config.rendering), rows)
 
 
 def build_scorer(

@@ -231,7 +231,7 @@ def check(config: RunConfig) -> list[str]:
             config.environment,
             chat=config.task.chat,
             examples=config.task.examples,
-            seeds=config.task.kind == "seeds",
+            seeds=config.task.facts.draws_seeds,
             measured=config.eval.prompts,
         ),
         *turn_problems(

@@ -117,7 +117,7 @@ def _refuse_own_tasks(tree: Tree) -> None:
 def refuse_python_inputs(config: RunConfig) -> None:
     """Raises ConfigError for a run that needs objects which only Python can pass. Called by the command line."""
     passed = [f"the reward {spec.name}" for spec in config.reward.from_python]
-    if config.task.kind == "python":
+    if config.task.facts.passed:
         passed.append("its rows")
     if passed:
         raise ConfigError(

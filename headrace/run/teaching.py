@@ -102,7 +102,7 @@ def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> st
     teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
     if (
         not teachers
-        or config.task.kind in ("reasoning_gym", "seeds")
+        or not (config.task.facts.reads or config.task.facts.passed)
         or any(teacher.route is None for teacher in teachers)
     ):
         return ""

@@ -22,7 +22,7 @@ from headrace.weight_sync.config import way_of
 def headline(config: RunConfig) -> str:
     model, task = Path(config.model.path).name, config.task
     prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
-    if task.kind == "seeds":
+    if task.facts.draws_seeds:
         prompts = Path(config.environment.name).name or config.environment.function.rpartition(":")[2]
         prompts = prompts or config.environment.kind
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"

@@ -92,8 +92,8 @@ def _model(config: RunConfig) -> str:
 
 def _data(config: RunConfig) -> str:
     task = config.task
-    if task.kind == "reasoning_gym":
-        return f"`{task.name}` of reasoning-gym"
+    if task.facts.library:
+        return f"`{task.name}` of {task.facts.library}"
     return (
         f"`{Path(task.path).name}`"
         if task.path

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.core.chat.rendering import Rendering
+from headrace.episodes.tasks.task_kinds import TASK_KINDS, TaskKind
 from headrace.settings.strict import STRICT
 
-# Settings that belong to some kinds only, as they are when nobody set them.
-_OF_FAMILIES: dict[str, Any] = {"name": "", "options": {}}
-_OF_FILES: dict[str, Any] = {"path": "", "held_out_path": ""}
-_OF_PYTHON: dict[str, Any] = {"rows": ""}
-_OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": True}
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(TASK_KINDS)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TaskConfig:
-    kind: Literal["reasoning_gym", "jsonl", "csv", "parquet", "datasets", "python", "seeds"]
-    """The source of prompts: endless procedural problems, or rows of a file: JSON (an object a line, or one array of objects), CSV (with the
-    names of columns in its first line), Parquet, or a directory saved by `datasets`. `headrace.train` writes `python` for rows that it was
-    passed (`dataset=`). seeds: endless prompts that have a seed and no question, for environments that make their own first message (docs/libraries.md)."""
+    kind: Kind
+    """The source of prompts. Each states its settings (`task_kinds.py`), and docs/settings.md lists them."""
     name: str = ""
     """reasoning_gym: the family of problems, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -58,22 +56,14 @@ class TaskConfig:
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TaskConfig:
-        needed = {"reasoning_gym": "name", "python": "rows", "seeds": ""}.get(self.kind, "path")
-        if needed and not getattr(self, needed):
-            what = {
-                "name": "a problem family, such as chain_sum",
-                "path": "the file with the rows",
-                "rows": "what headrace.train(dataset=...) writes; pass the rows there, or name a file of another kind",
-            }[needed]
+        if self.facts.needs and not getattr(self, self.facts.needs[0]):
+            needed, what = self.facts.needs
             raise ValueError(f"task.{needed} is missing: task.kind = {self.kind} needs {what}")
-        foreign = {
-            "name": _OF_FILES | _OF_ROWS | _OF_PYTHON,
-            "path": _OF_FAMILIES | _OF_PYTHON,
-            "rows": _OF_FAMILIES | _OF_FILES,
-            "": _OF_FAMILIES | _OF_FILES | _OF_PYTHON | _OF_ROWS | {"examples": 0},
-        }
-        for setting, unset in foreign[needed].items():
-            if getattr(self, setting) != unset:
+        fields = TaskConfig.__pydantic_fields__  # type: ignore[attr-defined]
+        for setting in dict.fromkeys(name for kind in TASK_KINDS.values() for name in kind.own):
+            if setting not in self.facts.own and getattr(self, setting) != fields[setting].get_default(
+                call_default_factory=True
+            ):
                 raise ValueError(
                     f"task.{setting} means nothing to task.kind = {self.kind}; remove it, or change task.kind"
                 )
@@ -88,6 +78,11 @@ class TaskConfig:
                 "remove them: a plain prompt is used as it is, with its special tokens"
             )
         return self
+
+    @property
+    def facts(self) -> TaskKind:
+        """The facts about its kind."""
+        return TASK_KINDS[self.kind]
 
     @property
     def rendering(self) -> Rendering:

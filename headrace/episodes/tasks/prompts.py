@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from headrace.core.chat.messages import begins_answer
@@ -23,6 +24,15 @@ class RemarkedTask(Task, Protocol):
 
     def remarks(self) -> Sequence[str]:
         """Returns sentences on prompts that work, but perhaps not as intended."""
+
+
+def open_task(
+    config: TaskConfig, seed: int, encoder: Encoder, rows: Sequence[Mapping[str, Any]] | None = None
+) -> RemarkedTask:
+    """Makes the task of a kind. `rows`: those that were passed from Python, if any."""
+    passed = [rows] if config.facts.passed else []
+    task: RemarkedTask = resolve_name(config.facts.opens)(config, seed, encoder, *passed)
+    return task
 
 
 class Encoder(Protocol):

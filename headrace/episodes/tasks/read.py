@@ -6,9 +6,11 @@ import csv
 import gzip
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TextIO
 
 from headrace.core.errors import ConfigError, nearest
+from headrace.episodes.tasks.task_kinds import TASK_KINDS
 from headrace.settings.extras import absent
 
 Row = dict[str, Any]
@@ -24,24 +26,23 @@ _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 
 
 def read_rows(kind: str, path: str) -> list[Row]:
-    """Returns all rows in the order of the file. Raises ConfigError if the file is missing or not of this `kind`."""
+    """Returns all rows in the order of the file; none for a kind without one. Raises ConfigError if the file is missing or not of this `kind`."""
     source = Path(path).expanduser()
     if not source.exists():
         beside = [str(other) for other in source.parent.glob("*")] if source.parent.is_dir() else []
         raise ConfigError(
             f"there is no {source}{nearest(str(source), beside)}; task.path must name the file with the rows"
         )
-    match kind:
-        case "jsonl":
-            return _of_text(source, kind)
-        case "csv":
-            return _of_text(source, kind)
-        case "parquet":
-            return _parquet(source)
-        case "datasets":
-            return _saved_dataset(source)
-        case _:
-            raise AssertionError(kind)
+    rows: list[Row] = resolve_name(TASK_KINDS[kind].reads)(source) if TASK_KINDS[kind].reads else []
+    return rows
+
+
+def json_rows(path: Path) -> list[Row]:
+    return _of_text(path, "jsonl")
+
+
+def csv_rows(path: Path) -> list[Row]:
+    return _of_text(path, "csv")
 
 
 def _of_text(path: Path, kind: str) -> list[Row]:
@@ -149,7 +150,7 @@ def _csv(file: TextIO, path: Path) -> list[Row]:
     return rows
 
 
-def _parquet(path: Path) -> list[Row]:
+def parquet_rows(path: Path) -> list[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -162,7 +163,7 @@ def _parquet(path: Path) -> list[Row]:
         raise ConfigError(f"{path} cannot be read as Parquet ({said}); set task.kind to what it is") from None
 
 
-def _saved_dataset(path: Path) -> list[Row]:
+def saved_rows(path: Path) -> list[Row]:
     try:
         import datasets
     except ImportError as error:

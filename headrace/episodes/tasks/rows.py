@@ -45,7 +45,7 @@ class RowsTask:
 
         `passed`: the rows, if `task.kind = "python"`."""
         self._config, self._seed = config, seed
-        raw = _given(passed) if config.kind == "python" else read_rows(config.kind, config.path)
+        raw = _given(passed) if config.facts.passed else read_rows(config.kind, config.path)
         self._rows = _all_checked(raw, config.source, config)
         settings = (seed, config.shuffle, config.held_out, config.held_out_path, config.examples)
         self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
