@@ -1,7 +1,13 @@
 """The end of a process: how it is brought about, awaited and put into words, however the process was started.
 
-Three programs do it by themselves (`engine/servers/server_guard.py`, `episodes/environments/agents/agent_reaper.py`, a taskset's player): they run in
-interpreters that have no headrace, or must start in milliseconds.
+Processes are started in different ways for a reason each. A worker is a new interpreter (`launch/child.py`), or a fork of one that has loaded the libraries
+(`launch/preloaded.py`). The user's code is asked over pipes, and is killed with all that it has started (`asked_process.py`). An agent is a command
+of the user, of whose output only the end is kept (`agent_process.py`). A server is many processes, so that a guard is its parent
+(`server_process.py`). Code in a sandbox is forked by a process that the user's environment never reached (`sandbox/zygote.py`). The witness
+(`joining/witness.py`) is forked before the worker has threads, and the monitor (`health/monitor.py`) needs only the end of a pipe.
+
+Three programs end others by themselves (`server_guard.py`, `agent_reaper.py`, the player of tasksets): they run in interpreters that have no headrace,
+or must start in milliseconds.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ A worker that is silent for `SILENCE` seconds counts as lost, whatever the state
 connection. Both ends send beats. A worker that has not answered its first call yet (it loads a model) has `wire.WHILE_STARTING` times as
 long.
 
-A connection may break and come back: bytes travel in segments, each with its length (u32) and the number of bytes that its sender has received
-(u64). Each end keeps what it has sent until the other has received it. After a cut, wherever it was, the worker connects anew (only it knows the
+A connection may break and come back: bytes travel in segments, which are frames (`frames.py`) that begin with the number of bytes that their sender
+has received (u64). Each end keeps what it has sent until the other has received it. After a cut, wherever it was, the worker connects anew (only it knows the
 other's address), both name what they have received, and each sends the rest again:
 
     Listener                  ◀── Hello ───   session, bytes received
