@@ -163,7 +163,7 @@ def devices_of(
         return SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True)
     if place.placement != "shared":
         return None
-    assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
+    assert isinstance(engine, ProcessEngine), "`check` refuses all others"
     return SharedDevices(engine, trainer, keep=place.kv == "host", telemetry=telemetry)
 
 

@@ -37,7 +37,7 @@ from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.auto.share import measure_share
 from headrace.run.build import TriedParts, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle
-from headrace.run.config import RunConfig, adapter_runs, read_config
+from headrace.run.config import RunConfig, adapter_runs, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearsal import machine as machines
@@ -63,7 +63,6 @@ from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.run.wording import headline, placement, untried
-from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
 from headrace.trainer.rate_schedule import change_of_rate, drawn
 from headrace.views.screen.start_line import StartSteps

@@ -211,10 +211,10 @@ def meaning(config: RunConfig, contents: Mapping[str, str] | None = None) -> dic
     return json.loads(json.dumps(found, default=str))
 
 
-def settings_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(section: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every setting by its dotted name. A list of tables is one setting."""
-    for field in dataclasses.fields(config):
-        name, value = f"{before}{field.name}", getattr(config, field.name)
+    for field in dataclasses.fields(section):
+        name, value = f"{before}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{name}.")
         elif isinstance(value, tuple):

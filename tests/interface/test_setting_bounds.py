@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.run.config import RunConfig, load_config
-from headrace.settings.learning_problems import rate_remarks
+from headrace.run.config import RunConfig, load_config, rate_remarks
 from headrace.settings.strict import LONGEST_NAME, STRICT
 
 GOOD: dict[str, Any] = {
