@@ -116,10 +116,10 @@ def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> bool:
-    """Returns whether engine and trainer compute one forward pass, bit for bit. `arithmetic`: of the trainer. Raises ConfigError
+def check_parity(capabilities: Capabilities, arithmetic: str, parity: str) -> bool:
+    """Returns whether engine and trainer compute one forward pass, bit for bit. `arithmetic`: of the trainer; `parity`: `train.parity`. Raises ConfigError
     where train.parity asks for one forward pass and there are two."""
-    if config.train.parity == "bitwise" and capabilities.arithmetic != arithmetic:
+    if parity == "bitwise" and capabilities.arithmetic != arithmetic:
         raise ConfigError(
             f'train.parity = "bitwise" asks for one forward pass, and the engine computes {capabilities.arithmetic or "another"} where the trainer '
             f'computes {arithmetic or "another"}; give engine.dtype and train.dtype the same value, or set train.parity = "off"'

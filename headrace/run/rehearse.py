@@ -35,7 +35,7 @@ from headrace.models.resolve import resolve_model
 from headrace.native.free_memory import gib
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.auto.share import measure_share
-from headrace.run.build import TriedParts, build_environment, build_scorer, build_task
+from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle
 from headrace.run.config import RunConfig, adapter_runs, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
@@ -94,7 +94,7 @@ class Rehearsal:
     """Length of a usual prompt."""
     steps: StartSteps = field(default_factory=StartSteps)
     """The work of the moment."""
-    tried: dict[str, TriedParts] = field(default_factory=dict)
+    tried: dict[str, LoadedFiles] = field(default_factory=dict)
     """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
@@ -274,7 +274,7 @@ async def _tried(
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.notes += await asyncio.to_thread(task.remarks)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        planned = await plan_teachers(config, model_dir, encoder, inputs.rows)
+        planned = await plan_teachers(config, encoder, inputs.rows)
         found.planned_teachers += planned
         episode: Episode | None = None
         if config.environment.is_handed_out:
@@ -292,7 +292,7 @@ async def _tried(
         found.sight = _sight(config, encoder, prompts[0], episode, tried)
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = TriedParts(encoder=encoder, task=task, planned_teachers=planned, loaded=loaded)
+        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
 
 
 @asynccontextmanager

@@ -81,16 +81,15 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
         task = build_task(config.task, encoder, config.seed)
         scorer = build_scorer(config, [reward] if reward else [], decode=encoder.decode)
         say("starting engine and trainer")
-        pools = await open_pools(config, model_dir, logs, telemetry, {})
         try:
-            await pools.engine.load(await pools.trainer.publish())
-            bench = Bench(
-                config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
-            )
-            return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
+            async with open_pools(config, model_dir, logs, telemetry, {}) as pools:
+                await pools.engine.load(await pools.trainer.publish())
+                bench = Bench(
+                    config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
+                )
+                return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
         finally:
             await scorer.close()
-            await pools.close()
 
 
 def kv_tokens(model_dir: Path, config: RunConfig) -> float:
