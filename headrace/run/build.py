@@ -35,10 +35,11 @@ from headrace.run.config import RunConfig
 from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.run.user_sites import ONLY_HERE, UserSites
 from headrace.settings.extras import EXTRAS, install, is_installed
+from headrace.settings.process_config import WatchConfig
 
 
-def open_telemetry(config: RunConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
-    waits = Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
+def open_telemetry(watch: WatchConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
+    waits = Waits(observer.record, clock, watch.warn_after, watch.stop_after)
     return Telemetry(observer.record, clock, waits)
 
 

@@ -125,12 +125,46 @@ class RunConfig:
         )
 
     @property
+    def way(self) -> Way:
+        """How weights travel."""
+        return way_of(self.weight_sync, self.ends)
+
+    @property
+    def runs(self) -> tuple[RunConfig, ...]:
+        """This run; or the runs of its adapters, if it trains several. Raises ConfigError naming the adapter."""
+        return adapter_runs(self) or (self,)
+
+    @property
+    def trained(self) -> dict[str, RunConfig]:
+        """All that is trained, by its name in trainer and engine. Full weights have the empty name."""
+        return {run.name: run for run in adapter_runs(self)} or {self.lora.served_name: self}
+
+    @property
+    def adapters_served(self) -> int:
+        """The number of adapters that the engine must serve at once."""
+        return len(self.adapters) or bool(self.lora.served_name)
+
+    @property
+    def algorithm(self) -> AlgoConfig:
+        """The algorithm, for rollouts of this run's length."""
+        return self.algo.with_length(self.rollout.max_tokens)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of every named reward: those of functions, and those of teachers that score text."""
+        return {**self.reward.weights, **{one.name: one.weight for one in self.teachers if one.mode == "text"}}
+
+    @property
     def longest_rollout(self) -> int:
         """The most tokens that can be sampled for one rollout, all its turns together."""
         return self.rollout.max_tokens * self.environment.turns
 
 
-def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+Source = RunConfig | Mapping[str, Any] | str | Path
+"""The source of settings: a finished config, a dict of the shape of a TOML file, or the path of one."""
+
+
+def load_config(source: Source, sets: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validates and checks
     it.
 
@@ -147,12 +181,12 @@ def checked(config: RunConfig) -> RunConfig:
     return config
 
 
-def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+def read_config(source: Source, sets: Sequence[str] = ()) -> RunConfig:
     """Reads like `load_config`, but without `check`: for a run of another machine, whose cores this one need not have."""
     return build(RunConfig, read_tree(source, sets), meaning)
 
 
-def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> Tree:
+def read_tree(source: Source, sets: Sequence[str] = ()) -> Tree:
     """Reads like `read_config`, but without validation. Paths are absolute."""
     tree, base = _tree_of(source)
     if lost := list(_unreached(sets, tree.get("adapters"))):
@@ -217,12 +251,13 @@ def check(config: RunConfig) -> list[str]:
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
-        *_host_problems(config),
-        *_placement_problems(config, way_of(config.weight_sync, config.ends)),
-        *_lending_problems(config, way_of(config.weight_sync, config.ends)),
+        *_bus_problems(config),
+        *_user_code_problems(config),
+        *_placement_problems(config),
+        *_lending_problems(config.orchestration, config.engine, config.train, config.way, bool(config.teachers)),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *_parity_problems(config),
+        *_parity_problems(config.train, config.engine, config.rollout, config.lora),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -274,7 +309,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     )
     for teacher in config.teachers:
         try:
-            engine = teacher_engine(config, teacher)
+            engine = teacher_engine(config.engine, teacher)
         except ConfigError as error:
             yield str(error)
             continue
@@ -289,9 +324,9 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
             yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this process may not use"
 
 
-def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
+def teacher_engine(engine: EngineConfig, teacher: TeacherConfig) -> EngineConfig:
     """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(config.engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
+    base = {**dataclasses.asdict(engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
     except ConfigError as error:
@@ -392,9 +427,9 @@ HIGHEST_RATE = {"all weights": 1e-3, "an adapter": 1e-2}
 _USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is usual"}
 
 
-def rate_remarks(config: RunConfig) -> Iterator[str]:
+def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
     """Yields a remark on a learning rate with which models forget how to write."""
-    what, rate = ("an adapter" if config.lora.rank else "all weights"), config.train.learning_rate
+    what, rate = ("an adapter" if lora.rank else "all weights"), train.learning_rate
     if rate > HIGHEST_RATE[what]:
         yield (
             f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
@@ -402,10 +437,11 @@ def rate_remarks(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _parity_problems(config: RunConfig) -> Iterator[str]:
+def _parity_problems(
+    train: TrainConfig, engine: EngineConfig, rollout: RolloutConfig, lora: LoraConfig
+) -> Iterator[str]:
     """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
     the model."""
-    train, engine, rollout, lora = config.train, config.engine, config.rollout, config.lora
     if train.parity == "off":
         return
     asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
@@ -440,9 +476,9 @@ _PLACED = 'orchestration.placement = "shared"'
 _LENT = "orchestration.lend = true"
 
 
-def _placement_problems(config: RunConfig, way: Way) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`. `way`: how weights travel."""
-    place, engine, train = config.orchestration, config.engine, config.train
+def _placement_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`."""
+    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
     if place.placement != "shared":
         if place.kv != "host":
             yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
@@ -471,9 +507,11 @@ def _placement_problems(config: RunConfig, way: Way) -> Iterator[str]:
         yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
 
 
-def _lending_problems(config: RunConfig, way: Way) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes `orchestration.lend`. `way`: how weights travel."""
-    place, engine, ranks = config.orchestration, config.engine, config.train.parallel.ranks
+def _lending_problems(
+    place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig, way: Way, taught: bool
+) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.lend`. `way`: how weights travel; `taught`: whether there are teachers."""
+    ranks = train.parallel.ranks
     if not place.lend:
         if place.give_way != type(place).give_way:
             yield f"orchestration.give_way is about an engine on devices that the trainer lends; set {_LENT} too, or remove it"
@@ -493,17 +531,11 @@ def _lending_problems(config: RunConfig, way: Way) -> Iterator[str]:
         yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
     elif ranks > 1:
         yield f"{_LENT} is for a trainer in one process, and train.parallel makes {ranks}; remove one of the two"
-    if config.teachers:
+    if taught:
         yield f"{_LENT} lets the trainer sleep while it waits, and teachers may need its older weights then; remove them, or lend"
 
 
 # --- hosts elsewhere -------------------------------------------------------------------------------------------------
-
-
-def _host_problems(config: RunConfig) -> Iterator[str]:
-    """Yields a sentence for each setting that excludes hosts."""
-    yield from _bus_problems(config)
-    yield from _user_code_problems(config)
 
 
 def _user_code_problems(config: RunConfig) -> Iterator[str]:
@@ -640,7 +672,7 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 # --- sources -----------------------------------------------------------------------------------------------
 
 
-def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, Path]:
+def _tree_of(source: Source) -> tuple[Tree, Path]:
     if isinstance(source, RunConfig):
         return dataclasses.asdict(source), Path.cwd()
     if isinstance(source, Mapping):

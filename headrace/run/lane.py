@@ -197,7 +197,7 @@ def _found(
     checkpoint, complaints = _restore_point(checkpoints)
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
-        check_bound(before, config)
+        check_bound(before.staleness, config.staleness)
     changed, behind = ChangedSettings(), changes(was, now).steps
     if state:
         written_by = _meant(config_at(path, state.step))

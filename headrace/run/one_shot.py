@@ -90,7 +90,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
     restore = {adapter: checkpoint} if checkpoint else {}
     async with AsyncExitStack() as undo:
         logs = undo.enter_context(temporary_logs())
-        telemetry = open_telemetry(config, _Stderr(), time.monotonic)
+        telemetry = open_telemetry(config.watch, _Stderr(), time.monotonic)
         async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config.model.path)
             files = await load_files(reading, encoder, inputs.rows)
@@ -178,7 +178,7 @@ def export(
     from headrace.trainer.step.learner import Assignment
 
     model_dir = resolve_model(config.model.path)
-    trained = Assignment(config.train, config.algo.with_length(config.rollout.max_tokens), config.lora)
+    trained = Assignment(config.train, config.algorithm, config.lora)
     try:
         export_weights(model_dir, trained, seed=config.seed, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,16 @@ from headrace.core.errors import StalledError
 from headrace.core.printing import say
 from headrace.core.protocols import Engine, Launcher, Trainer
 from headrace.core.weights import Manifest
+from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
+from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
 from headrace.loop.turns import SharedDevices, Turns
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
-from headrace.run.config import RunConfig, adapter_runs, teacher_engine
+from headrace.run.config import RunConfig, teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
@@ -125,7 +127,7 @@ async def open_pools(
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with telemetry.waits.named("start", "the engine to make room for it"):
-            await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
+            await starting.finish(ready.manifests, sum(map(bool, config.trained)))
         check_needs(engine.capabilities, config)
         yield Pools(
             trainer=trainer,
@@ -177,37 +179,28 @@ def trainer_start(
     return TrainerStart(
         model_dir=str(model_dir),
         train=dataclasses.asdict(dataclasses.replace(config.train, threads=threads)),
-        algo=algo_settings(config),
+        algo=dataclasses.asdict(config.algorithm),
         seed=config.seed,
         serving_dtype=config.engine.serving_dtype,
         keep_routing=config.rollout.keep_routing,
         transport=transport,
         restore={name: str(checkpoint.absolute()) for name, checkpoint in restore.items()},
-        shadow=_shadow(config, shadow) if shadow else None,
-        adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+        shadow=_shadow(config.teachers, config.engine, shadow) if shadow else None,
+        adapters={name: _assignment(run) for name, run in config.trained.items() if run.lora.rank},
         ranks=config.train.parallel.ranks,
     )
 
 
-def trained_in(config: RunConfig) -> dict[str, RunConfig]:
-    """The config of everything that is trained, by its name in trainer and engine. Full weights have the empty name."""
-    if config.adapters:
-        return {run.name: run for run in adapter_runs(config)}
-    return {config.lora.served_name: config}
-
-
-def _shadow(config: RunConfig, transport: TransportKind) -> ShadowStart | None:
+def _shadow(teachers: Sequence[TeacherConfig], engine: EngineConfig, transport: TransportKind) -> ShadowStart | None:
     """The trainer's start message for the teacher that is the student's older self; None if there is none."""
-    for teacher in config.teachers:
+    for teacher in teachers:
         if teacher.student:
-            dtype = teacher_engine(config, teacher).serving_dtype
+            dtype = teacher_engine(engine, teacher).serving_dtype
             return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype, transport)
     return None
 
 
-def algo_settings(config: RunConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens))
-
-
 def _assignment(config: RunConfig) -> AdapterStart:
-    return AdapterStart(dataclasses.asdict(config.train), algo_settings(config), dataclasses.asdict(config.lora))
+    return AdapterStart(
+        dataclasses.asdict(config.train), dataclasses.asdict(config.algorithm), dataclasses.asdict(config.lora)
+    )

@@ -121,7 +121,7 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
     encoder = (await asyncio.to_thread(ChatEncoder, Path(agreed.model_dir))).with_special_tokens(
         config.reward.special_tokens
     )
-    telemetry = open_telemetry(config, _Stderr(), run_clock(0.0))
+    telemetry = open_telemetry(config.watch, _Stderr(), run_clock(0.0))
     async with AsyncExitStack() as undo:
         players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs))
         starting = start_engine(

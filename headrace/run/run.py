@@ -19,7 +19,7 @@ from headrace.run.callbacks import Callbacks
 from headrace.run.config import RunConfig, dump_config
 from headrace.run.hosting import Heed, Termination, complete, hosts_here
 from headrace.run.lane import Lane, open_lanes, report_finished, report_unbegun
-from headrace.run.opening import open_parts
+from headrace.run.open_parts import open_parts
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearse import rehearse
 from headrace.run.result import RunResult, result_of
@@ -28,6 +28,7 @@ from headrace.run.seats import local_cores
 from headrace.run.session import BuiltRun, Notices, report_unhandled, run_clock
 from headrace.run.train_call import TrainCall
 from headrace.run.worker.build import libraries_ahead
+from headrace.settings.process_config import WatchConfig
 
 
 def train(
@@ -87,7 +88,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 for lane in lanes.values():
                     for fact in rehearsed.facts(lane.storage.seconds):
                         lane.storage.recorder.record(fact)
-                with _watchdog(config, directory, writes=not resume) as watchdog:
+                with _watchdog(config.watch, directory, writes=not resume) as watchdog:
                     running = _RunningLanes(call, config, directory, lanes, watchdog)
                     call.host(partial(running.run, rehearsed.tried), lanes.values())
             except HeadraceError as error:
@@ -98,8 +99,7 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
         return result_of(directory.path, lanes)
 
 
-def _watchdog(config: RunConfig, directory: RunDirectory, *, writes: bool) -> Watchdog:
-    watch = config.watch
+def _watchdog(watch: WatchConfig, directory: RunDirectory, *, writes: bool) -> Watchdog:
     return Watchdog(directory.logs, warn_after=watch.warn_after, stop_after=watch.stop_after, writes=writes)
 
 
@@ -153,11 +153,11 @@ class _RunningLanes:
         self, tried: Mapping[str, LoadedFiles]
     ) -> AbstractAsyncContextManager[Mapping[str, Callable[[], BuiltRun]]]:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
-        telemetry = {"": open_telemetry(self._config, _AllRecorders(self._lanes), clock)}
+        telemetry = {"": open_telemetry(self._config.watch, _AllRecorders(self._lanes), clock)}
         for name, lane in self._lanes.items():
             if name:
                 self._watchdog.add(lane.directory.path, telemetry[""].waits)
-                telemetry[name] = open_telemetry(lane.config, lane.storage.recorder, clock)
+                telemetry[name] = open_telemetry(lane.config.watch, lane.storage.recorder, clock)
             self._watchdog.add(lane.directory.path, telemetry[name].waits)
             lane.storage.recorder.add(self._watchdog)
             if callbacks := self._call.callbacks:

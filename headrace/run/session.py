@@ -91,7 +91,7 @@ class BuiltRun:
             max_tokens=config.rollout.max_tokens,
             chosen=config.chosen.why,
             prices=config.observe.prices,
-            weights=weight_way(config),
+            weights=weight_way(config.way, config.weight_sync.encoding),
         )
 
     async def go_live(self) -> None:

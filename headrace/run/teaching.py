@@ -60,13 +60,13 @@ async def plan_teachers(
     """Finds the teachers' models, and fetches them if needed. Raises ConfigError for one that cannot teach this student.
 
     `encoder`: the student's. `rows`: the rows that were passed from Python, if any."""
-    if problem := await asyncio.to_thread(_prompt_without_teacher, config, rows):
+    if problem := await asyncio.to_thread(_prompt_without_teacher, config.teachers, config.task, rows):
         raise ConfigError(problem)
     return [await asyncio.to_thread(_lesson, config, teacher, encoder) for teacher in config.teachers]
 
 
 def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:
-    engine = teacher_engine(config, teacher)
+    engine = teacher_engine(config.engine, teacher)
     if teacher.student:
         return PlannedTeacher(teacher, encoder.directory, engine, None)
     try:
@@ -96,22 +96,18 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> 
     return PlannedTeacher(teacher, directory, engine, None)
 
 
-def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> str:
+def _prompt_without_teacher(planned: Sequence[TeacherConfig], task: TaskConfig, rows: Sequence[Row] | None) -> str:
     """A sentence about the first row that no teacher takes, or an empty string. The rows of a procedural task cannot be checked before
     the run."""
-    teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
-    if (
-        not teachers
-        or config.task.kind in ("reasoning_gym", "seeds")
-        or any(teacher.route is None for teacher in teachers)
-    ):
+    teachers = [teacher for teacher in planned if teacher.mode == "tokens"]
+    if not teachers or task.kind in ("reasoning_gym", "seeds") or any(teacher.route is None for teacher in teachers):
         return ""
-    for number, row in enumerate(read_rows(config.task.kind, config.task.path) if rows is None else rows, 1):
+    for number, row in enumerate(read_rows(task.kind, task.path) if rows is None else rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
             values = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
             return (
-                f"no teacher takes row {number} of {config.task.source} ({values}); widen a route, add a [[teachers]] table without a "
+                f"no teacher takes row {number} of {task.source} ({values}); widen a route, add a [[teachers]] table without a "
                 "route, or remove such rows"
             )
     return ""
@@ -121,11 +117,6 @@ def for_reading(config: RunConfig) -> RunConfig:
     """The config for `headrace eval`. It keeps only the teachers that score text, because their scores are part of the reward."""
     readers = tuple(teacher for teacher in config.teachers if teacher.mode == "text")
     return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
-
-
-def reward_weights(config: RunConfig) -> dict[str, float]:
-    """The weight of every named reward: those of functions, and those of teachers that score text."""
-    return {**config.reward.weights, **{one.name: one.weight for one in config.teachers if one.mode == "text"}}
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------------
@@ -296,11 +287,14 @@ async def open_teaching(
         try:
             async with asyncio.TaskGroup() as starts:
                 opening = [starts.create_task(_open(engines, planned, pools.shadow)) for planned in planned_teachers]
-                base = pools.engine if adapted else None
-                referring = starts.create_task(_reference(config, engines, encoder.directory, base))
+                referring = None
+                if config.algo.reference_in_reward:
+                    base = pools.engine if adapted else None
+                    opens = _reference(config.engine, engines, encoder.directory, base)
+                    referring = starts.create_task(opens)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        opened, reference = [task.result() for task in opening], referring.result()
+        opened = [task.result() for task in opening]
         pairs = list(zip(planned_teachers, opened, strict=True))
         for planned, engine in pairs:
             check_teacher(f"teacher {planned.config.name}", engine.capabilities, config.algo.teacher_top)
@@ -317,7 +311,7 @@ async def open_teaching(
             for planned, engine in pairs
             if planned.config.mode == "text"
         ],
-        reference=reference,
+        reference=referring.result() if referring else None,
         self_teaching=self_teaching,
         telemetry=telemetry,
     )
@@ -328,14 +322,12 @@ async def _open(engines: TeacherEngines, planned: PlannedTeacher, shadow: Shadow
     return await engines.open(f"teacher {planned.config.name}", planned.model_dir, planned.engine, own)
 
 
-async def _reference(config: RunConfig, engines: TeacherEngines, model_dir: Path, base: Engine | None) -> Engine | None:
+async def _reference(config: EngineConfig, engines: TeacherEngines, model_dir: Path, base: Engine | None) -> Engine:
     """The engine of the initial model: its own process, or `base`, the run's engine, which serves it without an adapter."""
-    if not config.algo.reference_in_reward:
-        return None
     if base:
         return base
-    engine = dataclasses.replace(config.engine.for_worker, max_adapters=0, routing=False)
-    return await engines.open("reference", model_dir, engine)
+    own = dataclasses.replace(config.for_worker, max_adapters=0, routing=False)
+    return await engines.open("reference", model_dir, own)
 
 
 def _check_room(planned: PlannedTeacher, engine: Engine, student: Engine) -> None:

@@ -69,7 +69,7 @@ from headrace.processes.placed.cluster import NodeShare
 from headrace.processes.placed.placed import PlacedLauncher
 from headrace.run.build import open_telemetry
 from headrace.run.config import RunConfig, load_config
-from headrace.run.opening import _serve_base, open_parts
+from headrace.run.open_parts import _serve_base, open_parts
 from headrace.run.pools import close_within, open_pools
 from headrace.run.session import BuiltRun, report_unhandled
 from headrace.run.teaching import SelfTeaching, TeacherEngines
@@ -457,7 +457,7 @@ async def of_loading(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList
     config = a_config(tmp)
     storage, directory = SimpleNamespace(recorder=facts, checkpoint=None), SimpleNamespace(path=tmp, logs=tmp)
     lanes: Any = {lane: SimpleNamespace(config=config, storage=storage, directory=directory)}
-    telemetry = open_telemetry(config, facts, asyncio.get_running_loop().time)
+    telemetry = open_telemetry(config.watch, facts, asyncio.get_running_loop().time)
     spoil(telemetry.waits)
     async with open_parts(config, lanes, {"": telemetry, lane: telemetry}, logs=tmp):
         pass
@@ -494,7 +494,7 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 async def of_user_code(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     config = load_config(a_config(tmp), ["orchestration.scorers=1", f"orchestration.token_file={tmp / 'token'}"])
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
-    await user_sites(config, telemetry).scorers.least(lambda site: 0)
+    await user_sites(config.orchestration, telemetry).scorers.least(lambda site: 0)
 
 
 def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:

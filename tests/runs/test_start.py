@@ -20,7 +20,7 @@ from headrace.episodes.scoring.workers import processes
 from headrace.facts.facts import WeightsLive
 from headrace.processes.launch import preloaded
 from headrace.run import build as building
-from headrace.run import opening
+from headrace.run import open_parts as opening
 from headrace.run import rehearse as rehearsing
 from headrace.run.auto.share import _descendants
 from headrace.run.clients.process_trainer import ProcessTrainer

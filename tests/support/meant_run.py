@@ -37,7 +37,7 @@ from headrace.episodes.scoring.extract import Extractor
 from headrace.loop import rolling
 from headrace.models.chat import ChatEncoder
 from headrace.run import build as build_module
-from headrace.run import opening
+from headrace.run import open_parts as opening
 from headrace.run.build import build_task, open_telemetry
 from headrace.run.config import RunConfig
 from headrace.run.lane import Lane, open_lane
@@ -308,7 +308,7 @@ class _Host:
         self.patch.setattr(opening, "open_pools", pools)
         self.patch.setattr(build_module, "build_scorer", lambda config, *others, **more: OwnScorer(config))
         self.patch.setattr(build_module, "build_environment", _environment)
-        telemetry = open_telemetry(self.config, storage.recorder, run_clock(storage.seconds))
+        telemetry = open_telemetry(self.config.watch, storage.recorder, run_clock(storage.seconds))
         async with opening.open_parts(self.config, {"": self.lane}, {"": telemetry}, logs=self.directory.logs) as begin:
             self.built = begin[""]()
             await self.lane.session.start(self.built)

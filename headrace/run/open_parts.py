@@ -33,7 +33,7 @@ from headrace.run.pools import Pools, open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearsal.reward import try_in_loop
 from headrace.run.session import BuiltRun
-from headrace.run.teaching import Teaching, open_teaching, reward_weights
+from headrace.run.teaching import Teaching, open_teaching
 from headrace.run.user_sites import UserSites, user_sites
 from headrace.weight_sync.delta.watch import DeltaWatch
 
@@ -57,7 +57,7 @@ async def open_parts(
     a rehearsal has loaded for each lane; without it all is loaded here."""
     shared, waits = telemetry[""], telemetry[""].waits
     async with AsyncExitStack() as undo:
-        sites = user_sites(config, shared)
+        sites = user_sites(config.orchestration, shared)
         opening = {}
         # Endless: a model or a data set may have to be downloaded.
         async with (
@@ -106,7 +106,7 @@ class _LaneParts:
         self.ending = AsyncExitStack()
 
     async def load(self, inputs: PythonInputs, sites: UserSites) -> None:
-        """Before the workers are started, because starting takes seconds. Raises ConfigError for input of the user that cannot be used."""
+        """Loads what is the user's. Called before the workers are started, because starting takes seconds. Raises ConfigError for input that cannot be used."""
         config, files = self.config, self.files
         if config.orchestration.bus and inputs.rewards:
             raise ConfigError(
@@ -187,7 +187,7 @@ class _LaneParts:
             held_out=self.prompts,
             evaluation=config.eval,
             journal=storage.journal,
-            algorithm=algorithm_of(config.algo, config.longest_rollout, reward_weights(config)),
+            algorithm=algorithm_of(config.algo, config.longest_rollout, config.reward_weights),
             decode=self.files.encoder.decode,
             snapshots=Snapshots(
                 checkpoints=storage.checkpoints,
@@ -202,7 +202,9 @@ class _LaneParts:
             turns=pools.turns,
             noise=NoiseWatch(config.algo),
             deltas=DeltaWatch(config.weight_sync.form, config.engine.serving_dtype),
-            minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
+            minutes=Minutes(
+                allowance_of(config.train, config.chosen), storage.keep_steps, telemetry.record, telemetry.clock
+            ),
             sentinels=(self.teaching.watch,),
             elsewhere=pools.engine.groups(self.restored.buffer.in_flight)
             if isinstance(pools.engine, BusEngine)
