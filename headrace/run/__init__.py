@@ -1,7 +1,7 @@
 """Settings become a run. Beside `commands/`, this is the only room that knows `RunConfig`: every other part is given its own section.
 
-The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them) with `planned_loops.py` (the settings of the loops),
-`build.py` (what plays and scores), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`,
+The parts: read `config.py`, `open_parts.py` (opens all parts of a run, and joins them), `build.py` (what plays and scores,
+and the settings of the loops), `pools.py` and `starting.py` (trainer and engine), `needs.py` (what a run needs of its engines), `teaching.py`,
 `python_inputs.py`, `seats.py` and `user_sites.py` (workers elsewhere), `choosing.py` (settings that are left open), `wording.py`.
 
 The directory: `run_directory.py`, `storage.py` (all of it, opened together), `resume_rules.py` (which settings may change, and what becomes

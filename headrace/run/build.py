@@ -29,6 +29,7 @@ from headrace.episodes.tasks.prompts import RemarkedTask
 from headrace.episodes.tasks.read import Row
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
+from headrace.loop.loop_plan import LoopPlan
 from headrace.models.chat import ChatEncoder
 from headrace.processes.health.user_process import HERE, Sites
 from headrace.run.config import RunConfig
@@ -41,6 +42,23 @@ from headrace.settings.process_config import WatchConfig
 def open_telemetry(watch: WatchConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
     waits = Waits(observer.record, clock, watch.warn_after, watch.stop_after)
     return Telemetry(observer.record, clock, waits)
+
+
+def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
+    """The plan of a run's loops. `adapter`: the one that they train; empty if they train all weights."""
+    return LoopPlan(
+        steps=config.train.steps,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        seed=config.seed,
+        max_skipped_steps=config.train.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        adapter=adapter,
+        curriculum=config.curriculum,
+        watch=config.watch,
+        save_patience=config.checkpoint.patience,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

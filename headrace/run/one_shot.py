@@ -21,11 +21,10 @@ from headrace.loop.evaluation import Evaluator
 from headrace.models.chat import open_model
 from headrace.models.resolve import resolve_model
 from headrace.run.auto.measurer import Measurer
-from headrace.run.build import load_files, open_players, open_telemetry
+from headrace.run.build import load_files, open_players, open_telemetry, plan_of
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.hosting import complete
-from headrace.run.planned_loops import plan_of
 from headrace.run.pools import open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.run_directory import held

@@ -25,12 +25,11 @@ from headrace.loop.pipeline import Pipeline
 from headrace.loop.snapshots import Snapshots
 from headrace.loop.utilisation import Utilisation
 from headrace.models.chat import open_model
-from headrace.run.build import LoadedFiles, Players, load_files, open_players
+from headrace.run.build import LoadedFiles, Players, load_files, open_players, plan_of
 from headrace.run.choosing import allowance_of
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.config import RunConfig
 from headrace.run.lane import Lane
-from headrace.run.planned_loops import plan_of
 from headrace.run.pools import Pools, open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearsal.reward import try_in_loop
@@ -90,7 +89,7 @@ async def _serve_base(pools: Pools, telemetry: Telemetry) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadedLane:
-    """What the user gives to a lane. No worker process is up for it yet."""
+    """The parts that the user gives to a lane. No worker process is up for it yet."""
 
     config: RunConfig
     storage: Storage

@@ -22,13 +22,12 @@ from headrace.loop.assembly import groups_alone
 from headrace.models.chat import ChatEncoder
 from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import agree
-from headrace.run.build import open_players, open_telemetry
+from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.errands import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
-from headrace.run.planned_loops import plan_of
 from headrace.run.session import run_clock
 from headrace.run.starting import start_engine
 from headrace.run.worker.build import open_launcher

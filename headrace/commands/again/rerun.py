@@ -26,9 +26,9 @@ from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.checkpoints import Checkpoints, damage
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
+from headrace.run.build import plan_of
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, config_of_run, read_config
-from headrace.run.planned_loops import plan_of
 from headrace.run.pools import trainer_start
 from headrace.run.run_directory import configs_until
 from headrace.run.worker.build import open_launcher
