@@ -81,9 +81,8 @@ def _rehearsed_and_trained(call: TrainCall) -> RunResult:
                 report_finished(directory.path, list(lanes.values()))
                 return result_of(directory.path, lanes)
             try:
-                if (
-                    rehearsed is None
-                ):  # only now, since a finished run needs no rehearsal; its directory is still unchanged
+                # A resumed run only now, since a finished one needs no rehearsal. Its directory is still unchanged.
+                if rehearsed is None:
                     rehearsed = complete(rehearse(config, inputs, resume))
                 for lane in lanes.values():
                     for fact in rehearsed.facts(lane.storage.seconds):
