@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import gc
 import graphlib
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.run.config import load_config
+from headrace.run.config import RunConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "headrace"
@@ -121,6 +122,19 @@ DANGLING = (
     *("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without"),
 )
 """No docstring begins with one of these: such a sentence has no subject."""
+
+
+SETTINGS_AT = ("__init__", "run", "commands", "testing")
+"""The rooms that know `RunConfig`. All others are given their own section."""
+SECTIONS = {"config", "way", *(field.name for field in dataclasses.fields(RunConfig))} - {
+    "model",
+    "name",
+    "task",
+    "out",
+}
+"""Names under which a function takes settings. They are typed: behind `Any` mypy sees no attribute of them."""
+FOREIGN_SETTINGS = ("engine.native.runners", "compat.trl", "episodes.environments.verifiers", "testing")
+"""Where `config` is one of transformers, peft or verifiers."""
 
 
 # --- the checkers: each yields one sentence per violation --------------------------------------------------------------
@@ -345,6 +359,17 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
         todo += ast.iter_child_nodes(node)
 
 
+def settings_past_the_door(package: Path) -> Iterator[str]:
+    for name, path in modules(package).items():
+        for node in ast.walk(parsed(path)):
+            named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}.get(type(node))
+            if named and getattr(node, named) == "RunConfig" and name.split(".")[0] not in SETTINGS_AT:
+                yield f"{name} names RunConfig"
+            ours = isinstance(node, ast.arg) and node.arg in SECTIONS and not name.startswith(FOREIGN_SETTINGS)
+            if ours and node.annotation and ast.unparse(node.annotation) == "Any":
+                yield f"{name} takes {node.arg} as Any"
+
+
 SHARED_FILE_NAMES = {"__init__.py", "build.py", "binding.py", "config.py", "errors.py", "fake.py", "kinds.py"}
 """File names that several packages have because they mean the same thing in each: its settings, its fake, its table of kinds."""
 
@@ -456,6 +481,10 @@ def test_definitions_with_more_than_five_values_take_keywords():
 
 def test_docstrings_begin_with_their_subject_or_verb():
     assert list(dangling_docstrings(PACKAGE)) == []
+
+
+def test_the_config_stops_at_the_door():
+    assert list(settings_past_the_door(PACKAGE)) == []
 
 
 def test_everything_is_printed_by_the_printer_and_the_console():
@@ -713,6 +742,15 @@ def test_print_checker_lets_pass_what_is_no_way_to_the_terminal(tmp_path):
     quiet = "os.write(pipe, b'x')\nsys.exit(1)\nfrom rich.console import Console as RichConsole, Group\n"
     plant(package, quiet=f"{quiet}Panel(body, title=Text(name))\nfile.write('x')\necho('x')\nSpinner('dots')\n")
     assert list(prints_elsewhere(package)) == []
+
+
+def test_door_checker_sees_the_config_and_what_hides_it(tmp_path):
+    named = plant(tmp_path / "a", serve__x="def f(config: 'RunConfig'): ...", run__x="def f(config: RunConfig): ...")
+    assert list(settings_past_the_door(named)) == ["serve.x names RunConfig"]
+    hidden = plant(
+        tmp_path / "b", loop__x="def f(algo: Any, way: Any, other: Any): ...", testing__x="def f(config: Any): ..."
+    )
+    assert list(settings_past_the_door(hidden)) == ["loop.x takes algo as Any", "loop.x takes way as Any"]
 
 
 def test_call_checker_counts_what_is_passed_by_position(tmp_path):

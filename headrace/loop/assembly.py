@@ -1,7 +1,7 @@
 """The one place where a pipeline is assembled, for runs, the fault simulation, the planner and tests.
 
 `restore_state` brings buffer, interrupts and task to where the run stopped; `assemble` joins them with all other parts; `go_live`
-makes the engine serve the trainer's weights, which `Pipeline.run` requires.
+makes the engine serve the trainer's weights, which `Pipeline.run` requires. `groups_alone` joins what samples without a pipeline.
 """
 
 from __future__ import annotations
@@ -143,6 +143,33 @@ def assemble(
         deltas=deltas or DeltaWatch(),
         minutes=minutes or Minutes(),
         sentinels=sentinels,
+    )
+
+
+def groups_alone(
+    *,
+    plan: LoopPlan,
+    engine: Engine,
+    partial: PartialConfig,
+    environment: EnvironmentKind,
+    scorer: Scorer,
+    evaluated_by: Scorer,
+    evaluation: EvalConfig,
+    decode: Decode,
+    telemetry: Telemetry,
+) -> OwnGroups:
+    """The groups of a process that has no pipeline: of an evaluation, of a rollout host."""
+    return OwnGroups(
+        plan=plan,
+        evaluation=evaluation,
+        interrupts=Interrupts(engine, partial, telemetry.waits, telemetry.clock),
+        environment=environment,
+        scorer=scorer,
+        evaluated_by=evaluated_by,
+        notebook=Notebook(plan.adapter),
+        decode=decode,
+        waits=telemetry.waits,
+        context_length=engine.capabilities.context_length,
     )
 
 

@@ -24,7 +24,9 @@ from headrace.run.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.run.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
 from headrace.run.rehearsal.shape import read_shape
 from headrace.settings.other_names import meaning
+from headrace.settings.process_config import ChosenConfig
 from headrace.settings.toml import Tree, build, merge
+from headrace.trainer.config import TrainConfig
 
 WIDE = 28
 """Bytes per parameter of a run whose engine serves float32: 16 in the trainer, two published copies of 4, and 4 packed in the engine."""
@@ -182,15 +184,15 @@ def _planned(config: RunConfig, values: Mapping[str, Any], said: str, speeds: di
     return dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=speeds))
 
 
-def allowance_of(config: RunConfig) -> Allowance | None:
+def allowance_of(train: TrainConfig, chosen: ChosenConfig) -> Allowance | None:
     """The time limit of a run with `train.minutes`; None for other runs."""
-    if not config.train.minutes:
+    if not train.minutes:
         return None
-    speeds, wished = config.chosen.speeds, config.chosen.wishes.get("train.steps", config.train.steps)
+    speeds, wished = chosen.speeds, chosen.wishes.get("train.steps", train.steps)
     return Allowance(
-        end=60 * config.train.minutes,
-        steps=config.train.steps,
-        most=max(int(wished), config.train.steps),
+        end=60 * train.minutes,
+        steps=train.steps,
+        most=max(int(wished), train.steps),
         evaluation=speeds.get("evaluation", 0.0),
         save=speeds.get("save", 0.0),
         step=speeds.get("step", 0.0),

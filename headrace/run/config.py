@@ -29,19 +29,18 @@ from headrace.episodes.sandbox.config import SandboxConfig
 from headrace.episodes.scoring.config import RewardConfig, sandbox_problems, waiting_problems
 from headrace.episodes.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.episodes.tasks.config import TaskConfig
-from headrace.loop.curriculum.config import CurriculumConfig, curriculum_problems
+from headrace.loop.curriculum.config import CurriculumConfig
 from headrace.loop.partial import PartialConfig, partial_problems
 from headrace.loop.staleness import StalenessConfig
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
 from headrace.native.cores import available_cores, core_problems
 from headrace.processes.orchestration_config import OrchestrationConfig, elsewhere_problems, trainer_problems
-from headrace.settings.host_problems import host_problems
-from headrace.settings.learning_problems import learning_problems
+from headrace.settings.extras import install, is_installed
 from headrace.settings.other_names import meaning
 from headrace.settings.paths import resolve_paths
-from headrace.settings.placement_problems import lending_problems, placement_problems
 from headrace.settings.process_config import (
+    WILDCARDS,
     CheckpointConfig,
     ChosenConfig,
     EvalConfig,
@@ -49,10 +48,9 @@ from headrace.settings.process_config import (
 )
 from headrace.settings.strict import LONGEST_NAME, STRICT
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.trainer.config import TrainConfig, parity_problems
-from headrace.trainer.parallel import parallel_problems
+from headrace.trainer.config import TrainConfig, parallel_problems
 from headrace.views.config import ObserveConfig, check_installed
-from headrace.weight_sync.config import WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
+from headrace.weight_sync.config import Way, WeightEnds, WeightSyncConfig, reached_at, way_of, weight_sync_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -125,12 +123,46 @@ class RunConfig:
         )
 
     @property
+    def way(self) -> Way:
+        """How weights travel."""
+        return way_of(self.weight_sync, self.ends)
+
+    @property
+    def runs(self) -> tuple[RunConfig, ...]:
+        """This run; or the runs of its adapters, if it trains several. Raises ConfigError naming the adapter."""
+        return adapter_runs(self) or (self,)
+
+    @property
+    def trained(self) -> dict[str, RunConfig]:
+        """All that is trained, by its name in trainer and engine. Full weights have the empty name."""
+        return {run.name: run for run in adapter_runs(self)} or {self.lora.served_name: self}
+
+    @property
+    def adapters_served(self) -> int:
+        """The number of adapters that the engine must serve at once."""
+        return len(self.adapters) or bool(self.lora.served_name)
+
+    @property
+    def algorithm(self) -> AlgoConfig:
+        """The algorithm, for rollouts of this run's length."""
+        return self.algo.with_length(self.rollout.max_tokens)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of every named reward: those of functions, and those of teachers that score text."""
+        return {**self.reward.weights, **{one.name: one.weight for one in self.teachers if one.mode == "text"}}
+
+    @property
     def longest_rollout(self) -> int:
         """The most tokens that can be sampled for one rollout, all its turns together."""
         return self.rollout.max_tokens * self.environment.turns
 
 
-def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+Source = RunConfig | Mapping[str, Any] | str | Path
+"""The source of settings: a finished config, a dict of the shape of a TOML file, or the path of one."""
+
+
+def load_config(source: Source, sets: Sequence[str] = ()) -> RunConfig:
     """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validates and checks
     it.
 
@@ -147,12 +179,12 @@ def checked(config: RunConfig) -> RunConfig:
     return config
 
 
-def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+def read_config(source: Source, sets: Sequence[str] = ()) -> RunConfig:
     """Reads like `load_config`, but without `check`: for a run of another machine, whose cores this one need not have."""
     return build(RunConfig, read_tree(source, sets), meaning)
 
 
-def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> Tree:
+def read_tree(source: Source, sets: Sequence[str] = ()) -> Tree:
     """Reads like `read_config`, but without validation. Paths are absolute."""
     tree, base = _tree_of(source)
     if lost := list(_unreached(sets, tree.get("adapters"))):
@@ -160,9 +192,9 @@ def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence
     return merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd()))
 
 
-def _unreached(sets: Sequence[str], adapters: Any) -> Iterator[str]:
+def _unreached(sets: Sequence[str], tables: Any) -> Iterator[str]:
     """Yields a sentence for each `--set` of a setting of which adapters have their own values: it would change the other adapters alone."""
-    own = {one["name"]: one for one in adapters or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)}
+    own = {one["name"]: one for one in tables or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)}
     named = parse_sets(sets).get("adapters")
     for text in sets:
         ((section, table),) = parse_sets([text]).items()
@@ -206,7 +238,7 @@ def check(config: RunConfig) -> list[str]:
     group = config.curriculum.largest(config.rollout.group_size)
     problems = [
         *lora_problems(config.lora, config.train.weights, config.engine.path, itself),
-        *curriculum_problems(config),
+        *_curriculum_problems(config),
         *core_problems(config.engine.cores, config.train.cores),
         *engine_problems(config.engine),
         *weight_sync_problems(config.weight_sync, config.ends),
@@ -217,12 +249,13 @@ def check(config: RunConfig) -> list[str]:
             reached_at=reached_at(config.weight_sync, config.ends),
         ),
         *trainer_problems(config.orchestration, config.train.cores, config.weight_sync.host, itself=itself),
-        *host_problems(config),
-        *placement_problems(config, way_of(config.weight_sync, config.ends)),
-        *lending_problems(config, way_of(config.weight_sync, config.ends)),
+        *_bus_problems(config),
+        *_user_code_problems(config),
+        *_placement_problems(config),
+        *_lending_problems(config.orchestration, config.engine, config.train, config.way, bool(config.teachers)),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
-        *parity_problems(config.train, config.engine, config.rollout, config.lora),
+        *_parity_problems(config.train, config.engine, config.rollout, config.lora),
         *parallel_problems(config.train, config.lora, itself=itself),
         *_fork_problems(config),
         *sandbox_problems(config.reward, group=group, seconds=config.sandbox.seconds),
@@ -237,7 +270,7 @@ def check(config: RunConfig) -> list[str]:
         *turn_problems(
             config.environment.turns, length=config.algo.name if config.algo.with_length(1) != config.algo else ""
         ),
-        *learning_problems(config),
+        *_learning_problems(config),
     ]
     try:
         check_installed(config.observe)
@@ -274,7 +307,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     )
     for teacher in config.teachers:
         try:
-            engine = teacher_engine(config, teacher)
+            engine = teacher_engine(config.engine, teacher)
         except ConfigError as error:
             yield str(error)
             continue
@@ -289,14 +322,287 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
             yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this process may not use"
 
 
-def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
+def teacher_engine(engine: EngineConfig, teacher: TeacherConfig) -> EngineConfig:
     """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(config.engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
+    base = {**dataclasses.asdict(engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
     except ConfigError as error:
         lines = [f"the teacher {teacher.name}, engine.{line}" for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from None
+
+
+# --- what a run learns -----------------------------------------------------------------------------------------------
+
+
+def _curriculum_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that the choice of prompts excludes."""
+    own, algo, size = config.curriculum, config.algo, config.rollout.group_size
+    if own.chooses and not (algo.compares or algo.recipe.loss.weighs_rollouts):  # it learns from equal rewards too
+        yield (
+            f'curriculum.kind = "{own.kind}" chooses prompts whose groups have contrast, but algo.name = {algo.name} learns from groups '
+            'without it as well; set curriculum.kind = "uniform", or use an algorithm that compares rollouts, such as grpo'
+        )
+    if own.largest_group and own.largest_group < 2 * size:
+        yield (
+            f"curriculum.largest_group = {own.largest_group} lets no group grow, because groups of rollout.group_size = {size} grow by doubling; "
+            "raise the first, or lower the second"
+        )
+    if own.largest_group and config.environment.draws_problems:
+        yield (
+            f"curriculum.largest_group = {own.largest_group} changes the size of groups, and environments of Atropos post groups of one size; "
+            "set it to 0"
+        )
+
+
+def _learning_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each such pair: of lengths, rewards, groups and the learning rate."""
+    yield from _length_problems(config)
+    if config.rollout.temperature == 0:
+        yield (
+            "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
+            "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
+        )
+    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
+        yield (
+            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
+            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
+            'lora.publish = "adapter"'
+        )
+    if config.algo.credit == "segment" and not config.reward.segmented:
+        yield (
+            'algo.credit = "segment" needs scores of steps, and nothing gives any; set segments (the text that ends a step) of one of '
+            'reward.functions or reward.services, or algo.credit = "rollout"'
+        )
+    if config.algo.recipe.loss.pairs and config.staleness.overdue == "trim":
+        yield (
+            f'staleness.overdue = "trim" takes tokens out of rollouts, and algo.loss = {config.algo.recipe.loss} compares whole ones; use "wait" '
+            'or "drop"'
+        )
+    if config.rollout.group_size < config.algo.min_rollouts:
+        yield (
+            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
+    if config.train.warmup_steps >= config.train.steps:
+        yield (
+            f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
+            "the full learning rate; lower train.warmup_steps"
+        )
+    if config.train.minutes and config.staleness.window > 1:
+        yield (
+            f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
+            "depends; remove one of the two"
+        )
+
+
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.max_tokens >= config.engine.context_length:
+        yield (
+            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
+            f"{config.engine.context_length}; lower the first or raise the second"
+        )
+    cache = config.reward.soft_overlong_punishment.cache
+    if cache > config.rollout.max_tokens:
+        yield (
+            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
+            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
+        )
+    if cache and config.algo.recipe.advantage == "zero":
+        yield (
+            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
+            "advantage"
+        )
+    if config.eval.prompts > config.task.held_out:
+        yield (
+            f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
+            "raise task.held_out or lower eval.prompts"
+        )
+
+
+HIGHEST_RATE = {"all weights": 1e-3, "an adapter": 1e-2}
+"""Learning rates above these are remarked on: tiny models of tests learn with more, and hardly any other."""
+_USUAL = {"all weights": "1e-6 to 1e-5 is usual", "an adapter": "1e-5 to 1e-4 is usual"}
+
+
+def rate_remarks(train: TrainConfig, lora: LoraConfig) -> Iterator[str]:
+    """Yields a remark on a learning rate with which models forget how to write."""
+    what, rate = ("an adapter" if lora.rank else "all weights"), train.learning_rate
+    if rate > HIGHEST_RATE[what]:
+        yield (
+            f"train.learning_rate = {rate:g} for {what}: above {HIGHEST_RATE[what]:g} a few steps usually make a model write nonsense; "
+            f"{_USUAL[what]}"
+        )
+
+
+def _parity_problems(
+    train: TrainConfig, engine: EngineConfig, rollout: RolloutConfig, lora: LoraConfig
+) -> Iterator[str]:
+    """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
+    the model."""
+    if train.parity == "off":
+        return
+    asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
+    if engine.kind != "native":
+        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
+    for name, path in (("engine.path", engine.path), ("train.path", train.path)):
+        if path not in ("auto", "kernels"):
+            yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
+    for name, device in (("engine.device", engine.device), ("train.device", train.device)):
+        if device == "cuda":
+            yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
+    if "auto" not in (engine.dtype, train.dtype) and engine.dtype != train.dtype:
+        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
+    if train.weights != "float32":
+        yield f'{asks} for train.weights = "float32" only; use it'
+    if lora.merged:
+        yield (
+            f"{asks} for adapters that the engine serves beside the weights, where one that is merged into them is rounded with them; "
+            'set lora.publish = "adapter", and lora.dora = false'
+        )
+    if lora.quantise:
+        yield f"{asks} for frozen weights in train.dtype; remove lora.quantise"
+    if lora.experts:
+        yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
+    if rollout.truncates and not rollout.keep_mask:
+        yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
+
+
+# --- shared and lent devices -----------------------------------------------------------------------------------------
+
+_PLACED = 'orchestration.placement = "shared"'
+_LENT = "orchestration.lend = true"
+
+
+def _placement_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.placement = "shared"`."""
+    place, engine, train, way = config.orchestration, config.engine, config.train, config.way
+    if place.placement != "shared":
+        if place.kv != "host":
+            yield f'orchestration.kv = "{place.kv}" is about an engine that sleeps; set {_PLACED} too, or remove it'
+        return
+    if place.elsewhere or place.bus:
+        what = "orchestration.bus" if place.bus else f'orchestration.kind = "{place.kind}"'
+        yield f"{_PLACED} is for one machine, and {what} brings engines of others; remove one of the two"
+    elif engine.is_server:
+        yield (
+            f'{_PLACED} puts headrace\'s own engine to sleep, and engine.kind = "{engine.kind}" is a server, whose memory the run does not manage; '
+            'use engine.kind = "native", or remove it'
+        )
+    elif not way.transport.keeps_for_sleepers:
+        yield f'{_PLACED} takes weights from shared memory when the engine wakes, and weight_sync.kind = "{way.kind}" is another way; leave it out'
+    if engine.is_fleet:
+        yield f"{_PLACED} is for one engine; remove engine.replicas, or placement"
+    if train.parallel.ranks > 1:
+        yield f"{_PLACED} is for a trainer in one process, and train.parallel makes {train.parallel.ranks}; remove one of the two"
+    if config.teachers or config.algo.reference_in_reward:
+        what = "teachers have" if config.teachers else "algo.kl.place = reward has"
+        yield f"{_PLACED} does not put the engines to sleep that {what}; remove them, or placement"
+    for name, own in (("engine", engine), ("train", train)):
+        if own.cores:
+            yield f"{name}.cores divides what {_PLACED} gives to engine and trainer in turns; remove one of the two"
+    if "auto" not in (engine.device, train.device) and engine.device != train.device:
+        yield f'{_PLACED} is for one device, and engine.device = "{engine.device}" is not train.device = "{train.device}"; leave them out'
+
+
+def _lending_problems(
+    place: OrchestrationConfig, engine: EngineConfig, train: TrainConfig, way: Way, taught: bool
+) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.lend`. `way`: how weights travel; `taught`: whether there are teachers."""
+    ranks = train.parallel.ranks
+    if not place.lend:
+        if place.give_way != type(place).give_way:
+            yield f"orchestration.give_way is about an engine on devices that the trainer lends; set {_LENT} too, or remove it"
+        return
+    if place.placement == "shared":
+        yield f"{_PLACED} gives the engine the trainer's devices whenever that waits, and so does {_LENT}; remove one of the two"
+    if place.bus:
+        yield f"{_LENT} adds an engine to the run's own, and with orchestration.bus it has none; remove one of the two"
+    elif engine.is_server:
+        yield (
+            f'{_LENT} adds an engine of headrace\'s own, and engine.kind = "{engine.kind}" is a server, which computes otherwise; use '
+            'engine.kind = "native", or remove it'
+        )
+    elif way.transport.waits_for_all:
+        yield f'{_LENT} has an engine that comes and goes, and weight_sync.kind = "{way.kind}" waits for all; leave it out, or take "tcp"'
+    if not place.trains_here:
+        yield f'{_LENT} is for a trainer of this machine, and orchestration.trainer = "elsewhere"; remove one of the two'
+    elif ranks > 1:
+        yield f"{_LENT} is for a trainer in one process, and train.parallel makes {ranks}; remove one of the two"
+    if taught:
+        yield f"{_LENT} lets the trainer sleep while it waits, and teachers may need its older weights then; remove them, or lend"
+
+
+# --- hosts elsewhere -------------------------------------------------------------------------------------------------
+
+
+def _user_code_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.scorers` or `orchestration.environments`."""
+    place, reward, environment = config.orchestration, config.reward, config.environment
+    if place.scorers:
+        if passed := [spec.name for spec in reward.from_python]:
+            yield (
+                f"orchestration.scorers run functions in files, and {', '.join(passed)} was passed from Python; put it into a file, and name that in "
+                "reward.function, or remove orchestration.scorers"
+            )
+        elif not reward.specs and not any(one.reward for one in config.adapters):
+            yield (
+                "orchestration.scorers run reward functions, and the settings name none (services and judges are asked over HTTP, environments give "
+                "their own rewards); set reward.function, or remove orchestration.scorers"
+            )
+    if place.environments and (environment.asks_gateway or not environment.in_processes):
+        yield (
+            "orchestration.environments play environment.function, or the environments of reasoning_gym, gym, textarena and openenv, and this run has "
+            f"{environment.setting}; remove orchestration.environments"
+        )
+
+
+_ALONE = "which a rollout host decides for its own rollouts only: set it to {}, or remove orchestration.bus"
+
+
+def _bus_problems(config: RunConfig) -> Iterator[str]:
+    """Yields a sentence for each setting that excludes `orchestration.bus`."""
+    bus, engine = config.orchestration.bus, config.engine
+    if not bus:
+        return
+    if bus.startswith("redis") and not is_installed("redis"):
+        yield f"orchestration.bus = {bus} needs the package redis: {install('redis')}; jsonl:DIRECTORY needs none"
+    if config.weight_sync.host in WILDCARDS:
+        yield f'weight_sync.host = "{config.weight_sync.host}" stands for every address of this machine; name the one that rollout hosts reach'
+    if engine.is_server:
+        yield (
+            f'orchestration.bus is for headrace\'s own engine, which every rollout host starts, and engine.kind = "{engine.kind}" is a server; '
+            "remove one of them"
+        )
+    if engine.replicas > 1:
+        yield f"engine.replicas = {engine.replicas} are engines of this machine; remove it, and start as many rollout hosts as you like"
+    if engine.cores:
+        yield "engine.cores are cores of this machine; remove it, and give headrace rollouts its own: --set engine.cores=[0,1]"
+    yield from _problems_of_one_place(config)
+
+
+def _problems_of_one_place(config: RunConfig) -> Iterator[str]:
+    """Yields the settings that one place must follow for all rollouts."""
+    if config.teachers:
+        yield "teachers have engines in the run's own processes, which rollout hosts do not reach; remove orchestration.bus, or the teachers"
+    if config.algo.reference_in_reward:
+        yield (
+            "algo.kl.place = reward asks an engine of the run for the reference's log-probs, and rollout hosts have none; use algo.kl.place = loss, or "
+            "remove orchestration.bus"
+        )
+    if config.train.parity != "off":
+        yield 'train.parity = "bitwise" is proven for engines on the trainer\'s machine; set it to "off", or remove orchestration.bus'
+    if config.partial.mode in ("barrier", "cancel_group"):
+        yield f'partial.mode = "{config.partial.mode}" ends or awaits groups of the whole run, ' + _ALONE.format(
+            "inflight"
+        )
+    if config.staleness.overdue == "cancel":
+        yield 'staleness.overdue = "cancel" ends groups by the tokens that they have, ' + _ALONE.format("drop")
+    if config.environment.kind in ("gateway", "atropos"):
+        yield (
+            f'environment.kind = "{config.environment.kind}" hands out rollouts at one address, and every rollout host would have another; use another '
+            "environment, or remove orchestration.bus"
+        )
 
 
 # --- several adapters ------------------------------------------------------------------------------------------------
@@ -364,7 +670,7 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 # --- sources -----------------------------------------------------------------------------------------------
 
 
-def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, Path]:
+def _tree_of(source: Source) -> tuple[Tree, Path]:
     if isinstance(source, RunConfig):
         return dataclasses.asdict(source), Path.cwd()
     if isinstance(source, Mapping):

@@ -1,13 +1,16 @@
 """A lane: the directory, the storage and the session of one pipeline.
 
-A run has one lane; a run that trains several adapters has one for each.
+A run has one lane without a name, in the run's own directory. A run that trains several adapters has one for each:
+
+    runs/<name>/             config.toml, logs/ of the two processes
+    runs/<name>/<adapter>/   the directory of a run: config.toml, metrics, journal, checkpoints, report
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,7 @@ from headrace.loop.changed_settings import ChangedSettings
 from headrace.loop.checkpoints import Checkpoints
 from headrace.loop.recovery import SavedRun, read_saved_run
 from headrace.loop.snapshots import load_controller
-from headrace.run.config import RunConfig, config_of_run, dump_config, read_config
+from headrace.run.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.run.contents import contents_in, contents_of, written
 from headrace.run.pieces import pieces_of
 from headrace.run.resume_rules import (
@@ -34,12 +37,13 @@ from headrace.run.resume_rules import (
     check_steps,
     meaning,
 )
-from headrace.run.run_directory import RunDirectory, config_at
+from headrace.run.run_directory import CONFIG, RunDirectory, config_at
 from headrace.run.session import Session
 from headrace.run.storage import Storage
 from headrace.trainer.rate_schedule import change_of_rate
 from headrace.views.build import has_finished, open_recorder
 from headrace.views.report import write_report
+from headrace.views.screen.board import open_board
 from headrace.views.screen.summary import print_summary
 
 
@@ -69,6 +73,31 @@ class Lane:
             write_report(self.directory.path, pieces_of(self.directory.path))
         if self.storage.recorder.state.started:
             print_summary(self.storage.recorder.state, self.report if self.directory.path.exists() else None)
+
+
+@contextmanager
+def open_lanes(config: RunConfig, directory: RunDirectory, resume: bool) -> Iterator[Mapping[str, Lane]]:
+    """The lanes of a run by the names of its adapters; the name is empty if there is one. They are closed at the end."""
+    with ExitStack() as undo:
+        if not config.adapters:
+            lane = open_lane(config, directory, resume)
+            undo.callback(lane.close)
+            yield {"": lane}
+            return
+        if resume:
+            check_resumable(meaning(read_config(config_of_run(directory.path))), meaning(config))
+        board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
+        lanes = {}
+        for run in adapter_runs(config):
+            path = directory.path / run.name
+            # It may be missing in a resumed run that was killed at its start.
+            own = undo.enter_context(RunDirectory.of(path, resume and (path / CONFIG).exists()))
+            silent = dataclasses.replace(run, observe=dataclasses.replace(run.observe, terminal="off"))
+            lanes[run.name] = lane = open_lane(silent, own, resume and own.begun)
+            undo.callback(lane.close)
+            lane.storage.recorder.add(board.lane(run.name))
+        undo.callback(board.close)  # so that the summaries are printed below it
+        yield lanes
 
 
 def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
@@ -168,7 +197,7 @@ def _found(
     checkpoint, complaints = _restore_point(checkpoints)
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
-        check_bound(before, config)
+        check_bound(before.staleness, config.staleness)
     changed, behind = ChangedSettings(), changes(was, now).steps
     if state:
         written_by = _meant(config_at(path, state.step))

@@ -24,14 +24,9 @@ class EngineNeed:
     remedy: str
 
 
-def adapters_served(config: RunConfig) -> int:
-    """Number of adapters that the engine must serve at once."""
-    return len(config.adapters) or bool(config.lora.served_name)
-
-
 def _probes(config: RunConfig) -> bool:
     """Whether the run asks its own engine for log-probs of given tokens."""
-    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and adapters_served(config) > 0)
+    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and config.adapters_served > 0)
 
 
 NEEDS = {
@@ -60,8 +55,8 @@ NEEDS = {
         "set rollout.keep_routing = false",
     ),
     "adapters": EngineNeed(
-        lambda run: adapters_served(run) > 0,
-        lambda engine, run: engine.adapters >= adapters_served(run),
+        lambda run: run.adapters_served > 0,
+        lambda engine, run: engine.adapters >= run.adapters_served,
         "serve as many LoRA adapters beside the model as the run trains",
         'set lora.publish = "merged", which serves them as full weights, or train fewer at once',
     ),
@@ -116,10 +111,10 @@ def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> bool:
-    """Returns whether engine and trainer compute one forward pass, bit for bit. `arithmetic`: of the trainer. Raises ConfigError
+def check_parity(capabilities: Capabilities, arithmetic: str, parity: str) -> bool:
+    """Returns whether engine and trainer compute one forward pass, bit for bit. `arithmetic`: of the trainer; `parity`: `train.parity`. Raises ConfigError
     where train.parity asks for one forward pass and there are two."""
-    if config.train.parity == "bitwise" and capabilities.arithmetic != arithmetic:
+    if parity == "bitwise" and capabilities.arithmetic != arithmetic:
         raise ConfigError(
             f'train.parity = "bitwise" asks for one forward pass, and the engine computes {capabilities.arithmetic or "another"} where the trainer '
             f'computes {arithmetic or "another"}; give engine.dtype and train.dtype the same value, or set train.parity = "off"'

@@ -5,37 +5,30 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Literal
 
 from headrace.core.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.core.printing import echo
 from headrace.durable.named_logs import temporary_logs
-from headrace.episodes.notebook import Notebook
 from headrace.facts.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.facts.records import steps_done
 from headrace.facts.texts import plural
+from headrace.loop.assembly import groups_alone
 from headrace.loop.checkpoints import Checkpoints, damage, step_of
 from headrace.loop.evaluation import Evaluator
-from headrace.loop.own_groups import OwnGroups
-from headrace.loop.partial import Interrupts
 from headrace.models.chat import open_model
 from headrace.models.resolve import resolve_model
 from headrace.run.auto.measurer import Measurer
-from headrace.run.build import (
-    build_environment,
-    build_scorer,
-    build_task,
-    open_telemetry,
-)
+from headrace.run.build import load_files, open_players, open_telemetry, plan_of
 from headrace.run.choosing import settle_here
 from headrace.run.config import RunConfig
 from headrace.run.hosting import complete
-from headrace.run.planned_loops import plan_of
 from headrace.run.pools import open_pools
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.run_directory import held
-from headrace.run.teaching import Student, for_reading, open_teaching, plan_teachers
+from headrace.run.teaching import for_reading, open_teaching
 
 
 class _Stderr:
@@ -92,55 +85,41 @@ async def _choose_and_evaluate(
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
     config = dataclasses.replace(config, orchestration=config.orchestration.at_home)
-    with temporary_logs() as logs:
-        telemetry = open_telemetry(config, _Stderr(), time.monotonic)
-        waits = telemetry.waits
-        async with waits.named("start", "the files of models, task and reward", endless=True):
-            model_dir, encoder = await open_model(config.model.path, config.reward.special_tokens)
-            reading = for_reading(config)
-            planned_teachers = await plan_teachers(reading, model_dir, encoder)
-        task = build_task(config.task, encoder, config.seed, inputs.rows)
-        scorer = build_scorer(config, inputs.rewards, decode=encoder.decode, telemetry=telemetry)
-        environment = build_environment(config, encoder)
-        adapter = config.lora.served_name
-        restore = {adapter: checkpoint} if checkpoint else {}
-        pools = await open_pools(config, model_dir, logs, telemetry, restore)
-        try:
-            async with waits.named("start", "the first weights to be live"):
-                if adapter:
-                    await pools.serve_base(telemetry)
-                await pools.engine.load(await pools.trainer.publish(adapter))
-            student = Student(
-                model_dir=model_dir,
-                trainer=pools.trainer,
-                engine=pools.engine,
-                serves_base=bool(adapter),
-                shadow=pools.shadow,
-                launcher=pools.launcher,
-                has_ended=encoder.has_ended,
-            )
-            pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
-            rewarding = pools.teaching.rewarding(scorer)
-            groups = OwnGroups(
-                plan=plan_of(config, adapter),
-                evaluation=config.eval,
-                interrupts=Interrupts(pools.engine, config.partial, waits, telemetry.clock),
-                environment=environment,
-                scorer=rewarding,
-                evaluated_by=rewarding,
-                notebook=Notebook(adapter),
-                decode=encoder.decode,
-                waits=waits,
-                context_length=pools.engine.capabilities.context_length,
-            )
-            evaluator = Evaluator(groups=groups, prompts=task.held_out(prompts), telemetry=telemetry)
-            measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
-            assert measured is not None
-            return measured
-        finally:
-            await environment.close()
-            await scorer.close()
-            await pools.close()
+    adapter, reading = config.lora.served_name, for_reading(config)
+    restore = {adapter: checkpoint} if checkpoint else {}
+    async with AsyncExitStack() as undo:
+        logs = undo.enter_context(temporary_logs())
+        telemetry = open_telemetry(config.watch, _Stderr(), time.monotonic)
+        async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
+            model_dir, encoder = await open_model(config.model.path)
+            files = await load_files(reading, encoder, inputs.rows)
+        players = await undo.enter_async_context(open_players(config, files.encoder, telemetry, rewards=inputs.rewards))
+        pools = await undo.enter_async_context(open_pools(config, model_dir, logs, telemetry, restore))
+        async with telemetry.waits.named("start", "the first weights to be live"):
+            if adapter:
+                await pools.serve_base(telemetry)
+            await pools.engine.load(await pools.trainer.publish(adapter))
+        adapted = bool(adapter)
+        teaching = await open_teaching(
+            reading, files.planned_teachers, pools, files.encoder, telemetry, adapted=adapted
+        )
+        undo.push_async_callback(teaching.close)
+        rewarding = teaching.rewarding(players.scorer)
+        groups = groups_alone(
+            plan=plan_of(config, adapter),
+            engine=pools.engine,
+            partial=config.partial,
+            environment=players.environment,
+            scorer=rewarding,
+            evaluated_by=rewarding,
+            evaluation=config.eval,
+            decode=files.encoder.decode,
+            telemetry=telemetry,
+        )
+        evaluator = Evaluator(groups=groups, prompts=files.task.held_out(prompts), telemetry=telemetry)
+        measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
+        assert measured is not None
+        return measured
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
@@ -198,7 +177,7 @@ def export(
     from headrace.trainer.step.learner import Assignment
 
     model_dir = resolve_model(config.model.path)
-    trained = Assignment(config.train, config.algo.with_length(config.rollout.max_tokens), config.lora)
+    trained = Assignment(config.train, config.algorithm, config.lora)
     try:
         export_weights(model_dir, trained, seed=config.seed, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:

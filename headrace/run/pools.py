@@ -4,52 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.core.errors import StalledError
+from headrace.core.printing import say
 from headrace.core.protocols import Engine, Launcher, Trainer
+from headrace.core.weights import Manifest
+from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
+from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.facts.facts import WeightsLive
 from headrace.facts.telemetry import Telemetry
+from headrace.facts.waits import Waits
 from headrace.loop.turns import SharedDevices, Turns
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_trainer import ProcessTrainer
-from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.config import RunConfig, teacher_engine
 from headrace.run.needs import check_needs, check_parity
 from headrace.run.seats import open_seats, ranks_of, threads_of_rank
 from headrace.run.starting import start_engine, transport_of
-from headrace.run.teaching import Shadowing, Teaching, shadow_of
 from headrace.run.user_sites import ONLY_HERE, UserSites
 from headrace.run.worker.build import open_launcher
-from headrace.run.worker.worker_messages import AdapterStart, TrainerReady, TrainerStart
+from headrace.run.worker.worker_messages import AdapterStart, ShadowStart, TrainerReady, TrainerStart
 from headrace.weight_sync.kind import TransportKind
 from headrace.weight_sync.shared_memory import SharedMemory
 
 
+@dataclass(frozen=True)
+class Shadowing:
+    """The publishing of the student's older self to the engine that serves it."""
+
+    manifest: Manifest
+    transport: TransportKind
+
+
 @dataclass(kw_only=True)
 class Pools:
-    """Trainer and engine after they have started. The trainer's weights are not live yet."""
+    """Trainer and engine after they have started. The trainer's weights are not live yet. Several pipelines may share them."""
 
     trainer: Trainer
     engine: Engine
     launcher: Launcher
-    transports: Sequence[TransportKind]
     trainer_dtype: str
     """The dtype that the trainer computes in."""
     same_arithmetic: bool
     """Whether engine and trainer compute one forward pass, bit for bit."""
     shadow: Shadowing | None
     """The publishing of the student's older self; None if it is no teacher."""
-    teaching: Teaching | None = None
-    lent: bool = False
-    """Whether the processes are shared by several pipelines. `close` then leaves them running; their owner closes them."""
     turns: Turns = field(default_factory=Turns)
     """The trainer's time, which all pipelines that share it take in turns."""
-    ending: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """The last that is closed, after the workers."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
     _reserving: asyncio.Future[None] | None = None
@@ -70,28 +78,13 @@ class Pools:
             self._reserving = asyncio.ensure_future(self.trainer.reserve())
             self._reserving.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def lend(self) -> Pools:
-        """A view for one of several pipelines that share the processes."""
-        return dataclasses.replace(self, teaching=None, lent=True)
-
     def kill(self) -> None:
-        """Kills the processes instead of asking them to end. `close` must still be called."""
+        """Kills the processes instead of asking them to end."""
         self.trainer.kill()
         self.engine.kill()
-        if self.teaching:
-            self.teaching.kill()
-
-    async def close(self) -> None:
-        others = [self.teaching.close()] if self.teaching else []
-        if self.lent:
-            await asyncio.gather(*others)
-            return
-        await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
-        for transport in self.transports:
-            transport.close()
-        await self.ending.aclose()
 
 
+@asynccontextmanager
 async def open_pools(
     config: RunConfig,
     model_dir: Path,
@@ -100,8 +93,8 @@ async def open_pools(
     restore: Mapping[str, Path],
     *,
     sites: UserSites = ONLY_HERE,
-) -> Pools:
-    """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
+) -> AsyncIterator[Pools]:
+    """Both processes, as soon as both are ready. `restore`: checkpoints by adapter; full weights have the empty name. `sites`: are
     opened too, and closed with the pools."""
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
@@ -110,10 +103,11 @@ async def open_pools(
             transports.append(SharedMemory.open())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        ending = await undo.enter_async_context(AsyncExitStack())
-        seats = await ending.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
-        ending.push_async_callback(sites.close)
+        seats = await undo.enter_async_context(open_seats(config, model_dir, launcher, logs, telemetry))
+        undo.push_async_callback(sites.close)
         await sites.open(seats.hosts, config)
+        started: list[Engine | Trainer] = []
+        undo.push_async_callback(_close, started, telemetry.waits)
         starting = start_engine(
             config,
             model_dir=model_dir,
@@ -124,46 +118,52 @@ async def open_pools(
             telemetry=telemetry,
         )
         engine = starting.engine
-        undo.push_async_callback(engine.close)
+        started.append(engine)
         await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
-        started = trainer_start(config, model_dir, restore, *transports)
+        start = trainer_start(config, model_dir, restore, *transports)
         shared = logs.parent if ranks_of(config) else None
-        trainer = ProcessTrainer(seats.trainer, started, config.train.cores, shared, waits=telemetry.waits)
-        undo.push_async_callback(trainer.close)
+        trainer = ProcessTrainer(seats.trainer, start, config.train.cores, shared, waits=telemetry.waits)
+        started.append(trainer)
         async with telemetry.waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with telemetry.waits.named("start", "the engine to make room for it"):
-            await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
+            await starting.finish(ready.manifests, sum(map(bool, config.trained)))
         check_needs(engine.capabilities, config)
-        same_arithmetic = check_parity(engine.capabilities, ready.arithmetic, config)
-        ending = ending.pop_all()
-        undo.pop_all()
-    shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
-    return Pools(
-        trainer=trainer,
-        engine=engine,
-        launcher=launcher,
-        transports=transports,
-        trainer_dtype=ready.dtype,
-        same_arithmetic=same_arithmetic,
-        shadow=shadow,
-        turns=Turns(devices_of(config, engine, trainer, telemetry)),
-        ending=ending,
-    )
+        yield Pools(
+            trainer=trainer,
+            engine=engine,
+            launcher=launcher,
+            trainer_dtype=ready.dtype,
+            same_arithmetic=check_parity(engine.capabilities, ready.arithmetic, config.train.parity),
+            shadow=Shadowing(ready.shadow, transports[1]) if ready.shadow else None,
+            turns=Turns(devices_of(config.orchestration, engine, trainer, telemetry)),
+        )
+
+
+async def _close(started: Collection[Engine | Trainer], waits: Waits) -> None:
+    await close_within(waits, asyncio.gather(*(one.close() for one in started)))
+
+
+async def close_within(waits: Waits, closing: Awaitable[Any]) -> None:
+    """Waits until processes are closed. Those that cannot be killed are told, and hide no error."""
+    try:
+        async with waits.named("closing", "the worker processes"):
+            await closing
+    except StalledError as error:
+        say(error)
 
 
 def devices_of(
-    config: RunConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
+    place: OrchestrationConfig, engine: Engine, trainer: ProcessTrainer, telemetry: Telemetry
 ) -> SharedDevices | None:
     """The devices that engine and trainer share, or that the trainer lends; None if each has its own."""
-    place = config.orchestration
     if place.lend:
         assert isinstance(engine, Fleet), "an engine on lent devices is a member of one"
         lent = engine.on_lent_devices(place.give_way)
         return SharedDevices(lent, trainer, keep=False, telemetry=telemetry, lent=True)
     if place.placement != "shared":
         return None
-    assert isinstance(engine, ProcessEngine), "placement_problems refuses all others"
+    assert isinstance(engine, ProcessEngine), "`check` refuses all others"
     return SharedDevices(engine, trainer, keep=place.kv == "host", telemetry=telemetry)
 
 
@@ -179,28 +179,28 @@ def trainer_start(
     return TrainerStart(
         model_dir=str(model_dir),
         train=dataclasses.asdict(dataclasses.replace(config.train, threads=threads)),
-        algo=algo_settings(config),
+        algo=dataclasses.asdict(config.algorithm),
         seed=config.seed,
         serving_dtype=config.engine.serving_dtype,
         keep_routing=config.rollout.keep_routing,
         transport=transport,
         restore={name: str(checkpoint.absolute()) for name, checkpoint in restore.items()},
-        shadow=shadow_of(config, shadow) if shadow else None,
-        adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+        shadow=_shadow(config.teachers, config.engine, shadow) if shadow else None,
+        adapters={name: _assignment(run) for name, run in config.trained.items() if run.lora.rank},
         ranks=config.train.parallel.ranks,
     )
 
 
-def trained_in(config: RunConfig) -> dict[str, RunConfig]:
-    """The config of everything that is trained, by its name in trainer and engine. Full weights have the empty name."""
-    if config.adapters:
-        return {run.name: run for run in adapter_runs(config)}
-    return {config.lora.served_name: config}
-
-
-def algo_settings(config: RunConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens))
+def _shadow(teachers: Sequence[TeacherConfig], engine: EngineConfig, transport: TransportKind) -> ShadowStart | None:
+    """The trainer's start message for the teacher that is the student's older self; None if there is none."""
+    for teacher in teachers:
+        if teacher.student:
+            dtype = teacher_engine(engine, teacher).serving_dtype
+            return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype, transport)
+    return None
 
 
 def _assignment(config: RunConfig) -> AdapterStart:
-    return AdapterStart(dataclasses.asdict(config.train), algo_settings(config), dataclasses.asdict(config.lora))
+    return AdapterStart(
+        dataclasses.asdict(config.train), dataclasses.asdict(config.algorithm), dataclasses.asdict(config.lora)
+    )

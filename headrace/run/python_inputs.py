@@ -13,7 +13,9 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
+from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.python_rewards import RewardFunction, Rewards, rewards_of
+from headrace.episodes.tasks.config import TaskConfig
 from headrace.episodes.tasks.python_rows import fingerprint, rows_of
 from headrace.episodes.tasks.read import Row
 from headrace.run.choosing import resumed_settings
@@ -114,10 +116,10 @@ def _refuse_own_tasks(tree: Tree) -> None:
         )
 
 
-def refuse_python_inputs(config: RunConfig) -> None:
+def refuse_python_inputs(reward: RewardConfig, task: TaskConfig) -> None:
     """Raises ConfigError for a run that needs objects which only Python can pass. Called by the command line."""
-    passed = [f"the reward {spec.name}" for spec in config.reward.from_python]
-    if config.task.facts.passed:
+    passed = [f"the reward {spec.name}" for spec in reward.from_python]
+    if task.facts.passed:
         passed.append("its rows")
     if passed:
         raise ConfigError(

@@ -24,20 +24,24 @@ from headrace.core.types import Completion, Episode, Prompt
 from headrace.durable.journal import count_steps
 from headrace.engine.remote.server_kind import server_kind
 from headrace.engine.servers.installed import require
+from headrace.episodes.sandbox.config import SandboxConfig
+from headrace.episodes.scoring.config import RewardConfig
 from headrace.episodes.scoring.extract import Extractor
 from headrace.episodes.scoring.job import is_async
 from headrace.episodes.scoring.python_rewards import RewardFunction
 from headrace.episodes.scoring.workers.processes import WorkerProcess, begin_worker
+from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.facts import FilesChecked, Warned
+from headrace.loop.curriculum.config import CurriculumConfig
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.native.free_memory import gib
 from headrace.run.auto.measurer import Measurer, ProbeMeasurer
 from headrace.run.auto.share import measure_share
-from headrace.run.build import TriedParts, build_environment, build_scorer, build_task
+from headrace.run.build import LoadedFiles, build_environment, build_scorer, build_task
 from headrace.run.choosing import fit_minutes, settle
-from headrace.run.config import RunConfig, adapter_runs, read_config
+from headrace.run.config import RunConfig, rate_remarks, read_config
 from headrace.run.fleets.core_shares import nothing_to_lend, share_problems
 from headrace.run.python_inputs import NO_INPUTS, PythonInputs
 from headrace.run.rehearsal import machine as machines
@@ -63,11 +67,10 @@ from headrace.run.run_directory import CONFIG, refuse_used
 from headrace.run.seats import check_seats
 from headrace.run.teaching import PlannedTeacher, plan_teachers
 from headrace.run.wording import headline, placement, untried
-from headrace.settings.learning_problems import rate_remarks
 from headrace.settings.user_code import defines
+from headrace.trainer.config import TrainConfig
 from headrace.trainer.rate_schedule import change_of_rate, drawn
 from headrace.views.screen.start_line import StartSteps
-from headrace.weight_sync.config import way_of
 from headrace.weight_sync.delta.watch import poor_settings
 from headrace.weight_sync.push.cuda_ipc import NO_GPU
 
@@ -95,7 +98,7 @@ class Rehearsal:
     """Length of a usual prompt."""
     steps: StartSteps = field(default_factory=StartSteps)
     """The work of the moment."""
-    tried: dict[str, TriedParts] = field(default_factory=dict)
+    tried: dict[str, LoadedFiles] = field(default_factory=dict)
     """The parts that were loaded for each run, by the names of adapters; the name is empty if there is one run."""
     unmeasured: str = ""
     """The reason why nothing could be measured; empty if it was."""
@@ -155,8 +158,8 @@ async def rehearse(
     if found.problems:
         raise ConfigError("\n".join(dict.fromkeys(found.problems)))
     found.sections["Run"] = _run(found.config)
-    for run in (adapter_runs(found.config) or (found.config,)) if thorough else ():
-        found.sections["Run"] = [*found.sections["Run"], *_rate(found, run, resume)]
+    for run in found.config.runs if thorough else ():
+        found.sections["Run"] = [*found.sections["Run"], *_rate(found, run.name, run.train, resume)]
     return found
 
 
@@ -171,7 +174,7 @@ async def _rehearse(
     try:
         with found.part(), found.steps.doing(f"finding the model {config.model.path}"):
             model_dir = await asyncio.to_thread(resolve_model, config.model.path)
-        for run in adapter_runs(config) or (config,):
+        for run in config.runs:
             await _task_and_reward(found, run, model_dir, inputs)
         with found.part():
             machine = await asyncio.to_thread(machines.inspect_machine, probe)
@@ -223,16 +226,16 @@ def _run(config: RunConfig) -> Lines:
     ]
 
 
-def _rate(found: Rehearsal, run: RunConfig, resume: Path | None) -> Lines:
+def _rate(found: Rehearsal, name: str, train: TrainConfig, resume: Path | None) -> Lines:
     """The learning rate over the steps, and a note if it goes on otherwise than a run that is resumed would have."""
     before, done, several = None, 0, bool(found.config.adapters)
-    own = resume / run.name if resume and several else resume
+    own = resume / name if resume and several else resume
     if own and (own / CONFIG).exists():  # an adapter's is missing if the run was killed at its start
         before, done = read_config(own / CONFIG).train, count_steps(own)
-        if said := change_of_rate(before, run.train, done):
-            found.notes.append(f"{run.name}: {said}" if several else said)
-    curve = drawn(run.train, before, done).splitlines()
-    lines = [f"{run.name}: {curve[0]}" if several else curve[0], *curve[1:]]
+        if said := change_of_rate(before, train, done):
+            found.notes.append(f"{name}: {said}" if several else said)
+    curve = drawn(train, before, done).splitlines()
+    lines = [f"{name}: {curve[0]}" if several else curve[0], *curve[1:]]
     return [("" if number else "rate", line) for number, line in enumerate(lines)]
 
 
@@ -243,13 +246,15 @@ async def _task_and_reward(
     found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs, *, needs_reward: bool = True
 ) -> None:
     several = f", {config.name}" if found.config.adapters else ""
-    found.notes += [f"{config.name}: {remark}" if several else remark for remark in rate_remarks(config)]
+    found.notes += [
+        f"{config.name}: {remark}" if several else remark for remark in rate_remarks(config.train, config.lora)
+    ]
     with found.part():
         _own_functions(config.algo)
-        found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))
+        found.sections[f"Algorithm{several}"] = algorithm(config.algorithm)
     if model_dir is None:
         return
-    async with _reward_worker(config, inputs.rewards) as beginning:
+    async with _reward_worker(config.reward, config.sandbox, inputs.rewards) as beginning:
         await _tried(found, config, model_dir, inputs, beginning, needs_reward=needs_reward)
 
 
@@ -271,11 +276,29 @@ async def _tried(
         encoder = encoder.with_special_tokens(config.reward.special_tokens)
         with found.steps.doing(f"reading the task {config.task.name or Path(config.task.path).name}".rstrip()):
             task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
-        found.agree(await asyncio.to_thread(_preflight, config, encoder.using(config.task.rendering)), model_dir)
+        found.agree(
+            await asyncio.to_thread(
+                preflight,
+                encoder.using(config.task.rendering),
+                chat=config.task.chat,
+                turns=config.environment.in_processes,
+                lora=config.lora,
+                engine=config.engine.kind,
+            ),
+            model_dir,
+        )
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.notes += await asyncio.to_thread(task.remarks)
-        found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        planned = await plan_teachers(config, model_dir, encoder, inputs.rows)
+        found.sections[f"Prompts{several}"] = _prompts(
+            found,
+            config.curriculum,
+            read_shape(model_dir),
+            encoder,
+            prompts,
+            context=config.engine.context_length,
+            most=config.rollout.max_tokens,
+        )
+        planned = await plan_teachers(config, encoder, inputs.rows)
         found.planned_teachers += planned
         episode: Episode | None = None
         if config.environment.is_handed_out:
@@ -290,22 +313,22 @@ async def _tried(
                 begun = await beginning if beginning else None
                 lines, tried = await _reward(config, inputs.rewards, prompts[0], encoder, episode=episode, begun=begun)
             found.sections[f"Reward{several}"] = lines
-        found.sight = _sight(config, encoder, prompts[0], episode, tried)
+        found.sight = _sight(config.task, config.reward, encoder, prompts[0], episode=episode, tried=tried)
         name = config.name if several else ""
         loaded = beginning.result().functions if beginning else ()
-        found.tried[name] = TriedParts(encoder=encoder, task=task, planned_teachers=planned, loaded=loaded)
+        found.tried[name] = LoadedFiles(encoder=encoder, task=task, planned_teachers=planned, rewards=loaded)
 
 
 @asynccontextmanager
 async def _reward_worker(
-    config: RunConfig, rewards: Sequence[RewardFunction]
+    reward: RewardConfig, sandbox: SandboxConfig, rewards: Sequence[RewardFunction]
 ) -> AsyncIterator[asyncio.Task[WorkerProcess] | None]:
     """The start of a process with the reward functions, while the caller loads the rest. It ends with this context."""
-    if rewards or not config.reward.specs or config.reward.from_python:
+    if rewards or not reward.specs or reward.from_python:
         yield None
         return
     with TemporaryDirectory() as logs:
-        starting = begin_worker(config.reward.named, config.sandbox.settings.as_text(), Path(logs) / "scorer.log")
+        starting = begin_worker(reward.named, sandbox.settings.as_text(), Path(logs) / "scorer.log")
         beginning = asyncio.create_task(starting)
         try:
             yield beginning
@@ -316,25 +339,26 @@ async def _reward_worker(
                 await beginning.result().close()
 
 
-def _preflight(config: RunConfig, encoder: ChatEncoder) -> list[Finding]:
-    turns, engine = config.environment.in_processes, config.engine.kind
-    return preflight(encoder, chat=config.task.chat, turns=turns, lora=config.lora, engine=engine)
-
-
 def _sight(
-    config: RunConfig, encoder: ChatEncoder, prompt: Prompt, episode: Episode | None, tried: RewardTrial | None
+    task: TaskConfig,
+    reward: RewardConfig,
+    encoder: ChatEncoder,
+    prompt: Prompt,
+    *,
+    episode: Episode | None,
+    tried: RewardTrial | None,
 ) -> Sight:
     if episode:  # what an environment made of the row
         turn = episode.turns[0]
         prompt, completion = msgspec.structs.replace(prompt, tokens=turn.context), turn.completion.tokens
     else:
-        text, _ = stand_in(prompt, answer=config.task.answer, extracts=config.reward.extracts)
+        text, _ = stand_in(prompt, answer=task.answer, extracts=reward.extracts)
         completion = encoder.encode_completion(text, True)
     given = None
-    if len(config.reward.specs) == 1 and (kind := config.reward.specs[0].extract) and not episode:
+    if len(reward.specs) == 1 and (kind := reward.specs[0].extract) and not episode:
         given = Extractor(kind)(Completion(completion, (), (), "stop", encoder.decode(completion)))
     said = tried.words if tried else ""
-    return sight_of(encoder, prompt, completion, system=config.task.system, given=given, reward=said)
+    return sight_of(encoder, prompt, completion, system=task.system, given=given, reward=said)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -345,9 +369,16 @@ def _own_functions(algo: AlgoConfig) -> None:
 
 
 def _prompts(
-    found: Rehearsal, config: RunConfig, shape: ModelShape, encoder: ChatEncoder, prompts: Sequence[Prompt]
+    found: Rehearsal,
+    curriculum: CurriculumConfig,
+    shape: ModelShape,
+    encoder: ChatEncoder,
+    prompts: Sequence[Prompt],
+    *,
+    context: int,
+    most: int,
 ) -> Lines:
-    context, most = config.engine.context_length, config.rollout.max_tokens
+    """`context`: of the engine; `most`: tokens that a rollout may have."""
     room = min(context, shape.positions or context) - most
     seen = lengths(prompts, room)
     found.prompt_tokens = seen.median
@@ -356,7 +387,7 @@ def _prompts(
     said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
     first = encoder.written(prompts[0].tokens)
     return [
-        ("next", f"{config.curriculum.words} (curriculum.kind = {config.curriculum.kind})"),
+        ("next", f"{curriculum.words} (curriculum.kind = {curriculum.kind})"),
         ("lengths", f"{said} ({seen.looked_at} looked at)"),
         ("the first", first),
         ("", f"({prompts[0].id})"),
@@ -470,7 +501,11 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         *why.items(),
     ]
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
-    found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
+    size = checkpoint_bytes(shape, plan)
+    found.sections["Memory"] = [
+        *memory_lines(wanted, machine),
+        ("on disk", f"{gib(size)} a checkpoint, at most {config.checkpoint.keep + 1} at a time"),
+    ]
     problems = list(refusals(wanted, shape, plan, machine))
     if plan.published == "cuda" and "cpu" in (plan.engine_device, plan.train_device):
         problems.append(NO_GPU)
@@ -485,7 +520,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     if not problems:
         found.notes += notes(wanted, machine, plan.shared or plan.lent)
     if config.engine.starts_server:
-        fetches = way_of(config.weight_sync, config.ends).transport.listens
+        fetches = config.way.transport.listens
         server = require(config.engine.kind, config.engine.python, fetches)
         if problem := server_kind(config.engine.kind).cannot_reload(server, shape.experts):
             found.doubt(problem, certain=True)
@@ -498,7 +533,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     here = config.orchestration.trains_here
     trainer = machine.device("train.device", config.train.device if here else "cpu")
     dtype = machine.dtype(config.train.dtype, trainer)
-    runs, way = adapter_runs(config) or (config,), way_of(config.weight_sync, config.ends)
+    runs, way = config.runs, config.way
     first = runs[0]
     return MemoryPlan(
         engine=config.engine,
@@ -526,8 +561,3 @@ def _others(
         yield from engine_needs(f"teacher {planned.config.name}", read_shape(planned.model_dir), planned.engine, device)
     if found.config.algo.reference_in_reward and not found.config.lora.served_name:
         yield from engine_needs("reference", shape, plan.engine, plan.engine_device)
-
-
-def _disk(config: RunConfig, shape: ModelShape, plan: MemoryPlan) -> tuple[str, str]:
-    size = checkpoint_bytes(shape, plan)
-    return "on disk", f"{gib(size)} a checkpoint, at most {config.checkpoint.keep + 1} at a time"

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.loop.changed_settings import ChangedSettings
-from headrace.loop.staleness import still_bounded
+from headrace.loop.staleness import StalenessConfig, still_bounded
 from headrace.run.config import RunConfig
 
 Steps = Literal["refused", "set aside", "repeated"]
@@ -211,10 +211,10 @@ def meaning(config: RunConfig, contents: Mapping[str, str] | None = None) -> dic
     return json.loads(json.dumps(found, default=str))
 
 
-def settings_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(section: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every setting by its dotted name. A list of tables is one setting."""
-    for field in dataclasses.fields(config):
-        name, value = f"{before}{field.name}", getattr(config, field.name)
+    for field in dataclasses.fields(section):
+        name, value = f"{before}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{name}.")
         elif isinstance(value, tuple):
@@ -275,10 +275,9 @@ def check_steps(run_dir: Path, done: int, wanted: int) -> None:
         )
 
 
-def check_bound(old: RunConfig, new: RunConfig) -> None:
+def check_bound(was: StalenessConfig, now: StalenessConfig) -> None:
     """Raises ConfigError if groups that wait in the checkpoint may be older than the new settings promise."""
-    if not still_bounded(old.staleness, new.staleness):
-        was, now = old.staleness, new.staleness
+    if not still_bounded(was, now):
         raise ConfigError(
             f"groups in the checkpoint were admitted with staleness.max_lag = {was.max_lag}, window = {was.window}, overdue "
             f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} promises by pacing alone; keep '

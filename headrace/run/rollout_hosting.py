@@ -16,21 +16,18 @@ from pathlib import Path
 
 from headrace.core.errors import ConfigError
 from headrace.core.printing import say
-from headrace.episodes.notebook import Notebook
 from headrace.episodes.scoring.overlong import punished
 from headrace.facts.facts import Fact, FirstFailure, Warned, WorkerLost
-from headrace.loop.own_groups import OwnGroups
-from headrace.loop.partial import Interrupts
+from headrace.loop.assembly import groups_alone
 from headrace.models.chat import ChatEncoder
 from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import agree
-from headrace.run.build import build_environment, build_scorer, open_telemetry
+from headrace.run.build import open_players, open_telemetry, plan_of
 from headrace.run.config import RunConfig, read_config
 from headrace.run.hosts.bus.open_bus import open_bus, runs_on
 from headrace.run.hosts.errands import RunNotice
 from headrace.run.hosts.rollout_host import HostParts, HostPatience, RolloutHost
 from headrace.run.needs import check_needs
-from headrace.run.planned_loops import plan_of
 from headrace.run.session import run_clock
 from headrace.run.starting import start_engine
 from headrace.run.worker.build import open_launcher
@@ -120,19 +117,15 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
     if agreed.unable:
         raise ConfigError(agreed.unable)
     assert notice.transport is not None
-    model_dir = Path(agreed.model_dir)
-    encoder = (await asyncio.to_thread(ChatEncoder, model_dir)).with_special_tokens(config.reward.special_tokens)
-    telemetry = open_telemetry(config, _Stderr(), run_clock(0.0))
+    encoder = (await asyncio.to_thread(ChatEncoder, Path(agreed.model_dir))).with_special_tokens(
+        config.reward.special_tokens
+    )
+    telemetry = open_telemetry(config.watch, _Stderr(), run_clock(0.0))
     async with AsyncExitStack() as undo:
-        scorer = await asyncio.to_thread(
-            build_scorer, config, (), logs / "scorer.log", decode=encoder.decode, telemetry=telemetry
-        )
-        undo.push_async_callback(scorer.close)
-        environment = await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log")
-        undo.push_async_callback(environment.close)
+        players = await undo.enter_async_context(open_players(config, encoder, telemetry, logs=logs))
         starting = start_engine(
             config,
-            model_dir=model_dir,
+            model_dir=encoder.directory,
             launcher=open_launcher(logs),
             transport=notice.transport,
             logs=logs,
@@ -145,22 +138,20 @@ async def open_parts(notice: RunNotice, hosting: Hosting, logs: Path) -> HostPar
             await starting.finish(notice.manifests, notice.adapters)
         check_needs(engine.capabilities, config)
         close = undo.pop_all().aclose
-    interrupts = Interrupts(engine, config.partial, telemetry.waits, telemetry.clock)
-    groups = OwnGroups(
+    groups = groups_alone(
         plan=plan_of(config, notice.adapter),
+        engine=engine,
+        partial=config.partial,
+        environment=players.environment,
+        scorer=punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, players.scorer),
+        evaluated_by=players.scorer,
         evaluation=config.eval,
-        interrupts=interrupts,
-        environment=environment,
-        scorer=punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, scorer),
-        evaluated_by=scorer,
-        notebook=Notebook(notice.adapter),
         decode=encoder.decode,
-        waits=telemetry.waits,
-        context_length=engine.capabilities.context_length,
+        telemetry=telemetry,
     )
     return HostParts(
         engine=engine,
-        interrupts=interrupts,
+        interrupts=groups.interrupts,
         groups=groups,
         adapter=notice.adapter,
         share=lambda hosts: hosting.most or math.ceil(config.staleness.generating / hosts),

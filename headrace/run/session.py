@@ -1,21 +1,31 @@
-"""The course of one pipeline: evaluation before and after training, interrupts, and the summary at the end."""
+"""The course of one pipeline: its first weights, evaluation before and after training, interrupts, and the summary at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from headrace.algo.noise import inside_rounding
 from headrace.core.errors import HeadraceError, StalledError, WorkerDied
 from headrace.core.printing import say
-from headrace.facts.facts import Evaluated, RunEnded
-from headrace.loop.utilisation import LAST_WORD
-from headrace.run.build import BuiltRun
+from headrace.durable.journal import JournalStep
+from headrace.facts.facts import Books, Evaluated, RunEnded, RunStarted
+from headrace.facts.machine_mark import machine_mark
+from headrace.loop.assembly import go_live
+from headrace.loop.parts import Parts
+from headrace.loop.pipeline import Pipeline
+from headrace.loop.utilisation import LAST_WORD, Utilisation
+from headrace.run.config import RunConfig
+from headrace.run.pools import Pools, close_within
 from headrace.run.storage import Storage
-from headrace.run.wording import machine_change
+from headrace.run.teaching import Teaching
+from headrace.run.wording import headline, machine_change, placement, weight_way
 
 PATIENCE = {0: LAST_WORD, 1: 5.0}
 """Seconds in which the engine should answer after training, by the number of interrupts: whoever pressed Ctrl-C waits."""
@@ -38,6 +48,66 @@ def report_unhandled(say: Callable[[str], None]) -> None:
         say(f"{context['message']}: {context['exception']!r}" if "exception" in context else context["message"])
 
     asyncio.get_running_loop().set_exception_handler(heard)
+
+
+@dataclass(kw_only=True)
+class BuiltRun:
+    """A lane that has begun: its pipeline is assembled, and its processes are up."""
+
+    config: RunConfig
+    adapter: str
+    """The adapter that is trained; empty if the engine serves full weights."""
+    pools: Pools
+    teaching: Teaching
+    parts: Parts
+    pipeline: Pipeline
+    redo: Sequence[JournalStep]
+    """The steps after the checkpoint, which the trainer must repeat before anything else."""
+    outdated: Mapping[int, Sequence[str]]
+    """See `SavedRun.outdated`."""
+    utilisation: Utilisation
+    close: Callable[[], Awaitable[None]]
+    """Closes what is the lane's own: all but the pools."""
+
+    def started(self, step: int) -> RunStarted:
+        """`step`: number of optimizer steps done."""
+        config, buffer = self.config, self.parts.buffer
+        books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
+        return RunStarted(
+            t=self.parts.telemetry.clock(),
+            name=config.name,
+            headline=headline(config),
+            seed=config.seed,
+            steps=config.train.steps,
+            groups_per_step=config.staleness.groups_per_step,
+            group_size=config.rollout.group_size,
+            slots=config.staleness.generating,
+            window=config.staleness.window,
+            max_lag=config.staleness.lag_bound,
+            where=placement(config, self.pools.engine.capabilities.path),
+            resumed_at=step,
+            books=books,
+            machine=machine_mark(config.train.cores, config.train.threads),
+            max_tokens=config.rollout.max_tokens,
+            chosen=config.chosen.why,
+            prices=config.observe.prices,
+            weights=weight_way(config.way, config.weight_sync.encoding),
+        )
+
+    async def go_live(self) -> None:
+        """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
+        telemetry = self.parts.telemetry
+        serve_base = partial(self.pools.serve_base, telemetry) if self.adapter else None
+        rounding = await go_live(self.parts, self.adapter, serve_base)
+        for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+            telemetry.warn(sentence)
+        if self.config.orchestration.placement != "shared" and not self.config.orchestration.lend:  # there it may sleep
+            self.pools.reserve()
+
+    def kill(self) -> None:
+        """Kills the processes instead of asking them to end. They must still be closed."""
+        self.pools.kill()
+        self.teaching.kill()
 
 
 class Notices:
@@ -80,7 +150,9 @@ class Session:
         self.before: Evaluated | None = None
         self.after: Evaluated | None = None
         self._built: BuiltRun | None = None
-        self._training = self._trained = self._leaving = False
+        self._training = self._trained = False
+        self.over = False
+        """Whether the pipeline has ended. What it has left behind may still be closing."""
         self._interrupts, self._left_for = 0, "interrupted"
         self.asked = False
         """Whether somebody outside the run has asked it to end."""
@@ -98,11 +170,19 @@ class Session:
         known = {one.phase: one for one in self._recorder.state.evals}
         self.before, self.after = known.get("before"), known.get("after")
 
-    async def run(self, building: Awaitable[BuiltRun]) -> None:
+    def loads(self) -> None:
+        """Called in the task that loads the run: an interrupt then cancels it."""
         self._main = asyncio.current_task()
+
+    def start(self, built: BuiltRun) -> asyncio.Task[None]:
+        """Begins to train, and returns the task that ends with the run."""
+        self._built = built
+        self._main = asyncio.ensure_future(self._run(built))
+        return self._main
+
+    async def _run(self, built: BuiltRun) -> None:
         try:
-            self._built = await building
-            await self._train(self._built)
+            await self._train(built)
         except Exception as error:
             left = self.asked and isinstance(error, WorkerDied) and error.who == "trainer"  # see `TrainCall.host`
             self.reason = self._left_for if left else str(error) if isinstance(error, HeadraceError) else repr(error)
@@ -110,13 +190,12 @@ class Session:
         except asyncio.CancelledError:
             self.reason = self._left_for
         finally:
-            self._leaving = True
-            if self._built:
-                if self._interrupts > 1:
-                    self._built.pools.kill()
-                with suppress(HeadraceError):  # a full disk must not hide the error that ended the run
-                    self._recorder.record(await self._ended(self._built))
-                await self._close(self._built)
+            self.over = True
+            if self._interrupts > 1:
+                built.kill()
+            with suppress(HeadraceError):  # a full disk must not hide the error that ended the run
+                self._recorder.record(await self._ended(built))
+            await close_within(built.parts.telemetry.waits, built.close())
 
     async def _train(self, built: BuiltRun) -> None:
         await self._redo(built)
@@ -144,13 +223,6 @@ class Session:
         else:
             self.after = await built.parts.evaluator.measure("after", self.step)
 
-    async def _close(self, built: BuiltRun) -> None:
-        try:
-            async with built.parts.telemetry.waits.named("closing", "the worker processes"):
-                await built.close()
-        except StalledError as error:  # nor may a process that cannot be killed
-            say(error)
-
     async def _redo(self, built: BuiltRun) -> None:
         """Repeats journaled steps, which brings the trainer to the moment of the kill too."""
         built.pipeline.discard(built.outdated)
@@ -170,9 +242,7 @@ class Session:
             said = f"{why}: finishing this step, writing a checkpoint{again}"
             self._built.parts.telemetry.warn(said)
             self._built.pipeline.interrupt()
-        elif self._leaving and self._built:
-            self._built.pools.kill()
-        elif self._main:
+        elif self._main and not self.over:
             self._main.cancel()
 
     def stop(self, why: str, reason: str) -> None:

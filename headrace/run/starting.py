@@ -9,7 +9,6 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.protocols import Job, Launcher
@@ -32,14 +31,13 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.bus_engine import BusEngine
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.clients.process_lent import LentProcess
-from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.config import RunConfig
 from headrace.run.contents import contents_of
 from headrace.run.fleets.core_shares import settings_of_lent
 from headrace.run.fleets.fleet_start import LENT, Starting, come, start_fleet
 from headrace.run.hosts.bus.bus_port import Bus
 from headrace.run.hosts.bus.open_bus import open_for_run
 from headrace.run.hosts.errands import GroupSizes, RunNotice
-from headrace.run.needs import adapters_served
 from headrace.run.rehearsal.shape import read_shape
 from headrace.run.resume_rules import mark_of, meaning
 from headrace.run.seats import threads_elsewhere
@@ -47,13 +45,13 @@ from headrace.run.worker.worker_messages import EngineStart
 from headrace.settings.secrets import read_token
 from headrace.version import __version__
 from headrace.web.tls import TlsIdentity, first_certificate
-from headrace.weight_sync.config import WeightSyncConfig, reached_at, way_of
+from headrace.weight_sync.config import WeightSyncConfig, reached_at
 from headrace.weight_sync.kind import Opening, TransportKind
 
 
 def transport_of(config: RunConfig, logs: Path) -> TransportKind:
     """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
-    transport = way_of(config.weight_sync, config.ends).transport
+    transport = config.way.transport
     place: OrchestrationConfig | WeightSyncConfig = config.orchestration
     place = place if place.cert else config.weight_sync
     shared = config.engine.shared_dir
@@ -82,25 +80,27 @@ def start_engine(
     here: Launcher | None = None,
 ) -> Starting:
     """`launcher`: of the engines, wherever they are; `here`: of this machine, if that is another. `logs`: the directory for what processes print."""
-    suspects = Suspects(config.engine.ticket_deaths)
+    suspects, routing = Suspects(config.engine.ticket_deaths), config.rollout.keep_routing
 
     def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         if config.orchestration.elsewhere:  # its machine has cores of its own
             one = dataclasses.replace(one, threads=threads_elsewhere(config))
-        member = dataclasses.replace(config, engine=one)
         if one.is_server:
+            member = dataclasses.replace(config, engine=one)
             return _server(
                 member, name, model_dir=model_dir, transport=transport, logs=logs, telemetry=member_telemetry
             )
         who = f"engine {name}".rstrip()
         engine = functools.partial(ProcessEngine, launcher, telemetry=member_telemetry, suspects=suspects)
         asleep = config.orchestration.placement == "shared"
-        return _process(member, who, engine, model_dir=model_dir, transport=transport, asleep=asleep)
+        return _process(one, who, engine, model_dir=model_dir, transport=transport, asleep=asleep, routing=routing)
 
     def start_lent(member_telemetry: Telemetry) -> Starting[MemberEngine]:
-        own = dataclasses.replace(config, engine=settings_of_lent(config))
+        own = settings_of_lent(config.engine, config.train)
         engine = functools.partial(LentProcess, here or launcher, telemetry=member_telemetry, suspects=suspects)
-        return _process(own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True)
+        return _process(
+            own, f"engine {LENT}", engine, model_dir=model_dir, transport=transport, asleep=True, routing=routing
+        )
 
     if config.orchestration.bus:
         return _on_bus(config, model_dir=model_dir, transport=transport, run_dir=logs.parent, telemetry=telemetry)
@@ -155,39 +155,36 @@ def name_on_bus(run_dir: Path, name: str) -> str:
 
 
 def _process(
-    config: RunConfig,
+    config: EngineConfig,
     who: str,
     make: Callable[[Job, int], ProcessEngine],
     *,
     model_dir: Path,
     transport: TransportKind,
     asleep: bool,
+    routing: bool,
 ) -> Starting[MemberEngine]:
-    engine = make(Job("engine", who, config.engine.cores, transport.inherited), config.engine.max_deaths)
+    """`routing`: whether the run keeps the experts that the engine chose."""
+    engine = make(Job("engine", who, config.cores, transport.inherited), config.max_deaths)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        settings = _engine_settings(config, adapters)
-        await engine.open(EngineStart(str(model_dir), settings, dict(manifests), transport, asleep))
+        """Switches on all that the run needs. The engine refuses at its start what it cannot do."""
+        room = max(config.max_adapters, adapters)
+        settings = dataclasses.replace(config, routing=config.routing or routing, max_adapters=room)
+        await engine.open(EngineStart(str(model_dir), dataclasses.asdict(settings), dict(manifests), transport, asleep))
 
     return Starting(engine, engine.launch, finish)
-
-
-def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
-    """Returns the engine's settings with all that the run needs switched on. The engine refuses at its start what it cannot do."""
-    routing = config.engine.routing or config.rollout.keep_routing
-    room = max(config.engine.max_adapters, adapters)
-    return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
 
 
 def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerProcess:
     """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
     settings = config.engine
-    fetches = way_of(config.weight_sync, config.ends).transport.listens
+    fetches = config.way.transport.listens
     found = require(settings.kind, settings.python, fetches)
     if problem := server_kind(settings.kind).cannot_reload(found, read_shape(model_dir).experts):
         raise ConfigError(problem)
-    loras = [run.lora for run in adapter_runs(config) or (config,)]
-    serves = max(settings.max_adapters, adapters_served(config)) > 0
+    loras = [run.lora for run in config.runs]
+    serves = max(settings.max_adapters, config.adapters_served) > 0
     adapted = set().union(*map(read_shape(model_dir).adapted, loras)) if serves else ()
 
     def make(port: int, token: str, token_file: Path) -> Command:
@@ -196,7 +193,7 @@ def _host(config: RunConfig, name: str, model_dir: Path, logs: Path) -> ServerPr
             port=port,
             token=token,
             token_file=token_file,
-            adapters=adapters_served(config),
+            adapters=config.adapters_served,
             rank=max(lora.rank for lora in loras),
             adapted=sorted(adapted),
             fetches=fetches,

@@ -19,7 +19,7 @@ from headrace.core.chat.rendering import arguments_of, tools_of
 from headrace.core.errors import ConfigError, first_error
 from headrace.core.protocols import Engine, Job, Launcher, Scorer, Trainer
 from headrace.core.types import Completion, Prompt
-from headrace.core.weights import Manifest, WeightUpdate
+from headrace.core.weights import WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.episodes.scoring.teacher.config import TeacherConfig
 from headrace.episodes.scoring.teacher.stage import Teacher, TraceScorer
@@ -36,9 +36,9 @@ from headrace.models.resolve import resolve_model
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.config import RunConfig, teacher_engine
 from headrace.run.needs import check_teacher
-from headrace.run.worker.worker_messages import EngineStart, ShadowStart
+from headrace.run.pools import Pools, Shadowing
+from headrace.run.worker.worker_messages import EngineStart
 from headrace.weight_sync.directory import offer
-from headrace.weight_sync.kind import TransportKind
 
 # -- before anything starts -------------------------------------------------------------------------------------------------
 
@@ -55,20 +55,20 @@ class PlannedTeacher:
 
 
 async def plan_teachers(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, rows: Sequence[Row] | None = None
+    config: RunConfig, encoder: ChatEncoder, rows: Sequence[Row] | None = None
 ) -> list[PlannedTeacher]:
     """Finds the teachers' models, and fetches them if needed. Raises ConfigError for one that cannot teach this student.
 
-    `rows`: the rows that were passed from Python, if any."""
-    if problem := await asyncio.to_thread(_prompt_without_teacher, config, rows):
+    `encoder`: the student's. `rows`: the rows that were passed from Python, if any."""
+    if problem := await asyncio.to_thread(_prompt_without_teacher, config.teachers, config.task, rows):
         raise ConfigError(problem)
-    return [await asyncio.to_thread(_lesson, config, teacher, model_dir, encoder) for teacher in config.teachers]
+    return [await asyncio.to_thread(_lesson, config, teacher, encoder) for teacher in config.teachers]
 
 
-def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder: ChatEncoder) -> PlannedTeacher:
-    engine = teacher_engine(config, teacher)
+def _lesson(config: RunConfig, teacher: TeacherConfig, encoder: ChatEncoder) -> PlannedTeacher:
+    engine = teacher_engine(config.engine, teacher)
     if teacher.student:
-        return PlannedTeacher(teacher, model_dir, engine, None)
+        return PlannedTeacher(teacher, encoder.directory, engine, None)
     try:
         directory = resolve_model(teacher.path, setting=f"the teacher {teacher.name}: path")
     except ConfigError as error:
@@ -85,7 +85,7 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
             )
         return PlannedTeacher(teacher, directory, engine, own)
     problem = vocabulary_problem(encoder.vocabulary(), own.vocabulary())
-    widths = width_of(model_dir), width_of(directory)
+    widths = width_of(encoder.directory), width_of(directory)
     if not problem and config.algo.teacher_top and widths[0] != widths[1]:
         problem = f"the models have {widths[0]} and {widths[1]} rows of logits"
     if problem:
@@ -96,22 +96,22 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
     return PlannedTeacher(teacher, directory, engine, None)
 
 
-def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> str:
+def _prompt_without_teacher(planned: Sequence[TeacherConfig], task: TaskConfig, rows: Sequence[Row] | None) -> str:
     """A sentence about the first row that no teacher takes, or an empty string. The rows of a procedural task cannot be checked before
     the run."""
-    teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
+    teachers = [teacher for teacher in planned if teacher.mode == "tokens"]
     if (
         not teachers
-        or not (config.task.facts.reads or config.task.facts.passed)
+        or not (task.facts.reads or task.facts.passed)
         or any(teacher.route is None for teacher in teachers)
     ):
         return ""
-    for number, row in enumerate(read_rows(config.task.kind, config.task.path) if rows is None else rows, 1):
+    for number, row in enumerate(read_rows(task.kind, task.path) if rows is None else rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
             values = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
             return (
-                f"no teacher takes row {number} of {config.task.source} ({values}); widen a route, add a [[teachers]] table without a "
+                f"no teacher takes row {number} of {task.source} ({values}); widen a route, add a [[teachers]] table without a "
                 "route, or remove such rows"
             )
     return ""
@@ -121,20 +121,6 @@ def for_reading(config: RunConfig) -> RunConfig:
     """The config for `headrace eval`. It keeps only the teachers that score text, because their scores are part of the reward."""
     readers = tuple(teacher for teacher in config.teachers if teacher.mode == "text")
     return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
-
-
-def shadow_of(config: RunConfig, transport: TransportKind) -> ShadowStart | None:
-    """The trainer's start message for the teacher that is the student's older self; None if there is none."""
-    for teacher in config.teachers:
-        if teacher.student:
-            dtype = teacher_engine(config, teacher).serving_dtype
-            return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype, transport)
-    return None
-
-
-def reward_weights(config: RunConfig) -> dict[str, float]:
-    """The weight of every named reward: those of functions, and those of teachers that score text."""
-    return {**config.reward.weights, **{one.name: one.weight for one in config.teachers if one.mode == "text"}}
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------------
@@ -148,14 +134,6 @@ def _without_samples(telemetry: Telemetry) -> Telemetry:
             telemetry.record(fact)
 
     return dataclasses.replace(telemetry, record=record)
-
-
-@dataclass(frozen=True)
-class Shadowing:
-    """The publishing of the student's older self to the engine that serves it."""
-
-    manifest: Manifest
-    transport: TransportKind
 
 
 class TeacherEngines:
@@ -296,70 +274,64 @@ class Teaching:
         await self.engines.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Student:
-    """The parts of the run that teachers need."""
-
-    model_dir: Path
-    trainer: Trainer
-    engine: Engine
-    serves_base: bool
-    """Whether the run's own engine also serves the initial model (LoRA). The reference then needs no process of its own."""
-    shadow: Shadowing | None
-    launcher: Launcher
-    has_ended: Callable[[Completion], bool]
-    """Whether the policy has ended a completion itself."""
-
-
 async def open_teaching(
-    config: RunConfig, planned_teachers: Sequence[PlannedTeacher], student: Student, telemetry: Telemetry
+    config: RunConfig,
+    planned_teachers: Sequence[PlannedTeacher],
+    pools: Pools,
+    encoder: ChatEncoder,
+    telemetry: Telemetry,
+    *,
+    adapted: bool,
 ) -> Teaching:
-    """Starts an engine for each teacher, and one for the reference. Raises ConfigError if a teacher's context is too short."""
-    engines = TeacherEngines(student.launcher, telemetry)
+    """Starts an engine for each teacher, and one for the reference. Raises ConfigError if a teacher's context is too short. `encoder`: the
+    student's. `adapted`: whether the run's own engine also serves the initial model (LoRA). The reference then needs no process of its own."""
+    engines = TeacherEngines(pools.launcher, telemetry)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(engines.close)
         try:
             async with asyncio.TaskGroup() as starts:
-                opening = [starts.create_task(_open(engines, planned, student)) for planned in planned_teachers]
-                referring = starts.create_task(_reference(config, engines, student))
+                opening = [starts.create_task(_open(engines, planned, pools.shadow)) for planned in planned_teachers]
+                referring = None
+                if config.algo.reference_in_reward:
+                    base = pools.engine if adapted else None
+                    opens = _reference(config.engine, engines, encoder.directory, base)
+                    referring = starts.create_task(opens)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        opened, reference = [task.result() for task in opening], referring.result()
+        opened = [task.result() for task in opening]
         pairs = list(zip(planned_teachers, opened, strict=True))
         for planned, engine in pairs:
             check_teacher(f"teacher {planned.config.name}", engine.capabilities, config.algo.teacher_top)
-            _check_room(planned, engine, student.engine)
+            _check_room(planned, engine, pools.engine)
         own = [engine for planned, engine in pairs if planned.config.student]
-        self_teaching = SelfTeaching(student.trainer, own[0], telemetry.waits) if own else None
+        self_teaching = SelfTeaching(pools.trainer, own[0], telemetry.waits) if own else None
         undo.pop_all()
     top = config.algo.teacher_top
     return Teaching(
         engines=engines,
         teachers=[_teacher(planned, engine, top) for planned, engine in pairs if planned.config.mode == "tokens"],
         texts=[
-            _text_teacher(planned, engine, config.task, student.has_ended)
+            _text_teacher(planned, engine, config.task, encoder.has_ended)
             for planned, engine in pairs
             if planned.config.mode == "text"
         ],
-        reference=reference,
+        reference=referring.result() if referring else None,
         self_teaching=self_teaching,
         telemetry=telemetry,
     )
 
 
-async def _open(engines: TeacherEngines, planned: PlannedTeacher, student: Student) -> Engine:
-    shadow = student.shadow if planned.config.student else None
-    return await engines.open(f"teacher {planned.config.name}", planned.model_dir, planned.engine, shadow)
+async def _open(engines: TeacherEngines, planned: PlannedTeacher, shadow: Shadowing | None) -> Engine:
+    own = shadow if planned.config.student else None
+    return await engines.open(f"teacher {planned.config.name}", planned.model_dir, planned.engine, own)
 
 
-async def _reference(config: RunConfig, engines: TeacherEngines, student: Student) -> Engine | None:
-    """The engine of the initial model: its own process, or the run's engine, which serves the base without an adapter (LoRA)."""
-    if not config.algo.reference_in_reward:
-        return None
-    if student.serves_base:
-        return student.engine
-    engine = dataclasses.replace(config.engine.for_worker, max_adapters=0, routing=False)
-    return await engines.open("reference", student.model_dir, engine)
+async def _reference(config: EngineConfig, engines: TeacherEngines, model_dir: Path, base: Engine | None) -> Engine:
+    """The engine of the initial model: its own process, or `base`, the run's engine, which serves it without an adapter."""
+    if base:
+        return base
+    own = dataclasses.replace(config.for_worker, max_adapters=0, routing=False)
+    return await engines.open("reference", model_dir, own)
 
 
 def _check_room(planned: PlannedTeacher, engine: Engine, student: Engine) -> None:

@@ -13,8 +13,9 @@ from headrace.facts.telemetry import Telemetry
 from headrace.processes.asked_process import HERE, OWN_SITE, Sites
 from headrace.processes.joining.greeting import USER_CODE, Kind, Terms
 from headrace.processes.joining.same_code import code_terms
+from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.clients.hosted_site import HostedSite
-from headrace.run.config import RunConfig, adapter_runs
+from headrace.run.config import RunConfig
 from headrace.run.hosts.user_hosts.host_messages import RewardsLoaded, UserHostStart
 
 
@@ -39,14 +40,14 @@ class UserSites:
 ONLY_HERE = UserSites()
 
 
-def user_sites(config: RunConfig, telemetry: Telemetry) -> UserSites:
+def user_sites(place: OrchestrationConfig, telemetry: Telemetry) -> UserSites:
     """The machines of a run. Those elsewhere are up after `open`."""
     hosts: list[tuple[Kind, HostedSite]] = []
     sites: dict[Kind, Sites] = {}
-    for kind, names in config.orchestration.hosts.items():
+    for kind, names in place.hosts.items():
         own = [HostedSite(Job(kind, name), telemetry) for name in names]
         hosts += [(kind, one) for one in own]
-        sites[kind] = _sites(kind, own, config.orchestration.also_here, telemetry)
+        sites[kind] = _sites(kind, own, place.also_here, telemetry)
     return UserSites(sites.get("scorer", HERE), sites.get("environment", HERE), hosts)
 
 
@@ -76,21 +77,17 @@ def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
     if kind == "scorer":
         loads = [
             RewardsLoaded(tuple(spec.function for spec in run.reward.specs), run.sandbox.settings.as_text())
-            for run in _runs(config)
+            for run in config.runs
             if run.reward.specs
         ]
         return UserHostStart(files=files, rewards=tuple(loads))
-    settings = [function_settings(run.environment, run.sandbox.settings) for run in _runs(config)]
+    settings = [function_settings(run.environment, run.sandbox.settings) for run in config.runs]
     return UserHostStart(files=files, environments=tuple(settings))
-
-
-def _runs(config: RunConfig) -> Sequence[RunConfig]:
-    return adapter_runs(config) if config.adapters else (config,)
 
 
 def _files(config: RunConfig, kind: Kind) -> Iterator[str]:
     """The paths of the files that the settings name."""
-    for run in _runs(config):
+    for run in config.runs:
         named = [spec.function for spec in run.reward.specs]
         if kind == "environment":
             named = [run.environment.function or run.environment.name]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from headrace.engine.config import EngineConfig
 from headrace.engine.remote.server_kind import server_kind
 from headrace.episodes.scoring.config import RewardConfig
 from headrace.facts.facts import RunStarted, WeightWay
@@ -16,7 +17,7 @@ from headrace.processes.orchestration_config import OrchestrationConfig
 from headrace.run.config import RunConfig
 from headrace.run.fleets.core_shares import in_words, members_of
 from headrace.trainer.config import TrainConfig
-from headrace.weight_sync.config import way_of
+from headrace.weight_sync.config import Way, WeightSyncConfig
 
 
 def headline(config: RunConfig) -> str:
@@ -32,14 +33,14 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
     """Returns the process and device of each part of the run, in words."""
     return {
         "controller": "this process",
-        "engine": _engine(config, path),
+        "engine": _engine(config.engine, config.orchestration, path),
         "trainer": _trainer(config.train, config.orchestration),
         **(
             {"lent": "an engine more in a process of its own, on the trainer's devices while it waits"}
             if config.orchestration.lend
             else {}
         ),
-        "weights": _weights(config),
+        "weights": _weights(config.weight_sync, config.way, config.ends.adapters),
         "scorer": _scorer(config.reward),
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
@@ -66,17 +67,15 @@ def _trainer(train: TrainConfig, place: OrchestrationConfig) -> str:
     return f"{who}, {_place(train.device, train.cores, train.threads)}, {dtype}"
 
 
-def _engine(config: RunConfig, path: str) -> str:
-    engine = config.engine
+def _engine(engine: EngineConfig, place: OrchestrationConfig, path: str) -> str:
     if engine.is_server:
         own = "that this run starts" + (f" ({in_words(members_of(engine))})" if engine.is_fleet else "")
         which = ", ".join(engine.urls) or own
         return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
-    if config.orchestration.bus:
-        return f"rollout hosts on {config.orchestration.bus}, {engine.serving_dtype}, {path}"
-    if config.orchestration.elsewhere:
+    if place.bus:
+        return f"rollout hosts on {place.bus}, {engine.serving_dtype}, {path}"
+    if place.elsewhere:
         count = f"{engine.replicas} engines" if engine.is_fleet else "an engine"
-        place = config.orchestration
         return f"{count} {place.place.words(place, place.gpus)}, {engine.serving_dtype}, {path}"
     if engine.is_fleet:
         return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
@@ -88,18 +87,14 @@ def _scorer(reward: RewardConfig) -> str:
     return ", ".join(filter(None, [processes, *(f"{one.name} at {one.url}" for one in reward.endpoints)]))
 
 
-def weight_way(config: RunConfig) -> WeightWay:
-    way = way_of(config.weight_sync, config.ends)
+def weight_way(way: Way, encoding: str) -> WeightWay:
     transport = way.transport
     travels: Literal["bytes", "files", "nothing"] = "bytes" if transport.sends_bytes else "nothing"
-    return WeightWay(
-        way.kind, config.weight_sync.encoding, transport.words, "files" if transport.writes_files else travels
-    )
+    return WeightWay(way.kind, encoding, transport.words, "files" if transport.writes_files else travels)
 
 
-def _weights(config: RunConfig) -> str:
-    way, settings = way_of(config.weight_sync, config.ends), config.weight_sync
-    if config.ends.adapters:
+def _weights(settings: WeightSyncConfig, way: Way, adapters: bool) -> str:
+    if adapters:
         form = "base once, then adapters"
     elif settings.encoding == "delta":
         form = f"deltas, full after {settings.anchor_every}"
@@ -110,7 +105,7 @@ def _weights(config: RunConfig) -> str:
 
 def untried(config: RunConfig) -> list[str]:
     """Returns a sentence for each part of the run that was never tried on the real thing."""
-    transport, place = way_of(config.weight_sync, config.ends).transport, config.orchestration
+    transport, place = config.way.transport, config.orchestration
     server = server_kind(config.engine.kind).untried if config.engine.is_server else ""
     found = {
         f'engine.kind = "{config.engine.kind}"': server,

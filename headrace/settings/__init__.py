@@ -1,8 +1,7 @@
 """Reading of settings; `config.py` lists them.
 
 Read `strict.py` (the rules of every table), `toml.py` (text to dataclasses and back, with a sentence for each mistake), `other_names.py` (the names that other libraries give
-to a setting), `paths.py` (relative paths), `process_config.py` (checkpoints, evaluation, deadlines), `bus_problems.py` (what excludes a bus),
-`host_problems.py` (what excludes hosts of any kind), `placement_problems.py` (what excludes shared and lent devices), `learning_problems.py` (with what a run learns nothing), `user_code.py` (functions
+to a setting), `paths.py` (relative paths), `process_config.py` (checkpoints, evaluation, deadlines), `user_code.py` (functions
 named in a config), `extras.py` (packages that only some settings need), `interpreters.py` (packages in another interpreter).
 Tokens come from files: `secrets.py`.
 """

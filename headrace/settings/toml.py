@@ -121,10 +121,10 @@ def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str
     return built
 
 
-def dump(config: Any) -> str:
+def dump(settings: Any) -> str:
     """Returns the TOML of a dataclass tree with every setting. Settings that are None are left out: TOML has no null."""
     lines: list[str] = []
-    _write_table(_plain(config), (), lines)
+    _write_table(_plain(settings), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -303,8 +303,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _is_set(config: Any, name: str) -> bool:
-    return getattr(config, name) is not None
+def _is_set(settings: Any, name: str) -> bool:
+    return getattr(settings, name) is not None
 
 
 def _write_table(table: Tree, path: tuple[str, ...], lines: list[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.models.lora import LoraConfig
 from headrace.settings.strict import STRICT
 from headrace.trainer.parallel import ParallelConfig
 
@@ -83,35 +84,97 @@ class TrainConfig:
         return self
 
 
-def parity_problems(train: TrainConfig, engine: Any, rollout: Any, lora: Any) -> Iterator[str]:
-    """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
-    the model.
-
-    `engine`, `rollout` and `lora`: their settings.
-    """
-    if train.parity == "off":
+def parallel_problems(train: TrainConfig, lora: LoraConfig, *, itself: bool) -> Iterator[str]:
+    """Yields the settings that several ranks exclude, each with its remedy. `itself`: whether a teacher is the student's older self."""
+    parallel, ranks = train.parallel, train.parallel.ranks
+    if parallel.gathering == 1:
+        for name in ("reshard", "gather", *(["expert", "schedule"] if ranks == 1 else [])):
+            if getattr(parallel, name) != getattr(ParallelConfig(), name):
+                who = "one rank" if ranks == 1 else "weights that are never gathered"
+                yield f"train.parallel.{name} has no meaning for {who}; set train.parallel.shard, or remove it"
+    if ranks == 1:
         return
-    asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
-    if engine.kind != "native":
-        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
-    for name, path in (("engine.path", engine.path), ("train.path", train.path)):
-        if path not in ("auto", "kernels"):
-            yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
-    for name, device in (("engine.device", engine.device), ("train.device", train.device)):
-        if device == "cuda":
-            yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
-    if "auto" not in (engine.dtype, train.dtype) and engine.dtype != train.dtype:
-        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
-    if train.weights != "float32":
-        yield f'{asks} for train.weights = "float32" only; use it'
-    if lora.merged:
+    yield from _mesh_problems(parallel)
+    asks = f"train.parallel asks for {ranks} ranks"
+    yield from _pipeline_problems(train)
+    if train.parity == "bitwise":
+        yield f'{asks}, and train.parity = "bitwise" is proven for one device only; set train.parity = "off"'
+    if train.path == "kernels":
+        yield f'{asks}, and train.path = "kernels" reads whole weights, of which each rank holds a part; use "auto" or "torch"'
+    if train.offload_optimizer:
         yield (
-            f"{asks} for adapters that the engine serves beside the weights, where one that is merged into them is rounded with them; "
-            'set lora.publish = "adapter", and lora.dora = false'
+            f"{asks}, which split the optimizer's state, and train.offload_optimizer = true keeps all of it in one place; remove it, and "
+            "raise train.parallel.shard for less memory"
+        )
+    if parallel.gather == "bfloat16" and train.dtype == "float32":
+        yield (
+            'train.parallel.gather = "bfloat16" with train.dtype = "float32" would round weights that are computed with; set train.dtype = '
+            '"bfloat16", or remove train.parallel.gather'
+        )
+    if parallel.gather == "bfloat16" and lora.rank:
+        yield (
+            "train.parallel.gather has no meaning where an adapter is trained: the frozen weights are gathered in train.dtype anyway; remove it"
         )
     if lora.quantise:
-        yield f"{asks} for frozen weights in train.dtype; remove lora.quantise"
+        yield f"{asks}, and the packed weights of lora.quantise are not split over ranks; remove one of the two"
     if lora.experts:
-        yield f"{asks} for adapters of other layers than experts; set lora.experts = false"
-    if rollout.truncates and not rollout.keep_mask:
-        yield f"{asks} where the trainer knows which tokens top_p, top_k and min_p kept; set rollout.keep_mask = true"
+        yield f"{asks}, and adapters of experts (lora.experts) wrap weights that are split; set lora.experts = false"
+    if itself:
+        yield f"{asks}, and a teacher that is the student's older self is kept by one rank; train on one rank, or give the teacher a model"
+    if 0 < len(train.cores) < ranks:
+        yield f"{asks}, and train.cores has {len(train.cores)}; give each rank at least one core, or leave train.cores empty"
+
+
+def _pipeline_problems(train: TrainConfig) -> Iterator[str]:
+    """Yields the settings that do not go together with a pipeline."""
+    parallel = train.parallel
+    if parallel.pipeline == 1:
+        if parallel.schedule != ParallelConfig().schedule:
+            yield "train.parallel.schedule orders the microbatches of a pipeline; set train.parallel.pipeline, or remove it"
+        return
+    asks = f"train.parallel.pipeline = {parallel.pipeline}"
+    for name in ("expert", "context", "tensor"):
+        if (size := getattr(parallel, name)) > 1:
+            yield (
+                f"{asks} is not combined with train.parallel.{name} = {size}; remove one of the two (train.parallel.replicate gives "
+                "several pipelines, and train.parallel.shard splits their stages)"
+            )
+    if parallel.schedule == "zero_bubble" and parallel.shard > 1:
+        yield (
+            'train.parallel.schedule = "zero_bubble" computes gradients of weights after the pass in which train.parallel.shard sums and splits them; '
+            'use "1f1b" or "interleaved"'
+        )
+    if parallel.schedule == "zero_bubble" and train.gradient_checkpointing:
+        yield (
+            'train.parallel.schedule = "zero_bubble" goes through a layer backwards twice, and train.gradient_checkpointing keeps '
+            'nothing for the second time; use "1f1b" or "interleaved"'
+        )
+
+
+def _mesh_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """Yields sizes that do not go together."""
+    if parallel.gathering == parallel.pipeline == 1 and parallel.replicate > 1:
+        held = "the whole model" if parallel.tensor == 1 else "its whole part of each layer"
+        yield (
+            f"train.parallel.replicate = {parallel.replicate} alone would keep {held} on every rank; set train.parallel.shard = "
+            f"{parallel.replicate} instead, which computes the same with less memory"
+        )
+    if parallel.expert not in (1, parallel.split):
+        among = " × ".join(["shard", *(name for name in ("context", "tensor") if getattr(parallel, name) > 1)])
+        yield (
+            f"train.parallel.expert = {parallel.expert} would leave copies of experts among train.parallel.{among} = {parallel.split} ranks; set it "
+            f"to {parallel.split}, or remove it"
+        )
+    if parallel.expert > 1 and parallel.replicate > 1:
+        yield (
+            f"train.parallel.expert = {parallel.expert} is not combined with train.parallel.replicate = {parallel.replicate}; set shard to "
+            f"{parallel.shard * parallel.replicate} and expert to {parallel.ranks} and remove replicate, or remove expert"
+        )
+    if parallel.tensor == 1:
+        return
+    asks = f"train.parallel.tensor = {parallel.tensor}"
+    if parallel.context > 1:
+        yield (
+            f"{asks} is not combined with train.parallel.context = {parallel.context}: both split the heads of attention; set one of them to "
+            f"{parallel.tensor * parallel.context} and remove the other"
+        )

@@ -165,7 +165,8 @@ def test_only_devices_of_its_own_can_be_lent(tmp_path: Path) -> None:
 
 def test_the_engine_on_lent_devices_has_those_of_the_trainer(tmp_path: Path) -> None:
     train = {"cores": [1, 2], "device": "cpu"}
-    one = settings_of_lent(lending_config(tmp_path, engine={"replicas": 2, "cores": [0, 3], "threads": 1}, train=train))
+    config = lending_config(tmp_path, engine={"replicas": 2, "cores": [0, 3], "threads": 1}, train=train)
+    one = settings_of_lent(config.engine, config.train)
     assert (one.replicas, one.cores, one.threads, one.device) == (1, (1, 2), 2, "cpu")
 
 

@@ -394,14 +394,14 @@ def changed(before: list[str], after: list[str]) -> ChangedSettings:
     ],
 )
 def test_a_resumed_run_keeps_its_bound_for_what_was_admitted_before(sets: list[str], fine: bool):
-    old = load_config(MINIMAL, ["staleness.max_lag=2"])
+    old = load_config(MINIMAL, ["staleness.max_lag=2"]).staleness
     if fine:
-        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
+        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]).staleness)
         return
     with pytest.raises(ConfigError, match=r"admitted with staleness.max_lag = 2, window = 1.*raise max_lag, or set"):
-        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
+        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]).staleness)
     with pytest.raises(ConfigError, match='overdue = "drop"'):
-        check_bound(load_config(MINIMAL, ["staleness.overdue=drop"]), load_config(MINIMAL))
+        check_bound(load_config(MINIMAL, ["staleness.overdue=drop"]).staleness, load_config(MINIMAL).staleness)
 
 
 def test_groups_are_dropped_where_what_their_rows_are_made_of_has_changed():

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from headrace.core.errors import ConfigError
-from headrace.run.config import RunConfig, load_config
-from headrace.settings.learning_problems import rate_remarks
+from headrace.run.config import RunConfig, load_config, rate_remarks
 from headrace.settings.strict import LONGEST_NAME, STRICT
 
 GOOD: dict[str, Any] = {
@@ -186,7 +185,8 @@ def test_a_file_with_a_long_name_gives_a_run_a_shorter_one(tmp_path: Path) -> No
     ("rate", "rank", "remarks"), [(1e-3, 0, 0), (1.1e-3, 0, 1), (1e5, 0, 1), (1e-2, 8, 0), (0.011, 8, 1), (1e-5, 0, 0)]
 )
 def test_a_high_learning_rate_is_remarked_on_and_not_refused(rate: float, rank: int, remarks: int) -> None:
-    found = list(rate_remarks(load_config({**GOOD, "train": {"learning_rate": rate}, "lora": {"rank": rank}})))
+    config = load_config({**GOOD, "train": {"learning_rate": rate}, "lora": {"rank": rank}})
+    found = list(rate_remarks(config.train, config.lora))
     assert len(found) == remarks
     assert all(
         one.startswith(f"train.learning_rate = {rate:g} for {'an adapter' if rank else 'all weights'}: above")

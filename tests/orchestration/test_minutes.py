@@ -183,7 +183,7 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     fitted = fit_minutes(settled, share_of(2, 0, 0), 10**8, 46)
     assert fitted.config.staleness.groups_per_step == 2 < 8 and fitted.config.train.steps < 60
     assert fitted.config.chosen.wishes["staleness.groups_per_step"] == 8
-    one = allowance_of(fitted.config)
+    one = allowance_of(fitted.config.train, fitted.config.chosen)
     assert one is not None and (one.end, one.most, one.steps) == (120.0, 60, fitted.config.train.steps)
     assert "one turn" not in fitted.config.chosen.why["minutes"]
     game = dataclasses.replace(config.environment, kind="textarena", name="Nim-v0", max_turns=8)
@@ -202,7 +202,7 @@ def test_where_nothing_was_measured_everything_is_planned_and_the_first_steps_te
     found = asyncio.run(rehearse(load_config(tiny_config(tmp_path, tiny_llama, **tables))))
     assert found.config.train.steps == 500 and found.config.chosen.wishes == {}
     assert "500 steps are planned" in dict(found.sections["Where"])["minutes"]
-    one = allowance_of(found.config)
+    one = allowance_of(found.config.train, found.config.chosen)
     assert one is not None and one.step == 0 and one.end == 300
 
 

@@ -67,14 +67,12 @@ from headrace.processes.joining.joined import JoinLauncher
 from headrace.processes.launch.local import LocalLauncher
 from headrace.processes.placed.cluster import NodeShare
 from headrace.processes.placed.placed import PlacedLauncher
-from headrace.run.build import BuiltRun, build, open_telemetry
+from headrace.run.build import open_telemetry
 from headrace.run.config import RunConfig, load_config
-from headrace.run.pools import open_pools
-from headrace.run.python_inputs import NO_INPUTS
-from headrace.run.session import Session, report_unhandled
-from headrace.run.several import _close, _serve_base, _SeveralRuns
+from headrace.run.open_parts import _serve_base, open_parts
+from headrace.run.pools import close_within, open_pools
+from headrace.run.session import BuiltRun, report_unhandled
 from headrace.run.teaching import SelfTeaching, TeacherEngines
-from headrace.run.train_call import TrainCall
 from headrace.run.user_sites import user_sites
 from headrace.settings.process_config import EvalConfig
 from headrace.testing.fake_arrivals import FakeArrivals
@@ -388,14 +386,16 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     pipeline = world.build()
     spoil(world.parts.telemetry.waits)
     await BuiltRun(
+        config=None,  # type: ignore[arg-type]
+        adapter="",
         pools=None,  # type: ignore[arg-type]
+        teaching=None,  # type: ignore[arg-type]
         parts=world.parts,
         pipeline=pipeline,
         redo=(),
         outdated={},
         utilisation=None,  # type: ignore[arg-type]
-        config=None,  # type: ignore[arg-type]
-        adapter="",
+        close=for_ever,
     ).go_live()
 
 
@@ -453,12 +453,14 @@ def a_config(tmp: Path) -> RunConfig:
     return load_config({"name": "x", "out": str(tmp), "model": model, "task": task, "reward": reward})
 
 
-async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
-    clock, storage = asyncio.get_running_loop().time, SimpleNamespace(recorder=facts, checkpoint=None)
+async def of_loading(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList, lane: str = "") -> None:
     config = a_config(tmp)
-    telemetry = open_telemetry(config, facts, clock)
+    storage, directory = SimpleNamespace(recorder=facts, checkpoint=None), SimpleNamespace(path=tmp, logs=tmp)
+    lanes: Any = {lane: SimpleNamespace(config=config, storage=storage, directory=directory)}
+    telemetry = open_telemetry(config.watch, facts, asyncio.get_running_loop().time)
     spoil(telemetry.waits)
-    await build(config, tmp, storage, None, telemetry)  # type: ignore[arg-type]
+    async with open_parts(config, lanes, {"": telemetry, lane: telemetry}, logs=tmp):
+        pass
 
 
 async def of_server(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
@@ -469,54 +471,9 @@ async def of_server(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList)
     await engine.open()
 
 
-class Recording(FactList):
-    """A list of facts that takes sinks, and keeps none."""
-
-    def add(self, sink: Any) -> None:
-        pass
-
-
-class OneSession:
-    """What `several` asks of a session."""
-
-    async def run(self, building: Awaitable[Any]) -> None:
-        await building
-
-
-def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _SeveralRuns:
-    """With one adapter. It makes its waits itself, and shows each to the watchdog."""
-
-    class Showing:
-        def add(self, path: Path, waits: Waits) -> None:
-            spoil(waits)
-
-        def attach(self) -> None:
-            pass
-
-    storage = SimpleNamespace(seconds=0.0, recorder=Recording(facts), checkpoint=None)
-    config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
-    lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
-    return _SeveralRuns(
-        TrainCall(config=config, resume=None, inputs=NO_INPUTS, callbacks=None, measurer=None),
-        config=config,
-        directory=directory,  # type: ignore[arg-type]
-        lanes={"a": lane},  # type: ignore[dict-item]
-        watchdog=Showing(),  # type: ignore[arg-type]
-        tried={},
-    )
-
-
-async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
-    await several(tmp, spoil, facts.facts)._run()
-
-
 async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
     await _serve_base(None, telemetry)  # type: ignore[arg-type]
-
-
-async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    await _close(None, SimpleNamespace(waits=spoil(here(lambda fact: None))))  # type: ignore[arg-type]
 
 
 async def of_service(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -537,7 +494,7 @@ async def of_joining(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 async def of_user_code(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     config = load_config(a_config(tmp), ["orchestration.scorers=1", f"orchestration.token_file={tmp / 'token'}"])
     telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
-    await user_sites(config, telemetry).scorers.least(lambda site: 0)
+    await user_sites(config.orchestration, telemetry).scorers.least(lambda site: 0)
 
 
 def over_bus(hosts: int = 1, weights_after: float = 0.0) -> Scenario:
@@ -605,7 +562,6 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("evaluation", "the engine, or *"): functools.partial(of_evaluation, environment=HANDED_OUT),
     ("evaluation", "the scorer"): of_evaluation,
     ("start", "the base weights to be live"): of_adapter,
-    ("closing", "the worker processes"): of_closing,
     ("start", "a worker to join at * as *"): of_joining,
     ("the user's code", "a worker that offers *"): of_user_code,
     ("start", "a rollout host on * (headrace rollouts)"): over_bus(),
@@ -625,8 +581,8 @@ STALLS: dict[tuple[str, str], Scenario] = {
 """In virtual time, with fakes. How to come to each wait of the package."""
 
 ENDLESS: dict[tuple[str, str], Callable[..., Awaitable[None]]] = {
-    ("start", "the files of models, task and reward"): of_build,
-    ("start", "the files of models, tasks and rewards"): of_several,
+    ("start", "the files of models, task and reward"): of_loading,
+    ("start", "the files of models, tasks and rewards"): functools.partial(of_loading, lane="a"),
     ("start", "the server to answer"): of_server,
 }
 """What is reported again and again and never stopped."""
@@ -643,6 +599,10 @@ LAST = ("controller", "the engine's last word")
 """It has a deadline of its own, and a name so that the watchdog takes it for no hang."""
 
 
+CLOSING = ("closing", "the worker processes")
+"""A stall of it is told, and stops nothing; see below."""
+
+
 def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() -> None:
     async def main() -> float:
         clock = asyncio.get_running_loop().time
@@ -654,7 +614,7 @@ def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() 
 
 
 def test_every_named_wait_has_a_stall_injected_below():
-    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES | {LAST}
+    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES | {LAST, CLOSING}
     assert named_waits() == covered, "a new wait needs a scenario here, and one that is gone has none"
 
 
@@ -687,8 +647,7 @@ def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path
 
 def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        parts = SimpleNamespace(telemetry=SimpleNamespace(waits=here(lambda fact: None)))
-        await Session._close(None, SimpleNamespace(parts=parts, close=for_ever))  # type: ignore[arg-type]
+        await close_within(here(lambda fact: None), for_ever())
 
     virtual_time.run(main())
     assert "stopped: closing has waited 20 s for the worker processes" in capsys.readouterr().err
@@ -833,8 +792,8 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         watchdog.add(tmp_path, tight)
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        pools = await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, patient), {})
-        try:
+        telemetry = Telemetry(FactList().record, clock, patient)
+        async with open_pools(config, path, tmp_path, telemetry, {}) as pools:
             alive = {
                 one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, watchdog.family.children())
             }
@@ -843,8 +802,6 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
                 await stopped(tight, "trainer", lambda: pools.trainer.score([1, 2, 3])),
                 await stopped(tight, "engine", pools.engine.stats),
             ]
-        finally:
-            await pools.close()
 
     with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog:
         errors = asyncio.run(main())
@@ -870,7 +827,8 @@ def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what
         )
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, waits), {})
+        async with open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, waits), {}):
+            pass
 
     with pytest.raises(StalledError, match=rf"start has waited \d+ s for {what}"), family(children):
         asyncio.run(main())

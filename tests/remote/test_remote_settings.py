@@ -64,7 +64,7 @@ def test_teachers_beside_a_server_run_here(tmp_path) -> None:
     }
     config = load_config(tree)
     assert config.engine.token_file.startswith("/") and config.engine.token_file.endswith("/token")
-    own = teacher_engine(config, TeacherConfig(name="t", path="x"))
+    own = teacher_engine(config.engine, TeacherConfig(name="t", path="x"))
     assert (own.kind, own.urls, own.context_length) == ("native", (), 77)
     with pytest.raises(ConfigError, match="engine.token_file is about a server that is running"):
         load_config(tree, ["engine.urls=[]"])

@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_at_any_write_of_a_resume_costs_a_sentence(
 
 
 def test_several_adapters_killed_between_any_two_operations_all_go_on(killed: Killed7, tmp_path: Path) -> None:
-    """In the order of `several.py`: each adapter's directory, then that of all."""
+    """In the order of `run.py`: each adapter's directory, then that of all."""
     before, after = killed.settings(), killed.settings(train={"learning_rate": 2e-2})
 
     def make() -> Path:

@@ -56,6 +56,27 @@ def test_ctrl_c_while_the_model_is_loaded_leaves(two: Config, tmp_path: Path) ->
     assert process.returncode == 130 and "Traceback" not in output, output
 
 
+def test_ctrl_c_after_one_has_ended_lets_the_other_write_its_checkpoint(two: Config, tmp_path: Path) -> None:
+    two["checkpoint"] = {"every": 0}
+    for adapter, steps in zip(two["adapters"], (100_000, 1), strict=True):
+        adapter["train"]["steps"] = steps
+    toml, directory = tmp_path / "two.toml", Path(two["out"]) / two["name"]
+    toml.write_text(dump_config(load_config(two)))
+    command = [sys.executable, "-m", "headrace", "train", str(toml)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until(lambda: (directory / "o" / "metrics.jsonl").exists() and bool(of(directory / "o", RunEnded)))
+        done = len(of(directory / "e", StepRow))
+        until(lambda: len(of(directory / "e", StepRow)) > done + 1)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=600)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    ended = of(directory / "e", RunEnded)[-1]
+    assert ended.reason == "interrupted" and of(directory / "e", CheckpointSaved)[-1].step == ended.step > 0
+
+
 def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:
     two["eval"] = {"prompts": 8, "samples": 2}
     for adapter in two["adapters"]:

@@ -20,6 +20,7 @@ from headrace.episodes.scoring.workers import processes
 from headrace.facts.facts import WeightsLive
 from headrace.processes.launch import preloaded
 from headrace.run import build as building
+from headrace.run import open_parts as opening
 from headrace.run import rehearse as rehearsing
 from headrace.run.auto.share import _descendants
 from headrace.run.clients.process_trainer import ProcessTrainer
@@ -43,7 +44,7 @@ def test_everything_of_the_user_is_loaded_once(
         monkeypatch.setattr(owner, name, called)
 
     for owner, name in (
-        (rehearsing, "build_task"), (building, "build_task"), (rehearsing, "ChatEncoder"), (building, "open_model"),
+        (rehearsing, "build_task"), (building, "build_task"), (rehearsing, "ChatEncoder"), (opening, "open_model"),
         (functions, "check_functions"), (processes, "begin_worker"), (rehearsing, "begin_worker"),
     ):  # fmt: skip
         counting(owner, name)

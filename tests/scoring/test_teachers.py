@@ -494,7 +494,7 @@ def test_a_teachers_engine_is_the_runs_with_its_own_settings_on_top():
     config = load_config(
         {**BASE, "algo": {"name": "opd"}, "teachers": [teacher], "engine": {"max_running": 7, "max_adapters": 2}}
     )
-    engine = teacher_engine(config, config.teachers[0])
+    engine = teacher_engine(config.engine, config.teachers[0])
     assert (engine.kv_gib, engine.dtype, engine.max_running, engine.max_adapters) == (0.25, "float32", 7, 0)
     takes = config.teachers[0].takes
     assert takes({"kind": 3}) and takes({"kind": "sum"}) and not takes({"kind": "text"}) and not takes({})

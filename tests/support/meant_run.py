@@ -7,7 +7,8 @@ is trained must be the policy's, whatever was resumed; and each reward, prompt a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,13 @@ from headrace.episodes.scoring.extract import Extractor
 from headrace.loop import rolling
 from headrace.models.chat import ChatEncoder
 from headrace.run import build as build_module
-from headrace.run.build import BuiltRun, build, build_task, open_telemetry
+from headrace.run import open_parts as opening
+from headrace.run.build import build_task, open_telemetry
 from headrace.run.config import RunConfig
 from headrace.run.lane import Lane, open_lane
 from headrace.run.pools import Pools
-from headrace.run.python_inputs import NO_INPUTS
 from headrace.run.run_directory import RunDirectory
-from headrace.run.session import run_clock
+from headrace.run.session import BuiltRun, run_clock
 from headrace.settings.user_code import load_function
 from headrace.testing.fake_trainer import FakeTrainer
 
@@ -289,13 +290,12 @@ class _Host:
         if restored:
             self.life.trainer.versions[""] = int((restored / "fake_trainer.txt").read_text())
 
-        async def pools(config: RunConfig, *others: Any, **more: Any) -> Pools:
-            engine = OwnEngine(config.engine, encoder, vocabulary)
-            return Pools(
+        @contextlib.asynccontextmanager
+        async def pools(config: RunConfig, *others: Any, **more: Any) -> AsyncIterator[Pools]:
+            yield Pools(
                 trainer=self.life.trainer,
-                engine=engine,
+                engine=OwnEngine(config.engine, encoder, vocabulary),
                 launcher=None,  # type: ignore[arg-type]
-                transports=(),
                 trainer_dtype="float32",
                 same_arithmetic=False,
                 shadow=None,
@@ -304,18 +304,16 @@ class _Host:
         async def model(path: str, *others: Any) -> tuple[Path, ChatEncoder]:
             return Path(path), encoder
 
-        self.patch.setattr(build_module, "open_model", model)
-        self.patch.setattr(build_module, "open_pools", pools)
+        self.patch.setattr(opening, "open_model", model)
+        self.patch.setattr(opening, "open_pools", pools)
         self.patch.setattr(build_module, "build_scorer", lambda config, *others, **more: OwnScorer(config))
         self.patch.setattr(build_module, "build_environment", _environment)
-        telemetry = open_telemetry(self.config, storage.recorder, run_clock(storage.seconds))
-        await self.lane.session.run(self._kept(build(self.config, self.directory.logs, storage, NO_INPUTS, telemetry)))
+        telemetry = open_telemetry(self.config.watch, storage.recorder, run_clock(storage.seconds))
+        async with opening.open_parts(self.config, {"": self.lane}, {"": telemetry}, logs=self.directory.logs) as begin:
+            self.built = begin[""]()
+            await self.lane.session.start(self.built)
         self.life.reason = self.lane.session.reason
         return self.life
-
-    async def _kept(self, building: Any) -> BuiltRun:
-        self.built = await building
-        return self.built
 
     async def _hold(self) -> None:
         """Before its last step, the trainer waits until groups have finished behind it, and others are under way."""

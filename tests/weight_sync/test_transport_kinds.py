@@ -52,7 +52,7 @@ print(json.dumps({{
     "docs": make_settings.reference(),
     "unknown": refused(run | {{"weight_sync": {{"kind": "owl"}}}}),
     "words": placement(config, "kernels")["weights"],
-    "fact": [weight_way(config).transport, weight_way(config).words],
+    "fact": [weight_way(config.way, "full").transport, weight_way(config.way, "full").words],
     "far": list(weight_sync_problems(config.weight_sync, WeightEnds(bus=True))),
     "secret": list(weight_sync_problems(config.weight_sync, WeightEnds(joined="a", encrypted=True))),
     "lent": refused(run | {{"orchestration": {{"lend": True}}}}),

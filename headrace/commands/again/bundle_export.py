@@ -21,10 +21,11 @@ from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.reports import differing
 from headrace.durable.journal import JournalStep, read_steps
-from headrace.episodes.scoring.config import HANDED
+from headrace.episodes.scoring.config import HANDED, RewardConfig
+from headrace.models.lora import LoraConfig
 from headrace.run.config import RunConfig, dump_config
-from headrace.run.teaching import reward_weights
 from headrace.settings.toml import Tree
+from headrace.trainer.config import TrainConfig
 from headrace.version import __version__
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
@@ -70,7 +71,7 @@ def export_bundle(
         raise ConfigError(f"{file} exists already: name another file, or delete it")
     course = plan_rerun(run_dir, step, step)
     config = settings_at(run_dir, step)
-    _refuse_other_state(include, config)
+    _refuse_other_state(include, config.lora)
     code = CodeFiles()
     bundle = _facts(run_dir, step, config, code=code)
     if "code" in include and code.unreadable:
@@ -81,7 +82,7 @@ def export_bundle(
             console.print(f"doing step {step} again, for the state before it")
             state = Path(scratch) / "before"
             before, updates, said = asyncio.run(_state_before(course, state, Path(scratch) / "after"))
-            made_anew = _made_anew(config, bundle, before)
+            made_anew = _made_anew(config.train, bundle, before)
             bundle = replace(bundle, before=before, updates=updates, made_anew=made_anew)
             if made_anew:
                 console.print(Text(f"the state before the step is not the run's, only near it: {made_anew}", "yellow"))
@@ -97,12 +98,12 @@ def export_bundle(
     return 0
 
 
-def _refuse_other_state(include: Collection[str], config: RunConfig) -> None:
-    if "adapter" in include and not config.lora.rank:
+def _refuse_other_state(include: Collection[str], lora: LoraConfig) -> None:
+    if "adapter" in include and not lora.rank:
         raise ConfigError(
             "--include adapter: the run trained all weights; --include weights packs them with their optimizer"
         )
-    if "weights" in include and config.lora.rank:
+    if "weights" in include and lora.rank:
         raise ConfigError(
             "--include weights: the run trained an adapter of frozen weights; --include adapter packs all that it trained"
         )
@@ -126,7 +127,7 @@ def _facts(run_dir: Path, step: int, config: RunConfig, *, code: CodeFiles) -> B
         local=local,
         settings=settings,
         longest=config.longest_rollout,
-        weights=reward_weights(config),
+        weights=config.reward_weights,
         journaled=_without_tracebacks(journaled),
         before=expected.fingerprints.get(journaled.step, ""),
         after=expected.fingerprints.get(journaled.version, ""),
@@ -144,7 +145,7 @@ def portable_settings(config: RunConfig, code: CodeFiles) -> tuple[Tree, tuple[s
     }
     kept["engine"] = {k: whole["engine"][k] for k in ("dtype", "context_length") if k in whole["engine"]}
     kept["reward"] = {k: whole["reward"][k] for k in ("extract_truncated", "timeout") if k in whole["reward"]}
-    functions = [dict(one) for one in tomllib.loads(_specs(config)).get("functions", ())]
+    functions = [dict(one) for one in tomllib.loads(_specs(config.reward)).get("functions", ())]
     kept["reward"]["functions"] = [{**one, "function": code.short(one["function"])} for one in functions]
     outside = [one.name for one in config.reward.endpoints]
     left_out = [f"{name} is a service, which is not asked again" for name in outside]
@@ -157,12 +158,11 @@ def portable_settings(config: RunConfig, code: CodeFiles) -> tuple[Tree, tuple[s
     return kept, tuple(left_out)
 
 
-def _specs(config: RunConfig) -> str:
+def _specs(reward: RewardConfig) -> str:
     """The reward functions as TOML: `reward.function` is short for a list of one."""
-    from headrace.episodes.scoring.config import RewardConfig
     from headrace.settings.toml import dump
 
-    return dump(RewardConfig(functions=config.reward.specs))
+    return dump(RewardConfig(functions=reward.specs))
 
 
 def _versions() -> dict[str, str]:
@@ -183,12 +183,12 @@ def _without_tracebacks(step: JournalStep) -> JournalStep:
     return replace(step, groups=groups)
 
 
-def _made_anew(config: RunConfig, bundle: Bundle, before: str) -> str:
+def _made_anew(train: TrainConfig, bundle: Bundle, before: str) -> str:
     """Returns why the state before the step is not the run's; empty if it is. `before`: the fingerprint of its weights."""
     if bundle.before in ("", before):
         return ""
     return (
-        why_inexact(config, bundle.machine)
+        why_inexact(train, bundle.machine)
         or "the same machine gave other bits (headrace replay finds the first such step)"
     )
 

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+from headrace.algo.config import AlgoConfig
 from headrace.commands.again.bundle import CODE, STATE, Bundle, read_bundle
 from headrace.commands.again.rerun import with_threads_of
 from headrace.commands.again.stages import (
@@ -17,6 +18,7 @@ from headrace.commands.again.stages import (
     trained_stages,
 )
 from headrace.core.errors import ConfigError
+from headrace.models.lora import LoraConfig
 from headrace.models.resolve import resolve_model
 from headrace.run.config import RunConfig
 from headrace.settings.paths import resolve_paths
@@ -61,9 +63,9 @@ def _headline(bundle: Bundle) -> str:
 async def _stages(bundle: Bundle, folder: Path, *, model: str, scratch: Path) -> list[StageResult]:
     code = folder / CODE
     config = with_threads_of(build(RunConfig, resolve_paths(_tree(bundle), code)), bundle.machine)
-    made, algorithm = advantage_stage(bundle, config)
+    made, algorithm = advantage_stage(bundle, config.algo, config.train)
     results = [await reward_stage(bundle, config, code), made]
-    problem = _cannot_train(bundle, folder, config, model)
+    problem = _cannot_train(bundle, folder, config.algo, config.lora, model)
     if problem or algorithm is None:
         why = problem or "the advantages cannot be made"
         return [*results, *(not_done(name, why) for name in TRAINED)]
@@ -77,16 +79,14 @@ def _tree(bundle: Bundle) -> dict[str, object]:
     return {**bundle.settings, "model": {"path": bundle.model}, "task": {"kind": "python", "rows": "a bundle"}}
 
 
-def _cannot_train(bundle: Bundle, folder: Path, config: RunConfig, model: str) -> str:
+def _cannot_train(bundle: Bundle, folder: Path, algo: AlgoConfig, lora: LoraConfig, model: str) -> str:
     """Returns why the trainer cannot do the step, or an empty string."""
     if bundle.step > 1 and not (folder / STATE).is_dir():
-        kind = "adapter" if config.lora.rank else "weights"
+        kind = "adapter" if lora.rank else "weights"
         return f"the bundle has no state before the step (--include {kind} packs it)"
     if bundle.local and not model:
         return f"the model was a directory called {bundle.model}: --model DIR names it here"
-    if missing := [
-        one for one in (config.algo.loss,) if one and ".py:" in one and not Path(one.rpartition(":")[0]).is_file()
-    ]:
+    if missing := [one for one in (algo.loss,) if one and ".py:" in one and not Path(one.rpartition(":")[0]).is_file()]:
         return f"the bundle has no code of {Path(missing[0]).name} (--include code packs it)"
     return ""
 

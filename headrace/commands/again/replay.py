@@ -23,7 +23,8 @@ from headrace.facts.facts import WeightsLive
 from headrace.facts.machine_mark import machine_mark
 from headrace.facts.records import read_metrics
 from headrace.facts.texts import plural
-from headrace.run.config import RunConfig, config_of_run, read_config
+from headrace.run.config import config_of_run, read_config
+from headrace.trainer.config import TrainConfig
 from headrace.views.screen.console import Console
 from headrace.views.screen.console import PrintableText as Text
 from headrace.views.screen.fitted_table import FittedTable, numbers, texts
@@ -152,19 +153,19 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint=fingerprint,
         recorded=expected.fingerprints.get(journaled.version, ""),
-        inexact=why_inexact(config, expected.machines.get(stage.step)),
-        tolerance=tolerance_of(config),
+        inexact=why_inexact(config.train, expected.machines.get(stage.step)),
+        tolerance=tolerance_of(config.train),
     )
 
 
-def is_exact(config: RunConfig, machine: Mapping[str, str] | None) -> bool:
+def is_exact(train: TrainConfig, machine: Mapping[str, str] | None) -> bool:
     """Whether a step that `machine` did is expected here bit for bit."""
-    return not why_inexact(config, machine)
+    return not why_inexact(train, machine)
 
 
-def why_inexact(config: RunConfig, machine: Mapping[str, str] | None) -> str:
+def why_inexact(train: TrainConfig, machine: Mapping[str, str] | None) -> str:
     """Returns why a step that `machine` did may have other bits here, as a sentence without a full stop; empty if it may not."""
-    here = machine_mark(cores_here(config), config.train.threads)
+    here = machine_mark(cores_here(train.cores), train.threads)
     if not machine:
         return "the run has not recorded its machine"
     changed = [
@@ -174,11 +175,11 @@ def why_inexact(config: RunConfig, machine: Mapping[str, str] | None) -> str:
     ]
     if changed:
         return f"the run had another machine ({'; '.join(changed)})"
-    return "a GPU adds in any order" if "gpu" in here and config.train.device != "cpu" else ""
+    return "a GPU adds in any order" if "gpu" in here and train.device != "cpu" else ""
 
 
-def tolerance_of(config: RunConfig) -> float:
-    return TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"]
+def tolerance_of(train: TrainConfig) -> float:
+    return TOLERANCE["float32" if train.dtype == "float32" else "bfloat16"]
 
 
 def outcome_of(

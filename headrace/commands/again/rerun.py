@@ -26,12 +26,11 @@ from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.checkpoints import Checkpoints, damage
 from headrace.models.resolve import resolve_model
 from headrace.native.cores import available_cores
+from headrace.run.build import plan_of
 from headrace.run.clients.process_trainer import ProcessTrainer
 from headrace.run.config import RunConfig, config_of_run, read_config
-from headrace.run.planned_loops import plan_of
 from headrace.run.pools import trainer_start
 from headrace.run.run_directory import configs_until
-from headrace.run.teaching import reward_weights
 from headrace.run.worker.build import open_launcher
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -115,7 +114,7 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
     with temporary_logs() as scratch:
         for config, end in _by_settings(course):
             async with open_trainer(config, resolve_model(config.model.path), restore, scratch) as trainer:
-                algorithm = algorithm_of(config.algo, config.longest_rollout, reward_weights(config))
+                algorithm = algorithm_of(config.algo, config.longest_rollout, config.reward_weights)
                 for journaled in islice(steps, end - at):
                     yield Stage(trainer, config, journaled, batch_of(config, journaled, algorithm))
                 at, restore = end, scratch / f"after-{end}"
@@ -193,7 +192,7 @@ async def open_trainer(
     log = scratch / "trainer.log"
     adapter = config.lora.served_name
     start = trainer_start(config, model_dir, {adapter: restore} if restore else {}, transport)
-    trainer = ProcessTrainer(open_launcher(scratch), start, cores_here(config))
+    trainer = ProcessTrainer(open_launcher(scratch), start, cores_here(config.train.cores))
     try:
         await trainer.open()
         if adapter:
@@ -208,7 +207,7 @@ async def open_trainer(
         transport.close()
 
 
-def cores_here(config: RunConfig) -> tuple[int, ...]:
+def cores_here(wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The cores that the trainer had; on a machine without them, the same number of others, because sums are split over the threads."""
-    wanted, have = config.train.cores, available_cores()
+    have = available_cores()
     return wanted if set(wanted) <= have else tuple(sorted(have)[: len(wanted)])

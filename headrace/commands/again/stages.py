@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from headrace.algo.advantage.groups import Algorithm, algorithm_of
+from headrace.algo.config import AlgoConfig
 from headrace.commands.again.bundle import STATE, Bundle
 from headrace.commands.again.replay import beyond, is_exact, tolerance_of, worded
 from headrace.commands.again.rerun import batch_of, open_trainer
@@ -25,6 +26,7 @@ from headrace.episodes.scoring.config import BUILTIN, HANDED, RewardSpec, distin
 from headrace.facts.texts import plural
 from headrace.run.build import build_scorer
 from headrace.run.config import RunConfig
+from headrace.trainer.config import TrainConfig
 
 StageName = Literal["reward", "advantage", "loss", "backward", "optimizer"]
 BACKWARD = ("grad_norm", "skipped")
@@ -72,7 +74,7 @@ async def reward_stage(bundle: Bundle, config: RunConfig, code: Path) -> StageRe
             for index, (now, then) in enumerate(zip(found, group.scored, strict=True)):
                 for mine, (name, _) in zip(own, chosen, strict=True):
                     count += 1
-                    if problem := _reward_apart(now, then, mine=mine, name=name, near=_near(config, bundle)):
+                    if problem := _reward_apart(now, then, mine=mine, name=name, near=_near(config.train, bundle)):
                         return StageResult("reward", "", f"ticket {group.ticket}, rollout {index}: {problem}")
     finally:
         await scorer.close()
@@ -104,24 +106,24 @@ def _same(a: float, b: float, near: float) -> bool:
     return repr(a) == repr(b) or (near > 0 and math.isclose(a, b, rel_tol=near, abs_tol=near))
 
 
-def _near(config: RunConfig, bundle: Bundle) -> float:
-    return 0.0 if is_exact(config, bundle.machine) else NEAR
+def _near(train: TrainConfig, bundle: Bundle) -> float:
+    return 0.0 if is_exact(train, bundle.machine) else NEAR
 
 
 # -- advantage --------------------------------------------------------------------------------------------------------------
 
 
-def advantage_stage(bundle: Bundle, config: RunConfig) -> tuple[StageResult, Algorithm | None]:
+def advantage_stage(bundle: Bundle, algo: AlgoConfig, train: TrainConfig) -> tuple[StageResult, Algorithm | None]:
     """Makes the training rows again from the recorded rewards."""
     try:
-        algorithm = algorithm_of(config.algo, bundle.longest, bundle.weights)
+        algorithm = algorithm_of(algo, bundle.longest, bundle.weights)
     except ConfigError as error:
         return not_done("advantage", f"{error}; --include code packs it"), None
     rows = 0
     for group in bundle.journaled.groups:
         made = algorithm.rows(group.prompt, group.scored)
         rows += len(made)
-        if problem := _rows_apart(replace(group, rows=made), group, _near(config, bundle)):
+        if problem := _rows_apart(replace(group, rows=made), group, _near(train, bundle)):
             return StageResult("advantage", "", f"ticket {group.ticket}: {problem}"), algorithm
     return StageResult("advantage", plural(rows, "row")), algorithm
 
@@ -161,8 +163,8 @@ async def trained_stages(
         if bundle.updates:
             await trainer.save(scratch / "after", adapter)
             moved = norms_of_updates(scratch / "before", scratch / "after")
-    exact = is_exact(config, bundle.machine) and not bundle.made_anew
-    tolerance = 0.0 if exact else tolerance_of(config)
+    exact = is_exact(config.train, bundle.machine) and not bundle.made_anew
+    tolerance = 0.0 if exact else tolerance_of(config.train)
     results = judged_stages(report, bundle.journaled.report, tolerance)
     weights = apart(moved, bundle.updates, tolerance)
     if exact and bundle.after and ended != bundle.after:

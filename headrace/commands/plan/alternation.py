@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.algo.config import AlgoConfig
 from headrace.commands.plan.measure import Prediction
 from headrace.commands.plan.rates import hardware
 from headrace.commands.plan.rates.rates import Rates
@@ -21,7 +22,7 @@ from headrace.commands.plan.rates.travel import BFLOAT16
 from headrace.commands.plan.scenario import Scenario
 from headrace.commands.plan.sweep import try_out
 from headrace.facts.texts import short_time
-from headrace.run.config import RunConfig
+from headrace.trainer.config import TrainConfig
 
 HOST_LINK = 25e9
 """Bytes per second between a GPU and the memory of its host: PCIe 4.0 x16 (32 GB/s), used to four fifths (an assumption)."""
@@ -67,7 +68,8 @@ class TurnTaking(NamedTuple):
 def taking_turns(
     scenario: Scenario,
     own: Prediction,
-    config: RunConfig,
+    train: TrainConfig,
+    algo: AlgoConfig,
     *,
     chip: hardware.Gpu | None,
     model: Architecture | None,
@@ -80,7 +82,10 @@ def taking_turns(
     if chip and model:
         change = (2 * MOVED + BFLOAT16) * model.parameters / (gpus * HOST_LINK)
         if rates.trainer.gpus:
-            rates, replicas = _with_all(rates, chip, model, config, gpus), gpus // rates.engine.gpus
+            rates, replicas = (
+                _with_all(rates, chip, model, hardware.passes_of(train, algo), gpus=gpus, train=train),
+                gpus // rates.engine.gpus,
+            )
     trainer = msgspec.structs.replace(rates.trainer, step=rates.trainer.step + (change or 0.0))
     stands = msgspec.structs.replace(rates, engine_slowed=STANDS, trainer_slowed=1.0, trainer=trainer)
     shared = try_out(dataclasses.replace(scenario, rates=stands, replicas=replicas), steps)
@@ -134,11 +139,11 @@ def lending(
     return Lending(with_more.prediction.seconds_per_step, own.trainer_idle, own.seconds_per_step, rates.trainer.gpus)
 
 
-def _with_all(rates: Rates, chip: hardware.Gpu, model: Architecture, config: RunConfig, gpus: int) -> Rates:
+def _with_all(
+    rates: Rates, chip: hardware.Gpu, model: Architecture, passes: int, *, gpus: int, train: TrainConfig
+) -> Rates:
     """The rates of a trainer that has all GPUs."""
-    train = config.train
     context = train.parallel.context
-    passes = hardware.passes_of(train, config.algo)
     trainer = hardware.trainer_rates(
         chip, model, gpus - gpus % context, train.microbatch_tokens, context=context, passes=passes
     )

@@ -147,7 +147,8 @@ def _turns(request: PlanRequest, asked: Option) -> TurnTaking | None:
     return taking_turns(
         asked.scenario,
         asked.prediction,
-        request.config,
+        request.config.train,
+        request.config.algo,
         chip=hardware.gpu(request.hardware) if request.hardware else None,
         model=shape_of(request.model) if request.model else None,
         change=seconds_of_turns(request.run) if request.run else None,
@@ -172,7 +173,7 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
         from headrace.commands.plan.rates.from_run import rates_of_run
 
         return rates_of_run(request.run, request.config)
-    path = request.rates or rates_file(request.config)
+    path = request.rates or rates_file(request.config.model.path)
     if request.calibrate:
         from headrace.commands.plan.rates.calibrate import calibrate
 
@@ -186,8 +187,8 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
     return rates, 1.0
 
 
-def rates_file(config: RunConfig) -> Path:
-    return cache_dir() / "rates" / f"{Path(config.model.path).name}.json"
+def rates_file(model: str) -> Path:
+    return cache_dir() / "rates" / f"{Path(model).name}.json"
 
 
 def _computed(request: PlanRequest) -> Rates:
@@ -233,7 +234,7 @@ def _scenario(request: PlanRequest, rates: Rates, contrast: float, notes: list[s
         algo=config.algo,
         partial=config.partial,
         steps=request.steps,
-        prompts=parse(request.prompts) if request.prompts else rates.prompts or _assumed_prompts(config, notes),
+        prompts=parse(request.prompts) if request.prompts else rates.prompts or _assumed_prompts(notes),
         latency=parse(request.latency) if request.latency else fixed(0),
         workers=request.workers or config.reward.workers,
         contrast=contrast,
@@ -289,7 +290,7 @@ def _completions(request: PlanRequest, rates: Rates, notes: list[str]) -> Distri
     return Distribution("lognormal", mean=mean, sigma=0.8)
 
 
-def _assumed_prompts(config: RunConfig, notes: list[str]) -> Distribution:
+def _assumed_prompts(notes: list[str]) -> Distribution:
     notes.append("prompts are assumed to have 200 tokens; set --prompts if you know better")
     return fixed(200)
 

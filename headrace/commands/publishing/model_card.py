@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from headrace.algo.config import AlgoConfig
 from headrace.commands.again.bundle_export import CodeFiles, portable_settings
 from headrace.commands.publishing.curve_picture import curve_picture
+from headrace.episodes.tasks.config import TaskConfig
 from headrace.facts.diagnosis.verdicts import all_verdicts
 from headrace.facts.numbers.state import RunState
 from headrace.models.known_models import KNOWN_MODELS
@@ -38,12 +40,12 @@ def write_card(run_dir: Path, folder: Path, step: int, name: str) -> None:
 
 
 def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter: bool) -> Iterator[str]:
-    base = config.model.path if _is_on_the_hub(config) else ""
-    yield from _front_matter(config, base, adapter)
+    base = config.model.path if _is_on_the_hub(config.model.path) else ""
+    yield from _front_matter(config.algo, base, adapter)
     yield f"# {name}\n"
     yield (
-        f"{_model(config)}, trained by reinforcement learning with headrace {__version__}: {step:,} optimizer steps of "
-        f"{config.algo.name} on {_data(config)}.\n"
+        f"{_model(config.model.path)}, trained by reinforcement learning with headrace {__version__}: {step:,} optimizer steps of "
+        f"{config.algo.name} on {_data(config.task)}.\n"
     )
     reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
     yield f"It is {'an adapter' if adapter else 'a whole model'}: `{reader}.from_pretrained` loads it.\n"
@@ -61,12 +63,11 @@ def _lines(config: RunConfig, data: ReportData, *, step: int, name: str, adapter
     yield from _versions(data.state)
 
 
-def _is_on_the_hub(config: RunConfig) -> bool:
-    path = config.model.path
+def _is_on_the_hub(path: str) -> bool:
     return bool(_HUB_ID.fullmatch(path)) and not Path(path).is_dir()
 
 
-def _front_matter(config: RunConfig, base: str, adapter: bool) -> Iterator[str]:
+def _front_matter(algo: AlgoConfig, base: str, adapter: bool) -> Iterator[str]:
     yield "---"
     yield f"library_name: {'peft' if adapter else 'transformers'}"
     yield "pipeline_tag: text-generation"
@@ -75,7 +76,7 @@ def _front_matter(config: RunConfig, base: str, adapter: bool) -> Iterator[str]:
     tags = [
         "headrace",
         "reinforcement-learning",
-        re.sub(r"[^a-z0-9-]+", "-", config.algo.name).strip("-"),
+        re.sub(r"[^a-z0-9-]+", "-", algo.name).strip("-"),
         *(["lora"] if adapter else []),
     ]
     yield "tags:"
@@ -83,15 +84,13 @@ def _front_matter(config: RunConfig, base: str, adapter: bool) -> Iterator[str]:
     yield "---\n"
 
 
-def _model(config: RunConfig) -> str:
-    path = config.model.path
+def _model(path: str) -> str:
     if path in KNOWN_MODELS:
         return f"`{path}` ({KNOWN_MODELS[path].about}; {KNOWN_MODELS[path].licence})"
-    return f"`{path}`" if _is_on_the_hub(config) else f"A local model called `{Path(path).name}`"
+    return f"`{path}`" if _is_on_the_hub(path) else f"A local model called `{Path(path).name}`"
 
 
-def _data(config: RunConfig) -> str:
-    task = config.task
+def _data(task: TaskConfig) -> str:
     if task.facts.library:
         return f"`{task.name}` of {task.facts.library}"
     return (
@@ -112,7 +111,7 @@ def _numbers(data: ReportData) -> Iterator[str]:
 
 def _sources(config: RunConfig) -> Iterator[str]:
     task = config.task
-    yield f"- Prompts: {_data(config)}; {task.held_out} of them were held out for evaluation."
+    yield f"- Prompts: {_data(task)}; {task.held_out} of them were held out for evaluation."
     if task.options:
         yield f"- Its options: {', '.join(f'{key} = {value}' for key, value in task.options.items())}."
     for spec in config.reward.specs:

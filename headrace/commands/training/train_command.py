@@ -87,7 +87,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The named config, or the config of the run."""
     from headrace.run.choosing import resumed_settings
-    from headrace.run.config import adapter_runs, config_of_run, load_config
+    from headrace.run.config import config_of_run, load_config
     from headrace.run.python_inputs import refuse_python_inputs
 
     source = file or (run_dir and config_of_run(run_dir))
@@ -98,8 +98,8 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
             f"{file} is the directory of a run, not a config; resume it with: headrace train --resume {file}"
         )
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
-    for run in adapter_runs(config) or (config,):
-        refuse_python_inputs(run)
+    for run in config.runs:
+        refuse_python_inputs(run.reward, run.task)
         # A command takes no function, unlike `headrace.train`.
         if not (run.reward.given or run.teachers or run.environment.rewards):
             raise ConfigError(

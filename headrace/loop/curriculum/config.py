@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -79,23 +78,3 @@ class CurriculumConfig:
     def largest(self, group_size: int) -> int:
         """The most rollouts of a group. `group_size`: the least."""
         return max(group_size, self.largest_group)
-
-
-def curriculum_problems(config: Any) -> Iterator[str]:
-    """Yields a sentence for each setting that the choice of prompts excludes. `config`: a RunConfig."""
-    own, algo, size = config.curriculum, config.algo, config.rollout.group_size
-    if own.chooses and not (algo.compares or algo.recipe.loss.weighs_rollouts):  # it learns from equal rewards too
-        yield (
-            f'curriculum.kind = "{own.kind}" chooses prompts whose groups have contrast, but algo.name = {algo.name} learns from groups '
-            'without it as well; set curriculum.kind = "uniform", or use an algorithm that compares rollouts, such as grpo'
-        )
-    if own.largest_group and own.largest_group < 2 * size:
-        yield (
-            f"curriculum.largest_group = {own.largest_group} lets no group grow, because groups of rollout.group_size = {size} grow by doubling; "
-            "raise the first, or lower the second"
-        )
-    if own.largest_group and config.environment.draws_problems:
-        yield (
-            f"curriculum.largest_group = {own.largest_group} changes the size of groups, and environments of Atropos post groups of one size; "
-            "set it to 0"
-        )

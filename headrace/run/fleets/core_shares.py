@@ -11,6 +11,7 @@ from headrace.engine.engine_problems import ON_GPUS
 from headrace.native.cores import usable_cores
 from headrace.processes.places import kinds_elsewhere
 from headrace.run.config import RunConfig
+from headrace.trainer.config import TrainConfig
 
 
 def members_of(config: EngineConfig) -> dict[str, EngineConfig]:
@@ -58,11 +59,10 @@ def in_words(members: dict[str, EngineConfig]) -> str:
     return "; ".join(parts)
 
 
-def settings_of_lent(config: RunConfig) -> EngineConfig:
+def settings_of_lent(engine: EngineConfig, train: TrainConfig) -> EngineConfig:
     """The settings of the engine on lent devices: those of the run's engines, on the trainer's devices."""
-    train = config.train
     threads = len(train.cores) or train.threads
-    return dataclasses.replace(config.engine, replicas=1, device=train.device, cores=train.cores, threads=threads)
+    return dataclasses.replace(engine, replicas=1, device=train.device, cores=train.cores, threads=threads)
 
 
 def nothing_to_lend(config: RunConfig, engine: str, trainer: str) -> Iterator[str]:

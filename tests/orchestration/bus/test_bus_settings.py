@@ -11,7 +11,6 @@ from tiny_run import tiny_config
 from headrace.core.errors import ConfigError
 from headrace.run.config import check, load_config, read_config
 from headrace.run.hosts.bus.open_bus import open_bus
-from headrace.settings import bus_problems
 from headrace.settings.extras import install
 from headrace.weight_sync.config import way_of
 
@@ -78,7 +77,7 @@ def test_a_bus_alone_is_taken_and_weights_go_over_tcp(tmp_path: Path) -> None:
 
 def test_redis_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(tiny_config(tmp_path, tmp_path, orchestration={"bus": "redis://127.0.0.1:1"}))
-    monkeypatch.setattr(bus_problems, "is_installed", lambda module: module != "redis")
+    monkeypatch.setattr("headrace.run.config.is_installed", lambda module: module != "redis")
     assert f"orchestration.bus = redis://127.0.0.1:1 needs the package redis: {install('redis')}" in check(config)[0]
     monkeypatch.setattr("headrace.run.hosts.bus.open_bus.is_installed", lambda module: module != "redis")
     with pytest.raises(ConfigError, match="jsonl:DIRECTORY needs none"):

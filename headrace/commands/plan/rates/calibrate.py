@@ -26,6 +26,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.protocols import Scorer, Task
 from headrace.core.types import Completion, Episode, Prompt, Request, Sampling, Scored
 from headrace.durable.named_logs import temporary_logs
+from headrace.engine.config import EngineConfig
 from headrace.episodes.environments.single_turn import SINGLE_TURN
 from headrace.episodes.episodes import roll_out
 from headrace.episodes.rollout import seed_of
@@ -77,30 +78,29 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
         )  # what a run would use is what has to be measured
         for what, why in config.chosen.why.items():
             say(f"{what}: {why}")
-        telemetry = open_telemetry(config, _Silent(), time.monotonic)
+        telemetry = open_telemetry(config.watch, _Silent(), time.monotonic)
         task = build_task(config.task, encoder, config.seed)
         scorer = build_scorer(config, [reward] if reward else [], decode=encoder.decode)
         say("starting engine and trainer")
-        pools = await open_pools(config, model_dir, logs, telemetry, {})
         try:
-            await pools.engine.load(await pools.trainer.publish())
-            bench = Bench(
-                config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
-            )
-            return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
+            async with open_pools(config, model_dir, logs, telemetry, {}) as pools:
+                await pools.engine.load(await pools.trainer.publish())
+                bench = Bench(
+                    config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
+                )
+                return await bench.rates(model_dir.name, kv_tokens(model_dir, config.engine))
         finally:
             await scorer.close()
-            await pools.close()
 
 
-def kv_tokens(model_dir: Path, config: RunConfig) -> float:
+def kv_tokens(model_dir: Path, engine: EngineConfig) -> float:
     """Returns the tokens that engine.kv_gib holds; infinite if the model's config does not give its shape."""
     try:
         shape = json.loads((model_dir / "config.json").read_text())
         heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
         head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        width = 4 if config.engine.serving_dtype == "float32" else 2
-        return float(int(config.engine.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
+        width = 4 if engine.serving_dtype == "float32" else 2
+        return float(int(engine.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
     except (KeyError, TypeError):
         return math.inf
 

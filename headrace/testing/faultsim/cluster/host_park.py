@@ -9,11 +9,10 @@ import math
 from headrace.core.errors import HeadraceError
 from headrace.core.protocols import Job
 from headrace.episodes.environments.single_turn import SINGLE_TURN
-from headrace.episodes.notebook import Notebook
 from headrace.facts.facts import Fact
+from headrace.loop.assembly import groups_alone
 from headrace.loop.loop_plan import LoopPlan
-from headrace.loop.own_groups import OwnGroups
-from headrace.loop.partial import Interrupts, PartialConfig
+from headrace.loop.partial import PartialConfig
 from headrace.run.clients.process_engine import ProcessEngine
 from headrace.run.hosts.rollout_host import HostParts, RolloutHost
 from headrace.run.worker.worker_messages import EngineStart
@@ -79,22 +78,20 @@ class HostPark:
         engine = ProcessEngine(self.processes.launcher, Job("engine", seat), 3, telemetry)
         await engine.launch()
         await engine.open(EngineStart("", {}, {}))
-        interrupts = Interrupts(engine, PartialConfig(), telemetry.waits, telemetry.clock)
-        groups = OwnGroups(
+        groups = groups_alone(
             plan=_plan(size, self._seed),
-            evaluation=EvalConfig(samples=1),
-            interrupts=interrupts,
+            engine=engine,
+            partial=PartialConfig(),
             environment=SINGLE_TURN,
             scorer=self._scorer,
             evaluated_by=self._scorer,
-            notebook=Notebook(),
+            evaluation=EvalConfig(samples=1),
             decode=lambda tokens: "",
-            waits=telemetry.waits,
-            context_length=engine.capabilities.context_length,
+            telemetry=telemetry,
         )
         return HostParts(
             engine=engine,
-            interrupts=interrupts,
+            interrupts=groups.interrupts,
             groups=groups,
             adapter="",
             share=lambda hosts: math.ceil(size.staleness.generating / hosts),
