@@ -108,6 +108,8 @@ def _trials(pid: int) -> Trials:
 def try_all() -> None:
     """The program of `Trials`: a constraint a line, and for each a line with its problem. Ends with its input."""
 
+    answers = os.fdopen(os.dup(1), "w")
+
     def go() -> None:
         for line in sys.stdin:
             constraint, problem = Constraint(*json.loads(line)), ""
@@ -115,7 +117,8 @@ def try_all() -> None:
                 _matcher(_of_bytes(), constraint)
             except ValueError as error:
                 problem = str(error)
-            os.write(1, f"{json.dumps(problem)}\n".encode())
+            answers.write(f"{json.dumps(problem)}\n")
+            answers.flush()
 
     threading.stack_size(TRIAL_STACK)
     thread = threading.Thread(target=go)
