@@ -384,5 +384,12 @@ def test_an_engine_that_fails_a_request_says_so(tiny_tokenizer: Path) -> None:
         status, answer = await client.post(GENERATE, TOKENS)
         assert status == 200 and answer["choices"][0]["finish_reason"] == "error"
         assert answer["choices"][0]["error"] == "injected failure"
+        for path, body in (
+            ("completions", {"prompt": "a"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, answer = await client.post(f"/v1/{path}", body)
+            assert status == 500 and answer["error"]["message"] == "the completion has failed: injected failure"
+            assert (await client.events(f"/v1/{path}", body))[-1]["error"]["code"] == "engine_error"
 
     run(tiny_tokenizer, case, FakeEngine(failure_rate=1.0, length=lambda rng: random.Random(0).randint(1, 3)))
