@@ -8,6 +8,7 @@ client sees which weights sampled each token, even if another client has loaded 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class Serving:
         """Loaded weights by adapter; the base has the empty name."""
         self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
+        """Completions in progress by the engine's names of them."""
+        self._serials = itertools.count()
         self._loading, self._loads = asyncio.Lock(), 0
         self._looks = Looks()
         self.engine.listen(self._heard)
@@ -138,8 +141,11 @@ class Serving:
     def submit(self, request: Request) -> Stream:
         """Begins a completion. The caller must `release` it."""
         self.room_for(1)
-        if request.id in self._streams:
+        if any(name.rpartition(".")[0] == request.id for name in self._streams):
             raise Refused(400, f"a request {request.id} is under way already; give every request an id of its own")
+        # The engine gets a name that it never had: of a request whose client has left it may still have tokens on the way,
+        # and clients send a request again under its id.
+        request = msgspec.structs.replace(request, id=f"{request.id}.{next(self._serials)}")
         stream = self._streams[request.id] = Stream(request)
         stream.task = asyncio.get_running_loop().create_task(self.engine.generate(request))
         stream.task.add_done_callback(lambda task: stream.changed.set())
