@@ -78,6 +78,8 @@ async def messages(request: HttpRequest) -> Response:
         stop=body.stop_sequences,
         continue_final_message=body.messages[-1].role == "assistant",
     )
+    for name in anthropic.unshown(body):
+        note_ignored(request.scope, name)
     turn = await _begun(request, serving, chat, f"msg-{uuid.uuid4().hex}")
     if body.stream:
         return Events(anthropic.events_of(turn, turn.model), named=True)

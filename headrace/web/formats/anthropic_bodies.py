@@ -130,6 +130,13 @@ def messages_of(body: CountTokens) -> list[Message]:
     return messages
 
 
+def unshown(body: CountTokens) -> Iterator[str]:
+    """Yields the name of what messages hold and no chat template shows: that the result of a tool is an error, beside its text."""
+    blocks = [block for one in body.messages if isinstance(one.content, list) for block in one.content]
+    if any(block.get("type") == "tool_result" and block.get("is_error") for block in blocks):
+        yield "messages.content.is_error"
+
+
 def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
     """Yields the results of tools, each a message of its own, and then what the blocks say."""
     said: list[Mapping[str, Any]] = []
