@@ -103,7 +103,7 @@ class Serving:
         """Completions in progress by the engine's names of them."""
         self._serials = itertools.count()
         self._loading, self._loads = asyncio.Lock(), 0
-        self._looks = Looks()
+        self._looks, self._coming = Looks(), set[str]()
         self.engine.listen(self._heard)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -204,10 +204,17 @@ class Serving:
             return report
 
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
-        """One that peft saved. LoadedWeights again under its name it is a new version."""
-        before = self.loaded.get(name)
-        version = before.label.version + 1 if before else 0
-        return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+        """One that peft saved. Loaded again under its name it is a new version. Raises Refused while another is on its way under that
+        name: two would have one version."""
+        if name in self._coming:
+            raise Refused(409, f"another request loads an adapter {name}; wait for its answer")
+        self._coming.add(name)
+        try:
+            before = self.loaded.get(name)
+            version = before.label.version + 1 if before else 0
+            return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+        finally:
+            self._coming.discard(name)
 
     async def look_at(self, directory: Path) -> None:
         """Raises Refused where a client names a directory of which nothing can be learned."""

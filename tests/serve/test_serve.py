@@ -13,6 +13,7 @@ import pytest
 from served import Client, by_name, faked
 
 from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.errors import IdentityError
 from headrace.core.steps import Finished, StepOutput
 from headrace.core.types import Completion, Request
 from headrace.core.weights import AdapterSpec, WeightUpdate
@@ -20,6 +21,7 @@ from headrace.serve.following import follow
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
+from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 
 Case = Callable[[Client, Serving], Awaitable[None]]
@@ -407,6 +409,9 @@ def test_adapters_come_and_go_and_one_in_use_stays(tiny_tokenizer: Path, tmp_pat
         assert (await client.post(GENERATE, {**TOKENS, "model": "math"}))[0] == 404
         status, answer = await client.post("/v1/load_lora_adapter", {"lora_name": "peft", "lora_path": str(tmp_path)})
         assert status == 409 and "was published as" in answer["error"]["message"], "a fake loads what is called fake"
+        both = await asyncio.gather(*(serving.load_adapter("two", tmp_path) for _ in range(2)), return_exceptions=True)
+        assert [type(one) for one in both] == [IdentityError, Refused], "each would have been version 0"
+        assert "another request loads an adapter two" in str(both[1])
 
     run(tiny_tokenizer, case, lasting())
 
