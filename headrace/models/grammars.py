@@ -7,6 +7,11 @@ parts of a schema out without a word.
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -29,6 +34,10 @@ LIMITS = {
 JSON = {"whitespace_pattern": SPACES}
 KEPT = 64
 """Compiled constraints that are kept."""
+TRIAL_SECONDS = 30.0
+"""Time that a constraint may take to compile in its trial. Two seconds are the longest that was seen within the limits."""
+TRIAL_STACK = 1 << 21
+"""Bytes of the stack of a trial: a quarter of what threads elsewhere have, because the library recurses as deep as references go."""
 
 
 def loaded() -> Any:
@@ -44,8 +53,77 @@ def loaded() -> Any:
 @lru_cache(KEPT)
 def check_constraint(constraint: Constraint) -> None:
     """Takes up to half a second: do it off an event loop. Raises ValueError with the reason for a constraint that cannot be expressed, that
-    nothing satisfies, or that is too large."""
-    _matcher(_of_bytes(), constraint)
+    nothing satisfies, that is too large, or that ends the library's process."""
+    loaded()
+    if problem := _trials(os.getpid()).problem(constraint):
+        raise ValueError(problem)
+
+
+class Trials:
+    """A process of its own that compiles constraints before any other does. Some end the process that they are compiled in, such as
+    {"const": -9223372036854775808}, or a chain of a thousand references: an overflow of the stack in Rust is no exception."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def problem(self, constraint: Constraint) -> str:
+        """Returns why a constraint cannot be followed; empty if it can be."""
+        with self._lock:
+            process = self._process = self._process or self._started()
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(json.dumps([constraint.kind, constraint.text]).encode() + b"\n")
+                process.stdin.flush()
+                there, _, _ = select.select([process.stdout], [], [], TRIAL_SECONDS)
+                if there and (said := process.stdout.readline()):
+                    return str(json.loads(said))
+                how = "" if there else f"it took longer than {TRIAL_SECONDS:g} s"
+            except BrokenPipeError:
+                how = ""
+            self._process = None
+            process.kill()
+            process.stdin.close()
+            process.stdout.close()
+            code = process.wait()
+            how = how or f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            return f"{_NAMES[constraint.kind]} made llguidance fail: {how}"
+
+    @staticmethod
+    def _started() -> subprocess.Popen[bytes]:
+        program = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as it; it.try_all()"
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        # a session of its own: Ctrl-C in the terminal is not for it
+        return subprocess.Popen(
+            [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=null, start_new_session=True
+        )
+
+
+@cache
+def _trials(pid: int) -> Trials:
+    """`pid`: ours. A fork has no part in the trials of its parent."""
+    return Trials()
+
+
+def try_all() -> None:
+    """The program of `Trials`: a constraint a line, and for each a line with its problem. Ends with its input."""
+
+    answers = os.fdopen(os.dup(1), "w")
+
+    def go() -> None:
+        for line in sys.stdin:
+            constraint, problem = Constraint(*json.loads(line)), ""
+            try:
+                _matcher(_of_bytes(), constraint)
+            except ValueError as error:
+                problem = str(error)
+            answers.write(f"{json.dumps(problem)}\n")
+            answers.flush()
+
+    threading.stack_size(TRIAL_STACK)
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
 
 
 class Grammars:

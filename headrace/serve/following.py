@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from headrace.core.types import Request
 from headrace.serve.serving import Serving, Stream
+from headrace.web.errors import Refused
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ async def follow(serving: Serving, requests: Sequence[Request], whole: bool = Fa
             follower.cancel()
         ending = [serving.release(stream) for stream in streams]
         await asyncio.gather(*followers, *ending, return_exceptions=True)
+
+
+def check_end(piece: Piece) -> None:
+    """Raises Refused for a completion that has failed: who reads its text would take what there is for an answer."""
+    if piece.ended and piece.stream.end and piece.stream.end.error:
+        raise Refused(500, f"the completion has failed: {piece.stream.end.error}", "engine_error")
 
 
 async def to_their_ends(serving: Serving, requests: Sequence[Request]) -> list[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.web.constraints import checked, of_answer, of_format
 from headrace.web.errors import Refused
 from headrace.web.unserved import continues_last, offered_tools, refuse_unserved, stops
 
+_TOKEN = re.compile(r"0|-?[1-9][0-9]{0,9}")
 _LAST = 8
 """Tokens of a prompt in which a template opens the thinking."""
 
@@ -42,10 +44,10 @@ def _sampling(body: Drawing, max_tokens: int, index: int, constraint: Constraint
 
 
 def _bias(body: Drawing) -> tuple[tuple[int, float], ...]:
-    try:
-        return tuple(sorted((int(token), bias) for token, bias in (body.logit_bias or {}).items()))
-    except ValueError:
-        raise Refused(400, 'logit_bias has numbers by token id, such as {"50256": -100}') from None
+    given = body.logit_bias or {}
+    if not all(_TOKEN.fullmatch(token) for token in given):  # "05" and "5" would be two numbers for one token
+        raise Refused(400, 'logit_bias has numbers by token id, such as {"50256": -100}')
+    return tuple(sorted((int(token), bias) for token, bias in given.items()))
 
 
 def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:

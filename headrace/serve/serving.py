@@ -8,6 +8,7 @@ client sees which weights sampled each token, even if another client has loaded 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,8 +100,10 @@ class Serving:
         """Loaded weights by adapter; the base has the empty name."""
         self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
+        """Completions in progress by the engine's names of them."""
+        self._serials = itertools.count()
         self._loading, self._loads = asyncio.Lock(), 0
-        self._looks = Looks()
+        self._looks, self._coming = Looks(), set[str]()
         self.engine.listen(self._heard)
 
     # -- requests -----------------------------------------------------------------------------------------------------------
@@ -138,8 +141,11 @@ class Serving:
     def submit(self, request: Request) -> Stream:
         """Begins a completion. The caller must `release` it."""
         self.room_for(1)
-        if request.id in self._streams:
+        if any(name.rpartition(".")[0] == request.id for name in self._streams):
             raise Refused(400, f"a request {request.id} is under way already; give every request an id of its own")
+        # The engine gets a name that it never had: of a request whose client has left it may still have tokens on the way,
+        # and clients send a request again under its id.
+        request = msgspec.structs.replace(request, id=f"{request.id}.{next(self._serials)}")
         stream = self._streams[request.id] = Stream(request)
         stream.task = asyncio.get_running_loop().create_task(self.engine.generate(request))
         stream.task.add_done_callback(lambda task: stream.changed.set())
@@ -198,10 +204,17 @@ class Serving:
             return report
 
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
-        """One that peft saved. LoadedWeights again under its name it is a new version."""
-        before = self.loaded.get(name)
-        version = before.label.version + 1 if before else 0
-        return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+        """One that peft saved. Loaded again under its name it is a new version. Raises Refused while another is on its way under that
+        name: two would have one version."""
+        if name in self._coming:
+            raise Refused(409, f"another request loads an adapter {name}; wait for its answer")
+        self._coming.add(name)
+        try:
+            before = self.loaded.get(name)
+            version = before.label.version + 1 if before else 0
+            return await self.load(await self._looks.at(directory, lambda: offer_adapter(directory, name, version)))
+        finally:
+            self._coming.discard(name)
 
     async def look_at(self, directory: Path) -> None:
         """Raises Refused where a client names a directory of which nothing can be learned."""

@@ -19,6 +19,7 @@ Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Few = Annotated[int, Meta(ge=1, le=1024)]
+TopK = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 MOST_STOPS = 256
 Stops = str | Annotated[list[str], Meta(max_length=MOST_STOPS)] | None
@@ -40,7 +41,7 @@ class Drawing(OpenBody, kw_only=True):
     n: Few = 1
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     """0 and -1 keep the whole vocabulary."""
     min_p: float | None = None
     seed: Seed | None = None

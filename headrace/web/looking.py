@@ -53,3 +53,5 @@ class Looks:
                 503,
                 f"{place} has not answered for {SECONDS:g} s: its file system is slow or gone; try again, or copy it",
             ) from None
+        except OSError as error:
+            raise Refused(400, f"{place} cannot be read: {error.strerror}") from None

@@ -812,6 +812,7 @@ def test_requests_that_can_never_run_are_refused_with_the_remedy(saved):
         "temperature = 1e-30": Request("r", (1,), Sampling(temperature=1e-30)),
         "temperature = nan": Request("r", (1,), Sampling(temperature=float("nan"))),
         "top_p = 0": Request("r", (1,), Sampling(top_p=0.0)),
+        "temperature = 1e\\+39 .* at most 1e\\+30": Request("r", (1,), Sampling(temperature=1e39)),
         "top_k = -1": Request("r", (1,), Sampling(top_k=-1)),
         "min_p = 1.5": Request("r", (1,), Sampling(min_p=1.5)),
         "not empty": Request("r", (1,), Sampling(stop=("",))),

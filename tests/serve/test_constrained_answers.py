@@ -160,7 +160,13 @@ def test_a_bias_moves_what_is_sampled_and_its_log_probs(model: Path, tmp_path: P
             answer["choices"][0]["text"] == "zzzzz"
             and max(map(abs, answer["choices"][0]["logprobs"]["token_logprobs"])) < 1e-6
         )
-        for wrong, said in (({"z": 1}, "by token id"), ({"3": 101}, "logit_bias"), ({"99999": 1}, "vocabulary")):
+        for wrong, said in (
+            ({"z": 1}, "by token id"),
+            ({"3": 1, "03": -1}, "by token id"),
+            ({"3_0": 1}, "by token id"),
+            ({"3": 101}, "logit_bias"),
+            ({"99999": 1}, "vocabulary"),
+        ):
             status, answer = await client.post(TEXT, {**body, "logit_bias": wrong})
             assert status == 400 and said in answer["error"]["message"], answer
         status, answer = await client.post(

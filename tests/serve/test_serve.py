@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Client, faked
+from served import Client, by_name, faked
 
 from headrace.core.chat.streamed_text import StreamedText
+from headrace.core.errors import IdentityError
+from headrace.core.steps import Finished, StepOutput
+from headrace.core.types import Completion, Request
 from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.serve.following import follow
 from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.makers import request
+from headrace.web.errors import Refused
 from headrace.web.limits import ServerLimits
 
 Case = Callable[[Client, Serving], Awaitable[None]]
@@ -78,7 +82,7 @@ def test_a_stream_has_the_tokens_of_the_whole_answer_and_each_its_version(tiny_t
         assert [piece["finish_reason"] for piece in pieces][-1] == choice["finish_reason"]
         assert whole["usage"]["completion_tokens"] == len(choice["token_ids"])
 
-    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.001, length=lambda rng: 6))
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.001, script=by_name))
 
 
 def test_versions_are_those_of_who_loaded_them_also_when_they_begin_anew(tiny_tokenizer: Path) -> None:
@@ -117,7 +121,7 @@ def test_a_prefix_is_gone_on_from_and_a_prompt_is_scored(tiny_tokenizer: Path) -
             first, *rows = answer["prompt_logprobs"]
             assert first is None and [row[token]["logprob"] for row, token in zip(rows, "78", strict=True)] == [-1, -1]
 
-    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.001, length=lambda rng: 6))
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.001, script=by_name))
 
 
 # --- text --------------------------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def test_chat_and_completions_in_pieces_are_what_they_are_whole(tiny_tokenizer: 
             texts[choice["index"]] += choice["text"]
         assert texts == [choice["text"] for choice in whole["choices"]]
 
-    run(tiny_tokenizer, case)
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.001, script=by_name))
 
 
 def test_text_ends_at_a_stop_string_and_never_shows_a_part_of_it() -> None:
@@ -296,7 +300,49 @@ def test_half_of_many_clients_vanish_and_the_others_get_what_they_would_have(tin
             assert (await asking[number])[1]["choices"] == alone[number]
         await until(lambda: serving.under_way == 0)
 
-    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.002, length=lambda rng: rng.randint(5, 20)))
+    run(tiny_tokenizer, case, FakeEngine(seconds_per_token=0.002, script=by_name))
+
+
+class Late(FakeEngine):
+    """An engine in another process: it hears of a cancellation late, and has said more meanwhile."""
+
+    async def generate(self, request: Request) -> Completion:
+        try:
+            return await super().generate(request)
+        except asyncio.CancelledError:
+            late = StepOutput(0, (request.id,), (77,), (-1.0,), (0,), (Finished(request.id, "length"),))
+            for later in (0.0, 0.02, 0.04):
+                asyncio.get_running_loop().call_later(later, self._tell, late)
+            raise
+
+
+def test_a_request_that_is_sent_again_has_nothing_of_the_one_whose_client_left(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        body = {"token_ids": [1, 7, 8], "sampling_params": {"max_tokens": 50}, "request_id": "again"}
+        alone = (await client.post(GENERATE, body))[1]["choices"][0]["token_ids"]
+        leaving = asyncio.ensure_future(client.post(GENERATE, body))
+        await until(lambda: serving.counters.sampled_tokens > len(alone) + 2)
+        leaving.cancel()
+        await until(lambda: serving.under_way == 0)
+        assert (await client.post(GENERATE, body))[1]["choices"][0]["token_ids"] == alone
+
+    run(tiny_tokenizer, case, Late(seconds_per_token=0.02, script=by_name))
+
+
+def test_a_name_that_is_in_use_is_refused_and_one_like_it_is_not(tiny_tokenizer: Path) -> None:
+    async def case(client: Client, serving: Serving) -> None:
+        body = {"token_ids": [1, 7, 8], "sampling_params": {"max_tokens": 10_000}}
+        asking = asyncio.ensure_future(client.post(GENERATE, {**body, "request_id": "r"}))
+        await until(lambda: serving.under_way == 1)
+        status, answer = await client.post(GENERATE, {**body, "request_id": "r"})
+        assert status == 400 and "a request r#0 is under way already" in answer["error"]["message"]
+        more = {**body, "sampling_params": {"max_tokens": 1}}
+        for name in ("r#0", "r#0.0", "r."):
+            assert (await client.post(GENERATE, {**more, "request_id": name}))[0] == 200
+        assert (await client.post("/inference/v1/abort_requests", {"request_ids": ["r"]}))[1] == {"aborted": ["r"]}
+        assert (await asking)[1]["choices"][0]["finish_reason"] == "abort"
+
+    run(tiny_tokenizer, case, lasting())
 
 
 # --- control -----------------------------------------------------------------------------------------------------------
@@ -363,6 +409,9 @@ def test_adapters_come_and_go_and_one_in_use_stays(tiny_tokenizer: Path, tmp_pat
         assert (await client.post(GENERATE, {**TOKENS, "model": "math"}))[0] == 404
         status, answer = await client.post("/v1/load_lora_adapter", {"lora_name": "peft", "lora_path": str(tmp_path)})
         assert status == 409 and "was published as" in answer["error"]["message"], "a fake loads what is called fake"
+        both = await asyncio.gather(*(serving.load_adapter("two", tmp_path) for _ in range(2)), return_exceptions=True)
+        assert [type(one) for one in both] == [IdentityError, Refused], "each would have been version 0"
+        assert "another request loads an adapter two" in str(both[1])
 
     run(tiny_tokenizer, case, lasting())
 
@@ -384,5 +433,12 @@ def test_an_engine_that_fails_a_request_says_so(tiny_tokenizer: Path) -> None:
         status, answer = await client.post(GENERATE, TOKENS)
         assert status == 200 and answer["choices"][0]["finish_reason"] == "error"
         assert answer["choices"][0]["error"] == "injected failure"
+        for path, body in (
+            ("completions", {"prompt": "a"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, answer = await client.post(f"/v1/{path}", body)
+            assert status == 500 and answer["error"]["message"] == "the completion has failed: injected failure"
+            assert (await client.events(f"/v1/{path}", body))[-1]["error"]["code"] == "engine_error"
 
     run(tiny_tokenizer, case, FakeEngine(failure_rate=1.0, length=lambda rng: random.Random(0).randint(1, 3)))

@@ -160,8 +160,12 @@ def test_a_message_uses_a_tool_and_reads_its_result(tmp_path: Path) -> None:
             second = await stream.get_final_message()
         assert "".join(pieces) == second.content[0].text == "It rains." and second.stop_reason == "end_turn"  # type: ignore[union-attr]
         assert "Be brief." in prompt_of(serving, 1) and prompt_of(serving, 1).count("rain") == 1
+        result["is_error"] = True
+        said = await anthropic_of(url).messages.with_raw_response.create(messages=talk, **more)
+        assert said.headers["X-Headrace-Ignored"] == "messages.content.is_error", "no template shows it"
+        assert prompt_of(serving, 2) == prompt_of(serving, 1)
 
-    run(HERMES, tmp_path, saying(CALLS["hermes"], "It rains."), case)
+    run(HERMES, tmp_path, saying(CALLS["hermes"], "It rains.", "It rains."), case)
 
 
 def test_a_message_ends_at_its_stop_sequence_or_limit_and_is_continued(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from msgspec import structs
 from served import faked
 from starlette.applications import Starlette
 
+from headrace.core.weights import AdapterSpec, WeightUpdate
 from headrace.serve.config import TrainLimits
 from headrace.serve.training import samplers, sessions
 from headrace.serve.training.door import Door
+from headrace.serve.training.futures import Promise
 from headrace.serve.training.messages.json_bodies import (
     CreateSampler,
     CreateSession,
@@ -33,6 +35,7 @@ from headrace.serve.training.messages.json_bodies import (
 from headrace.serve.training.messages.protobuf import MESSAGES, PROTOBUF
 from headrace.serve.training.messages.request_numbers import NumberedRequest, of_json, of_protobuf
 from headrace.serve.training.routes import routes
+from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.serve.training.store import Store
 from headrace.testing.fake_engine import FakeEngine
 from headrace.trainer.shared.calls import AdamStep, SharedLora, StepDone
@@ -48,10 +51,16 @@ class PatientTrainer:
     def __init__(self) -> None:
         self.steps: list[AdamStep] = []
         self.spoiled: list[str] = []
+        self.removed: list[str] = []
+        self.slow = asyncio.Event()
+        """Unset: it makes no adapter."""
+        self.slow.set()
 
-    async def add(self, name: str, lora: SharedLora) -> None: ...
+    async def add(self, name: str, lora: SharedLora) -> None:
+        await self.slow.wait()
 
-    async def remove(self, name: str) -> None: ...
+    async def remove(self, name: str) -> None:
+        self.removed.append(name)
 
     async def spoil(self, name: str, why: str) -> None:
         self.spoiled.append(why)
@@ -394,3 +403,67 @@ def test_sessions_that_are_over_are_forgotten_at_some_time(monkeypatch: pytest.M
         await known.close()
 
     asyncio.run(go())
+
+
+def test_a_model_is_not_lost_to_a_request_for_another_with_its_number(tmp_path: Path) -> None:
+    """The answer to the request that made it was dropped, so that the server cannot tell whether this is the same one."""
+
+    async def case(caller: Caller) -> None:
+        await caller.step(1)
+        asked = {"session_id": caller.session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+        for _ in range(2):
+            answer = (await caller.result((await caller.post("create_model", asked)).json())).json()
+        assert "there is a model" in answer["error"] and "give another model_seq_id" in answer["error"]
+        assert (await caller.step(2)).get("metrics") == {"grad_norm": 1.0, "version": 2}
+        assert not caller.trainer.removed
+
+    talk(tmp_path, case, kept_bytes=1)
+
+
+def test_a_session_that_ends_while_a_model_is_made_is_freed_whole(tmp_path: Path) -> None:
+    async def case(caller: Caller) -> None:
+        caller.trainer.slow.clear()
+        asked = {"session_id": caller.session, "base_model": "tiny", "lora_config": {"rank": 2}}
+        for number in (1, 2):
+            await caller.post("create_model", {**asked, "model_seq_id": number})
+        while len(caller.door.models()) < 3:
+            await asyncio.sleep(0.01)
+        ended = await caller.post(f"sessions/{caller.session}/finish", {})
+        assert ended.status_code == 200, ended.text
+        assert {*caller.trainer.removed} == {f"{caller.session}:train:{number}" for number in range(3)}
+
+    talk(tmp_path, case)
+
+
+def test_samplers_of_the_same_weights_keep_them_in_the_engine_together(tmp_path: Path, tiny_tokenizer: Path) -> None:
+    """One has ended and the other samples, while a third wants their place: it waits for it."""
+
+    async def case() -> None:
+        async with faked(tiny_tokenizer) as (_, serving):
+            shelf, order = Shelf(serving, places=1), list[str]()
+            first, same, other = (SavedAdapter(adapter_update(*one)) for one in (("a", 1), ("a", 1), ("b", 2)))
+
+            async def third() -> None:
+                async with shelf.borrowed(other, Promise(id="3", owner="")):
+                    order.append("the other")
+
+            async with shelf.borrowed(first, Promise(id="1", owner="")):
+                async with shelf.borrowed(same, Promise(id="2", owner="")):
+                    pass
+                asking = asyncio.ensure_future(third())
+                while not shelf._turn.locked():
+                    await asyncio.sleep(0)
+                forgetting = asyncio.ensure_future(shelf.forget(same))
+                await asyncio.sleep(0.05)
+                assert "a" in serving.loaded and not asking.done() and not forgetting.done()
+                order.append("the first")
+            async with asyncio.timeout(300):
+                await asyncio.gather(asking, forgetting)
+            assert order == ["the first", "the other"] and "a" not in serving.loaded
+
+    asyncio.run(case())
+
+
+def adapter_update(name: str, load: int) -> WeightUpdate:
+    spec = AdapterSpec(name=name, rank=1, alpha=1.0)
+    return WeightUpdate(version=0, kind="full", fingerprint=f"fake-{load}", nbytes=0, seconds=0.0, adapter=spec)

@@ -187,6 +187,16 @@ def test_a_sparse_tensor_is_zero_where_it_lists_nothing() -> None:
     assert np.frombuffer(example.inputs["weights"], np.float32).tolist() == [0, 0, 0.5, 0.25, 0, 1]
 
 
+def test_a_sparse_tensor_with_two_values_for_one_place_is_refused() -> None:
+    message = request_of([[0, 0]] * 3, [[0.0, 0.0]] * 3)
+    sparse = message.data[0].loss_fn_inputs["weights"].sparse_csr
+    sparse.values = np.array([0.5, 0.25], np.float32).tobytes()
+    sparse.crow_indices = np.array([0, 0, 2, 2], np.int64).tobytes()
+    sparse.col_indices = np.array([1, 1], np.int64).tobytes()
+    with pytest.raises(Refused, match="it has several values for one place"):
+        pass_of(message)
+
+
 @pytest.mark.parametrize(
     ("targets", "weights", "tokens", "said"),
     [
@@ -194,6 +204,7 @@ def test_a_sparse_tensor_is_zero_where_it_lists_nothing() -> None:
         ([1, 2, 3], [1, 1], None, r"data\[0\].weights has shape \[2\], and target_tokens \[3\]"),
         ([1, 2, 1 << 40], [1, 1, 1], None, "a number that is no token"),
         ([[[1]], [[2]], [[3]]], [[[1]], [[1]], [[1]]], None, "has 3 dimensions"),
+        ([[], [], []], [[], [], []], None, "has no targets at any position"),
     ],
 )
 def test_examples_that_do_not_fit(targets: Any, weights: Any, tokens: Any, said: str) -> None:

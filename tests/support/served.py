@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 from starlette.applications import Starlette
 
+from headrace.core.types import Request
 from headrace.core.weights import WeightUpdate
 from headrace.models.chat import ChatEncoder
 from headrace.serve.app import make_app
@@ -21,6 +23,12 @@ from headrace.web.limits import ServerLimits
 from headrace.web.server import bind, make_server
 
 LOOPBACK = "127.0.0.1"
+
+
+def by_name(request: Request) -> Sequence[int]:
+    """A script for `FakeEngine`: the tokens of a completion depend on the client's name of it, which is a part of the engine's."""
+    rng = random.Random(request.id.rpartition(".")[0])
+    return [rng.randint(1, 99) for _ in range(rng.randint(5, 20))]
 
 
 @asynccontextmanager

@@ -9,6 +9,8 @@ from headrace.core.types import Request, Sampling
 
 COLDEST = 1e-5
 """Logits divided by less could overflow."""
+HOTTEST = 1e30
+"""Divided by more than a float32 holds, masked logits are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def _check_sampling(sampling: Sampling) -> None:
     rules = [
         (sampling.max_tokens >= 0, "max_tokens", "at least 0"),
         (_is_temperature(sampling.temperature), "temperature", f"0 (greedy) or at least {COLDEST}"),
+        (sampling.temperature <= HOTTEST, "temperature", f"at most {HOTTEST:g}"),
         (0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)"),
         (sampling.top_k >= 0, "top_k", "0 (keeps all tokens) or more"),
         (0 <= sampling.min_p <= 1, "min_p", "from 0 (keeps all tokens) to 1"),

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.core.errors import HeadraceError, IdentityError, PoisonedRequest
+from headrace.core.errors import IdentityError, PoisonedRequest
 from headrace.core.protocols import Job, Launcher, Worker
 from headrace.core.reports import TOTALS, Capabilities, EngineStats, LoadReport, SleepReport
 from headrace.core.steps import StepOutput, Transcript
@@ -79,10 +79,10 @@ class ProcessEngine:
         if (ticket := ticket_of(request.id)) in self._suspects.given_up:
             raise self._poisoned(ticket)
         pending = self._book.enter(request)
-        if not self._owes_requests:
-            self._send(request)
         finished = False
         try:
+            if not self._owes_requests:
+                self._send(request)
             completion = await pending.done
             finished = completion.stop != "error"
             return completion
@@ -120,7 +120,7 @@ class ProcessEngine:
         self._wanted[name] = update
         try:
             return await self._keeper.retrying(lambda worker: self._load(worker, name, update, parts))
-        except (HeadraceError, ValueError):
+        except Exception:
             if before is None:  # refused: a new process must not be given this update either
                 del self._wanted[name]
             else:

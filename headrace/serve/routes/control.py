@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
@@ -69,6 +70,10 @@ async def load_weights(request: HttpRequest) -> Response:
             "where.path must name the directory of the update (headrace/weight_sync/files.py), or where.url its trainer "
             "(over_http/http_ranges.py)",
         )
+    try:
+        msgspec.msgpack.encode(update)
+    except OverflowError:
+        raise Refused(400, "a number of the update does not fit into 64 bits") from None
     if isinstance(path := update.where.get("path"), str):
         await serving.look_at(Path(path))
     return json_response(await to_the_end(serving.load(update)))

@@ -21,7 +21,7 @@ from headrace.core.chat.formats import CallFormat
 from headrace.core.chat.messages import Tool
 from headrace.core.types import Request
 from headrace.models.chat import off_loop
-from headrace.serve.following import Piece, follow, to_their_ends
+from headrace.serve.following import Piece, check_end, follow, to_their_ends
 from headrace.serve.routes.completion_text import CompletionText, SaidPiece
 from headrace.serve.routes.generate import REASONS, choice, size_of_answer, usage_of
 from headrace.serve.routes.said_logprobs import TextLogprobs, chat_logprobs
@@ -159,6 +159,7 @@ class Answering:
     def _body_of(self, ended: Sequence[Piece]) -> Response:
         choices = []
         for piece in ended:
+            check_end(piece)
             said = self._answers[piece.index].push(piece.stream.tokens, last=True)
             own = self._choice(piece)
             own |= {"message": _message(said)} if self.chat else {"text": self._echoes[piece.index] + said.text}
@@ -179,6 +180,7 @@ class Answering:
                 own = {"delta": role | _delta(said)} if self.chat else {"text": echoed + said.text}
                 first.discard(piece.index)
                 yield {**head, "choices": [self._choice(piece) | own]}
+                check_end(piece)
                 ended += [piece] if piece.ended else []
         if usage:
             yield {**head, "choices": [], "usage": self._usage(ended)}

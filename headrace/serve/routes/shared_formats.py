@@ -13,12 +13,11 @@ from starlette.responses import Response
 
 from headrace.core.types import Request
 from headrace.models.chat import off_loop
-from headrace.serve.following import Piece, follow
+from headrace.serve.following import Piece, check_end, follow
 from headrace.serve.routes.completion_text import CompletionText
 from headrace.serve.sampling import begins_thinking, holds_strict_tools, of_chat, work_of
 from headrace.serve.serving import Serving
 from headrace.web.bodies import Chat
-from headrace.web.errors import Refused
 from headrace.web.formats import anthropic_bodies as anthropic
 from headrace.web.formats import responses_bodies as openai_responses
 from headrace.web.formats.followed_turn import TurnCall, TurnPiece, WholeTurn
@@ -40,7 +39,7 @@ async def responses(request: HttpRequest) -> Response:
         tools=openai_responses.offered_functions(body) or None,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=(body.text or {}).get("format"),
+        response_format=openai_responses.format_of_response(body),
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -79,6 +78,8 @@ async def messages(request: HttpRequest) -> Response:
         stop=body.stop_sequences,
         continue_final_message=body.messages[-1].role == "assistant",
     )
+    for name in anthropic.unshown(body):
+        note_ignored(request.scope, name)
     turn = await _begun(request, serving, chat, f"msg-{uuid.uuid4().hex}")
     if body.stream:
         return Events(anthropic.events_of(turn, turn.model), named=True)
@@ -142,9 +143,7 @@ class ServedTurn:
                 ]
                 yield TurnPiece(text, tokens, logprobs, reasoning)
                 self._end = piece if piece.ended else None
-        end = self._end and self._end.stream.end
-        if end and end.error:
-            raise Refused(500, f"the completion has failed: {end.error}", "engine_error")
+                check_end(piece)
 
     async def whole(self) -> WholeTurn:
         async with aclosing(self.pieces()) as pieces:

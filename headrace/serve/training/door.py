@@ -74,14 +74,14 @@ class Door:
 
     async def _free(self, session: ClientSession) -> None:
         self.futures.end(session.id)
-        for model in session.models.values():
+        for model in list(session.models.values()):  # one that is being made takes itself out
             await model.end()
             if not model.lost:
                 model.lose(f"the session {session.id} is over")
                 await self._remove(model)
         for sampler in session.samplers.values():
             if sampler.weights and (sampler.path is None or sampler.path in session.snapshots):
-                with contextlib.suppress(HeadraceError):  # an engine that is lost has no adapters
+                with contextlib.suppress(HeadraceError, Refused):  # an engine that is lost has no adapters
                     await self._shelf.forget(sampler.weights)
         for path in session.snapshots:
             await asyncio.to_thread(self.store.remove, path)
@@ -157,11 +157,13 @@ class Door:
                 400,
                 f"{self.limits.models} models are trained here already, and no more fit; finish one of their sessions",
             )
+        if model.id in session.models:  # the answer to its own request may have been dropped
+            raise Refused(400, f"there is a model {model.id} already; give another model_seq_id to a new one")
         session.models[model.id] = model
         try:
             answer = await work()
         except BaseException:
-            del session.models[model.id]
+            session.models.pop(model.id, None)
             await self._remove(model)
             raise
         model.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,9 +22,6 @@ class SavedAdapter:
     """The weights that a sampler samples from. `update` changes where later weights take its place (`kind = "inflight"`)."""
 
     update: WeightUpdate
-    users: int = 0
-    used: int = 0
-    """Grows with every use."""
 
     @property
     def name(self) -> str:
@@ -40,7 +38,10 @@ class Shelf:
     def __init__(self, serving: Serving, places: int) -> None:
         """`places`: adapters that the engine can hold."""
         self._serving, self._places = serving, places
-        self._known: dict[str, SavedAdapter] = {}
+        self._users: Counter[str] = Counter()
+        """Samples under way, by adapter: several samplers may have the same weights."""
+        self._used: dict[str, int] = {}
+        """The number of the last use of each adapter."""
         self._turn = asyncio.Lock()
         """Held by whoever comes next, also while it waits for a place: who came later waits behind it, and nobody starves."""
         self._freed = asyncio.Event()
@@ -51,35 +52,34 @@ class Shelf:
         """Within it, the engine serves these weights. Raises IdentityError if what it loaded is not what was saved."""
         async with self._turn:
             await self._ready(weights, promise)
-            weights.users += 1
-            weights.used = next(self._uses)
+            self._users[weights.name] += 1
+            self._used[weights.name] = next(self._uses)
         try:
             yield
         finally:
-            weights.users -= 1
+            self._users -= Counter([weights.name])  # keeps no zeros
             self._freed.set()
 
     async def forget(self, weights: SavedAdapter) -> None:
         """Takes it out of the engine, when the last request that uses it has ended."""
         async with self._turn:
-            while weights.users:
+            while weights.name in self._users:
                 await self._until_freed()
-            if self._known.pop(weights.name, None) and weights.name in self._serving.loaded:
+            if self._used.pop(weights.name, None) and weights.name in self._serving.loaded:
                 await self._serving.unload(weights.name)
 
     async def _ready(self, weights: SavedAdapter, promise: Promise) -> None:
         loaded = self._serving.loaded
         while weights.name not in loaded and len([name for name in loaded if name]) >= self._places:
-            idle = [one for name, one in self._known.items() if name in loaded and not one.users]
+            idle = [name for name in self._used if name in loaded and name not in self._users]
             if idle:
-                await self._serving.unload(min(idle, key=lambda one: one.used).name)
+                await self._serving.unload(min(idle, key=self._used.__getitem__))
                 continue
             promise.waiting_for = FULL
             await self._until_freed()
         promise.waiting_for = ""
         if weights.name not in loaded or loaded[weights.name].label != weights.label:
             await self._serving.load(weights.update)
-        self._known[weights.name] = weights
 
     async def _until_freed(self) -> None:
         self._freed.clear()

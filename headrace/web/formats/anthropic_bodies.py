@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headrace.core.chat.messages import Function, MadeCall, Message, Named, Tool
-from headrace.web.bodies import MOST_STOPS, OpenBody
+from headrace.core.chat.messages import Function, MadeCall, Message, Name, Named, Tool
+from headrace.web.bodies import MOST_STOPS, OpenBody, TopK
 from headrace.web.errors import Refused
 from headrace.web.formats.followed_turn import FollowedTurn, WholeTurn
 
@@ -27,7 +27,7 @@ class SentMessage(msgspec.Struct, kw_only=True):
 
 
 class OfferedTool(msgspec.Struct, kw_only=True):
-    name: str
+    name: Name
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -58,7 +58,7 @@ class Messages(CountTokens, kw_only=True):
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: TopK | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
@@ -130,6 +130,13 @@ def messages_of(body: CountTokens) -> list[Message]:
     return messages
 
 
+def unshown(body: CountTokens) -> Iterator[str]:
+    """Yields the name of what messages hold and no chat template shows: that the result of a tool is an error, beside its text."""
+    blocks = [block for one in body.messages if isinstance(one.content, list) for block in one.content]
+    if any(block.get("type") == "tool_result" and block.get("is_error") for block in blocks):
+        yield "messages.content.is_error"
+
+
 def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
     """Yields the results of tools, each a message of its own, and then what the blocks say."""
     said: list[Mapping[str, Any]] = []
@@ -149,12 +156,16 @@ def _of_blocks(role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[Messa
         yield Message(role=role, content=_text(said), tool_calls=calls or None, reasoning_content=thought or None)
 
 
-def _text(blocks: str | Sequence[Mapping[str, Any]]) -> str:
+def _text(blocks: Any) -> str:
+    """`blocks`: text, or a list of blocks. Raises Refused for anything else: the result of a tool may hold what it likes."""
     if isinstance(blocks, str):
         return blocks
+    if not isinstance(blocks, list):
+        raise Refused(400, f"the content of a block is {type(blocks).__name__}, not text or a list of blocks")
     for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise Refused(400, f"a block of a message is of type {block.get('type')}; only text and tools are served")
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise Refused(400, f"a block of a message is of type {kind}; only text and tools are served")
     return "".join(block["text"] for block in blocks)
 
 

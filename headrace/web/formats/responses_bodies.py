@@ -97,6 +97,14 @@ def refuse_unserved_responses(body: Responses) -> None:
             raise _unserved(f"include = {one}", "leave it out")
 
 
+def format_of_response(body: Responses) -> dict[str, Any] | None:
+    """Returns the form of the reply as `response_format` has it. Raises Refused."""
+    asked = (body.text or {}).get("format")
+    if not isinstance(asked, dict | None):
+        raise Refused(400, "text.format is an object with a type and a schema")
+    return asked
+
+
 def _unserved(name: str, remedy: str) -> Refused:
     return Refused(400, f"{name} is not served; {remedy}", "unsupported_parameter")
 
@@ -117,6 +125,8 @@ def offered_functions(body: Responses) -> list[Tool]:
             raise Refused(
                 400, f"a tool of type {tool.type} is not served; give functions of your own", "unsupported_parameter"
             )
+        if not tool.name:
+            raise Refused(400, "a function of tools has no name; give it one")
     if body.tool_choice == "none":
         return []
     return [
@@ -245,11 +255,11 @@ def settings_of(body: Responses, sampling: Mapping[str, object]) -> Item:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
         "temperature": sampling.get("temperature"),
-        "text": {"format": {"type": "text"}},
+        "text": {"format": format_of_response(body) or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": [msgspec.to_builtins(one) for one in body.tools or ()],
         "top_p": sampling.get("top_p"),

@@ -345,10 +345,11 @@ def test_anthropics_client_and_openais_continue_one_chat(tmp_path: Path) -> None
             assert (said.text, first.stop_reason) == ("I add.", "tool_use")
             assert (call.name, call.input) == ("add", {"a": 1}) and first.model == "claude"
             assert first.usage.output_tokens == len(model.sampled[0].tokens)
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": "12"}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "12", "is_error": True}
             talk += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
             second = await client.messages.create(messages=talk, **rest)
             assert (second.content[0].text, second.stop_reason) == ("is 12", "end_turn")
+        assert any("messages.content.is_error" in said for said in asks.gateway.remarks())
         made: Any = {"name": "add", "arguments": '{"a": 1}'}
         history = [
             {"role": "system", "content": "You add."},

@@ -22,9 +22,11 @@ from headrace.core.types import Prompt, Scored
 from headrace.episodes.environments.agents.agent_environment import open_agents
 from headrace.episodes.environments.config import EnvironmentConfig
 from headrace.episodes.environments.gateway import gateway_rollout
+from headrace.episodes.environments.gateway.gateway_rollout import GatewayRollout
 from headrace.episodes.environments.gateway.opened_with import OpenedWith
 from headrace.episodes.episodes import roll_out, with_rewards
 from headrace.episodes.rollout_session import Played
+from headrace.web.errors import Refused
 
 
 def agents(found: Played | Failure) -> list[str]:
@@ -67,6 +69,15 @@ def test_every_format_names_the_role_by_its_model(tmp_path: Path) -> None:
         await asks.client.post(f"{asks.url}/inference/v1/generate", cast_to=object, body=body)
 
     assert agents(played(model, case)) == ["text", "responses", "anthropic", "tokens"]
+
+
+def test_no_two_agents_have_one_name_and_with_it_each_others_rewards() -> None:
+    rollout = GatewayRollout(lambda name: (None, None))  # type: ignore[arg-type,return-value]
+    sessions = [("solver", "a"), ("solver", "b"), ("judge 2", ""), ("judge", "a"), ("judge", "b"), ("solver", "b")]
+    names = [rollout.speaker(role, session).name for role, session in sessions]
+    assert names == ["solver", "solver 2", "judge 2", "judge", "judge 3", "solver 2"]
+    with pytest.raises(Refused, match="another agent of the name solver 2; give the role another name"):
+        rollout.speaker("solver 2")
 
 
 def test_a_role_needs_a_name_and_there_may_not_be_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,3 +358,21 @@ def test_a_version_published_while_the_engine_wakes_is_loaded_once() -> None:
         assert newer.result().version == 1 and loaded == [0, 1]
 
     over(script, use=use)
+
+
+def test_what_cannot_be_sent_leaves_nothing_that_a_new_process_is_given() -> None:
+    given: list[Any] = []
+
+    async def second(line: Line) -> None:
+        given.append(unpack((await line.until("add")).payload, Request))
+        line.tell("r", 7, "stop")
+
+    async def use(engine: ProcessEngine, facts: Facts) -> None:
+        with pytest.raises(OverflowError):
+            await engine.generate(Request("r", (1, 2), Sampling(top_k=1 << 64)))
+        with pytest.raises(OverflowError):
+            await engine.load(WeightUpdate(version=1, kind="full", fingerprint="", nbytes=1 << 64, seconds=0.0))
+        assert (await engine.generate(wanted("r"))).tokens == (7,)
+        assert given == [wanted("r")] and len(facts.lost) == 1
+
+    over(dies, second, use=use)

@@ -26,8 +26,10 @@ from headrace.web.formats.anthropic_bodies import (
     parallel_of,
     refuse_unserved_messages,
     tools_of,
+    unshown,
 )
 from headrace.web.sending import GONE, Events, json_response, read_body
+from headrace.web.unknown_fields import note_ignored
 
 
 async def messages(request: HttpRequest, rollout: GatewayRollout, rules: GatewayRules) -> Response:
@@ -38,6 +40,8 @@ async def messages(request: HttpRequest, rollout: GatewayRollout, rules: Gateway
     )
     speaker = speaker_of(request, rollout, rules, body.model)
     talk, offered = messages_of(body), tools_of(body)
+    for name in unshown(body):
+        note_ignored(request.scope, name)
     constraint = await constraint_of(
         rules, offered, response_format=format_of(body), tool_choice=choice_of(body), several=parallel_of(body)
     )

@@ -75,6 +75,11 @@ class GatewayRollout:
             raise Refused(400, f"the rollout has {MOST_SPEAKERS} agents already; ask in one of their roles")
         number = 1 + sum(one == role for one, _ in self._speakers)
         name = f"{role or 'agent'} {number}" if number > 1 else role
+        while self.speaker_named(name):  # `solver 2` may be a role, or the second agent of `solver`
+            if number == 1:
+                raise Refused(400, f"the rollout has another agent of the name {name}; give the role another name")
+            number += 1
+            name = f"{role or 'agent'} {number}"
         self._speakers[role, session] = speaker = Speaker(name, self, self._talks)
         return speaker
 

@@ -20,6 +20,7 @@ from headrace.episodes.environments.gateway.turn_request import (
 from headrace.web.formats.responses_bodies import (
     Responses,
     asked_of_template,
+    format_of_response,
     history_of,
     offered_functions,
     refuse_unserved_responses,
@@ -39,7 +40,7 @@ async def responses(request: HttpRequest, rollout: GatewayRollout, rules: Gatewa
     constraint = await constraint_of(
         rules,
         tools,
-        response_format=(body.text or {}).get("format"),
+        response_format=format_of_response(body),
         tool_choice=body.tool_choice,
         several=body.parallel_tool_calls,
     )

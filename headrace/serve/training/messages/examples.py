@@ -81,6 +81,8 @@ def _example(place: str, datum: Any, name: str, loss: NamedLoss) -> Example:
         raise Refused(400, f"{place}.target_tokens is not of integers")
     if targets.ndim > 2 or (targets.ndim == 2 and not loss.wide):
         raise Refused(400, f"{place}.target_tokens has {targets.ndim} dimensions; {name} takes {1 + loss.wide} at most")
+    if targets.ndim == 2 and not targets.shape[1]:
+        raise Refused(400, f"{place}.target_tokens has no targets at any position")
     if targets.shape[0] != len(tokens):
         raise Refused(
             400, f"{place} has {len(tokens)} tokens and {targets.shape[0]} target_tokens; they must be as many"
@@ -144,6 +146,9 @@ def _dense(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
         raise ValueError("its rows do not count its values")
     if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
         raise ValueError("it names a column that it does not have")
+    places = np.repeat(np.arange(shape[0]), np.diff(rows)), columns
+    if len(set(zip(*(one.tolist() for one in places), strict=True))) < len(values):
+        raise ValueError("it has several values for one place")
     whole = np.zeros(shape, dtype)
-    whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    whole[places] = values
     return whole

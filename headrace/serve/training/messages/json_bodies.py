@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.web.bodies import MOST_STOPS, Body, Count, Few, Seed, Token
+from headrace.web.bodies import MOST_STOPS, Body, Count, Few, Seed, Token, TopK
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """The name of a checkpoint, which becomes that of a directory."""
@@ -158,7 +158,7 @@ class Params(Body, kw_only=True):
     stop: str | Annotated[list[str | Token], Meta(max_length=MOST_STOPS)] | None = None
     """Left out: the model's own end token stops. An empty list: nothing does."""
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: TopK = -1
     top_p: float = 1.0
 
 
