@@ -42,7 +42,7 @@ from headrace.models.resolve import resolve_model
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.packing import Pack, pack_rows
+from headrace.trainer.packing import Pack, StepRows, pack_rows
 
 CUTS = {"nothing": {}, "top-p 0.95": {"top_p": 0.95}, "top-k 20": {"top_k": 20}, "both": {"top_p": 0.95, "top_k": 20}}
 HEAD = (
@@ -110,7 +110,7 @@ def trainer_of(model_dir: Path, dtype: torch.dtype, routing: bool) -> Trainer:
 
 
 def line(name: str, trainer: Trainer, rows: Sequence[Row], replayed: bool) -> tuple[str, ...]:
-    packs = pack_rows(rows, token_mean, constant=0, budget=BUDGET, step=0).packs
+    packs = pack_rows(StepRows(rows, token_mean, constant=0, budget=BUDGET, step=0)).packs
     if not replayed:
         packs = tuple(replace(pack, kept=None, routing=None) for pack in packs)
     compared = [trainer.compare(pack) for pack in packs]

@@ -73,9 +73,6 @@ ROOMS = {
     "views": ("screen", "report", "sinks", "board"),
     "weight_sync": ("delta", "over_http", "push", "in_vllm"),
 }
-BETWEEN = ("engine.native.sampling.details",)
-"""Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""
-
 HEAVY = ("torch", "transformers", "datasets", "pandas", "matplotlib", "rich", "reasoning_gym", "pydantic")
 
 # Concrete class -> the part that owns it. Elsewhere only the two build.py name it: everybody else holds a protocol.
@@ -234,8 +231,7 @@ def _inside(folder: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
     """Room or file of a folder -> those beside it that it imports anything of."""
 
     def child(name: str) -> str:
-        own = name in BETWEEN and name.startswith(f"{folder}.") and name.count(".") == folder.count(".") + 2
-        return name if own else name.removeprefix(f"{folder}.").split(".")[0]
+        return name.removeprefix(f"{folder}.").split(".")[0]
 
     graph: dict[str, set[str]] = {}
     for name in (name for name in edges if name.startswith(f"{folder}.")):

@@ -30,7 +30,7 @@ from headrace.loop.world import virtual_time
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_scorer import FakeScorer
 from headrace.testing.makers import completion, group, prompt, request, row, scored
-from headrace.trainer.packing.plan import pack_rows
+from headrace.trainer.packing import StepRows, pack_rows
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -226,6 +226,6 @@ def test_c8_the_journal_gives_every_batch_again_as_the_trainer_got_it(tmp_path: 
 def test_c9_a_token_weighs_the_same_in_whichever_microbatch_it_is(budget: int, packs: int):
     """One row of one token and one of three: each token weighs 1/4, and not 1/2 and 1/6 as in a mean of two means."""
     rows = [row([5], prompt=(1, 2)), row([6, 7, 8], prompt=(3, 4))]
-    plan = pack_rows(rows, AGGREGATIONS["token_mean"], constant=8, budget=budget, step=0)
+    plan = pack_rows(StepRows(rows, AGGREGATIONS["token_mean"], constant=8, budget=budget, step=0))
     assert len(plan.packs) == packs
     assert torch.cat([pack.weight for pack in plan.packs]).tolist() == [0.25, 0.25, 0.25, 0.25]

@@ -16,13 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.packing import Pack, StepPlan, split_ranks
-from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
+from headrace.trainer.packing import StepPlan, StepRows, split_ranks
+from headrace.trainer.placement.port import Keep, Microbatches, on_host
 
 T = TypeVar("T")
 DEADLINE = 600.0
@@ -107,41 +105,15 @@ class Simulated:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        aggregation: AggregationFunction,
-        *,
-        constant: int,
-        budget: int,
-        step: int,
-        share: bool,
-    ) -> StepPlan:
-        plans = split_ranks(
-            rows,
-            aggregation,
-            constant=constant,
-            budget=budget,
-            ranks=self._ring.ranks,
-            step=step,
-            share=share,
-        )
-        return plans[self._rank]
+    def plan(self, rows: StepRows) -> StepPlan:
+        return split_ranks(rows, self._ring.ranks)[self._rank]
 
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        microbatch: Microbatch,
-        *,
-        parameters: Sequence[torch.nn.Parameter],
-        precision: Precision,
-        body: Body,
-    ) -> None:
-        for number in range(len(packs)):
-            with precision(), microbatch(number) as loss:
+    def accumulate(self, work: Microbatches) -> None:
+        for number in range(len(work.packs)):
+            with work.precision(), work.loss(number) as loss:
                 loss.backward()
             self._scatter(self._held)
-        for parameter in parameters:
+        for parameter in work.parameters:
             given = [one for one in self._exchange("gradient", parameter.grad) if one is not None]
             if given:
                 parameter.grad = self._own(torch.stack(given).sum(0))

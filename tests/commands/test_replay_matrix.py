@@ -23,7 +23,7 @@ from headrace.algo.loss.aggregate import seq_mean_token_sum
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
-from headrace.trainer.packing import pack_rows
+from headrace.trainer.packing import StepRows, pack_rows
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.learner import Learner
@@ -124,7 +124,7 @@ def trained(case: Case, shared: bool) -> dict[str, Tensor]:
     placement = Single()
     learner = Learner(config=TrainConfig(device="cpu"), algo=case.algo, parameters=parameters, placement=placement)
     replay = RoutingReplay(forward, torch.float32) if case.routing else no_replay
-    plan = pack_rows(case.rows, learner.aggregation, constant=0, budget=40, step=0, share=shared)
+    plan = pack_rows(StepRows(case.rows, learner.aggregation, constant=0, budget=40, step=0, share=shared))
     gradient = Gradient(
         forward=forward,
         learner=learner,

@@ -33,7 +33,7 @@ from headrace.run.config import check, load_config
 from headrace.testing.fake_engine import FakeEngine
 from headrace.testing.fake_environments import scripted
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.packing.plan import pack_rows
+from headrace.trainer.packing import StepRows, pack_rows
 from headrace.trainer.step.trainer import TorchTrainer
 
 PROMPT = Prompt("p", "?", (1, 2))
@@ -290,7 +290,9 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
     plan, algorithm = world.plan, world.parts.algorithm
     again = [plan.batch_again(step, algorithm) for step in read_steps(tmp_path)]
     assert [batch.groups for batch in again] == [batch.groups for batch in world.trainer.batches], "C8"
-    packed = pack_rows(again[0].rows, lambda counts, constant: [1.0] * len(counts), constant=1, budget=10_000, step=0)
+    packed = pack_rows(
+        StepRows(again[0].rows, lambda counts, constant: [1.0] * len(counts), constant=1, budget=10_000, step=0)
+    )
     targets = sorted(token for pack in packed.packs for token in pack.target.tolist())
     sampled_tokens = sorted(t for row in again[0].rows for t, kept in zip(row.tokens, row.mask, strict=True) if kept)
     assert targets == sampled_tokens and len(targets) < sum(len(row.tokens) for row in again[0].rows)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from headrace.trainer.packing import (
     PickedNumbers,
     Segment,
     StepPlan,
+    StepRows,
     pack_rows,
     pack_sequence,
     split_ranks,
@@ -61,8 +63,8 @@ def sampling_mask(kept: list[list[int]]) -> SamplingMask:
     return SamplingMask(np.array([i for ids in kept for i in ids], np.int32).tobytes(), offsets.tobytes())
 
 
-def plan_of(rows: list[Row], budget: int = 1000, **options: object) -> StepPlan:
-    return pack_rows(rows, token_mean, constant=0, budget=budget, step=5, **{"least_saved": 1, **options})
+def plan_of(rows: list[Row], budget: int = 1000, *, least_saved: int = 1, **options: Any) -> StepPlan:
+    return pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=5, **options), least_saved=least_saved)
 
 
 def only(rows: list[Row], budget: int = 1000, **options: object) -> Pack:
@@ -98,7 +100,13 @@ def test_masked_and_non_finite_tokens_are_context_without_weight():
 
 def test_a_row_without_loss_tokens_is_in_no_pack_and_no_denominator():
     plan = pack_rows(
-        [row((1,), (2, 3)), row((1,), (4, 5), "00"), row((1,), ())], seq_mean_token_mean, constant=0, budget=100, step=0
+        StepRows(
+            [row((1,), (2, 3)), row((1,), (4, 5), "00"), row((1,), ())],
+            seq_mean_token_mean,
+            constant=0,
+            budget=100,
+            step=0,
+        )
     )
     assert [pack.tokens.tolist() for pack in plan.packs] == [[1, 2]]
     torch.testing.assert_close(plan.packs[0].weight, torch.full((2,), 0.5))
@@ -428,7 +436,7 @@ def test_every_row_gets_the_routes_that_it_recorded(given_rows):
 @settings(max_examples=150, deadline=None)
 @given(rows_strategy(), st.integers(1, 40), st.integers(1, 5))
 def test_ranks_have_the_whole_step_between_them_and_equally_many_microbatches(rows, budget, ranks):
-    plans = split_ranks(rows, token_mean, constant=0, budget=budget, ranks=ranks, step=5)
+    plans = split_ranks(StepRows(rows, token_mean, constant=0, budget=budget, step=5), ranks)
     assert len(plans) == ranks and len({len(plan.packs) for plan in plans}) == 1
     packs = [pack for plan in plans for pack in plan.packs]
     expected = Counter(tokens for one in rows if (tokens := expected_tokens(one)))
@@ -437,7 +445,7 @@ def test_ranks_have_the_whole_step_between_them_and_equally_many_microbatches(ro
     assert math.isclose(weights, 1 if expected else 0, rel_tol=1e-5)
     assert (
         sum(plan.dropped_tokens for plan in plans)
-        == pack_rows(rows, token_mean, constant=0, budget=budget, step=5).dropped_tokens
+        == pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=5)).dropped_tokens
     )
     assert all(len(pack.tokens) == 1 for pack in packs if not len(pack.target))
     assert all(
@@ -447,8 +455,8 @@ def test_ranks_have_the_whole_step_between_them_and_equally_many_microbatches(ro
 
 def test_one_rank_does_what_a_device_alone_does():
     rows = [row((1, 2), (i, i, 3)) for i in range(5)] + [row((4,), (5,) * 9)]
-    (alone,) = split_ranks(rows, token_mean, constant=0, budget=8, ranks=1, step=5)
-    expected = pack_rows(rows, token_mean, constant=0, budget=8, step=5)
+    (alone,) = split_ranks(StepRows(rows, token_mean, constant=0, budget=8, step=5), 1)
+    expected = pack_rows(StepRows(rows, token_mean, constant=0, budget=8, step=5))
     assert [pack.tokens.tolist() for pack in alone.packs] == [pack.tokens.tolist() for pack in expected.packs]
 
 
@@ -458,11 +466,11 @@ def test_ranks_have_equally_much_to_do(ranks):
     rows = [row((9,) * 20 + (g,) * 10, tuple(range(100 + i, 130 + i + 3 * g))) for g in range(12) for i in range(4)]
     sizes = [
         sum(len(pack.tokens) for pack in plan.packs)
-        for plan in split_ranks(rows, token_mean, constant=0, budget=10_000, ranks=ranks, step=5)
+        for plan in split_ranks(StepRows(rows, token_mean, constant=0, budget=10_000, step=5), ranks)
     ]
     assert max(sizes) <= 1.2 * sum(sizes) / ranks
     assert sum(sizes) <= 1.1 * sum(
-        len(pack.tokens) for pack in pack_rows(rows, token_mean, constant=0, budget=10_000, step=5).packs
+        len(pack.tokens) for pack in pack_rows(StepRows(rows, token_mean, constant=0, budget=10_000, step=5)).packs
     )
 
 

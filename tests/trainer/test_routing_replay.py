@@ -34,7 +34,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay
 from headrace.trainer.model.causal_lm import enable_checkpointing
-from headrace.trainer.packing import Pack, pack_rows, pack_sequence
+from headrace.trainer.packing import Pack, StepRows, pack_rows, pack_sequence
 from headrace.trainer.step.reference import reference_of
 from headrace.trainer.step.trainer import TorchTrainer
 
@@ -58,7 +58,7 @@ def packs(name: str, shared: bool) -> tuple[Pack, ...]:
     """Of rows with routes, some of which are missing."""
     experts = plain_trainer.experts_of(plain_trainer.model_of(name))
     rows = plain_trainer.rows(random.Random(3), experts=experts)
-    return pack_rows(rows, token_mean, constant=0, budget=40, step=0, share=shared).packs
+    return pack_rows(StepRows(rows, token_mean, constant=0, budget=40, step=0, share=shared)).packs
 
 
 def routed(pack: Pack, name: str, seed: int = 0) -> Pack:
@@ -228,7 +228,7 @@ def test_routes_of_the_engine_bring_the_trainer_back_to_its_log_probs(name):
     """The trainer's routers have moved, as by a version or two: with the routes replayed, only their weights differ."""
     rows = sampled(name)
     forward = forward_of(name)
-    (pack,) = pack_rows(rows, token_mean, constant=0, budget=4096, step=0).packs
+    (pack,) = pack_rows(StepRows(rows, token_mean, constant=0, budget=4096, step=0)).packs
     replay = RoutingReplay(forward, torch.float32)
     with torch.no_grad():
         with replay(pack) as replayed:

@@ -26,7 +26,7 @@ from headrace.core.errors import CheckpointError, ConfigError
 from headrace.core.types import Prompt
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.tree_attention import tree_of
-from headrace.trainer.packing.ranks import split_ranks
+from headrace.trainer.packing import StepRows, split_ranks
 from headrace.trainer.rate_schedule import learning_rate
 from headrace.trainer.step.trainer import TorchTrainer
 
@@ -230,7 +230,7 @@ def replace_rows(old: Group, rng: random.Random) -> Group:
 def test_ranks_with_a_microbatch_to_fill_up_add_up_to_the_step(whole):
     one, (expected_loss, expected) = whole
     given_batch, learner = batch(5), one._learners[""]
-    plans = split_ranks(given_batch.rows, learner.aggregation, constant=0, budget=10, ranks=3, step=0)
+    plans = split_ranks(StepRows(given_batch.rows, learner.aggregation, constant=0, budget=10, step=0), 3)
     assert any(not len(pack.target) for plan in plans for pack in plan.packs), "nothing fills up: take another budget"
     loss = sum(one._gradients(plan, given_batch.temperature).loss for plan in plans)
     found = {name: p.grad.clone() for name, p in one._model.named_parameters() if p.grad is not None}

@@ -22,7 +22,7 @@ from headrace.native.varlen import Layout, is_right, varlen_kernel
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
 from headrace.trainer.forward.varlen_tree import varlen_of
-from headrace.trainer.packing import ROOT, Pack, Segment, pack_rows, split_ranks
+from headrace.trainer.packing import ROOT, Pack, Segment, StepRows, pack_rows, split_ranks
 
 V = 61
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_gradients_equal_the_padded_computation(name, case, budget):
     model, forward = models(name)
     rows = CASES[case]()
-    plan = pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=forward.packed, least_saved=1)
+    plan = pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=0, share=forward.packed), least_saved=1)
     close(ours(forward, plan.packs), padded(model, rows))
 
 
@@ -142,7 +142,7 @@ def test_gradients_of_random_tries(name, given_rows, budget):
     model, forward = models(name)
     rows = grown(given_rows)
     close(
-        ours(forward, pack_rows(rows, token_mean, constant=0, budget=budget, step=0, least_saved=1).packs),
+        ours(forward, pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=0), least_saved=1).packs),
         padded(model, rows),
     )
 
@@ -153,8 +153,8 @@ def test_gradients_summed_over_ranks_are_those_of_one(given_rows, budget, ranks)
     """Microbatches that fill up are forwarded like the others, and add nothing."""
     _, forward = models("llama")
     rows = grown(given_rows)
-    expected = ours(forward, pack_rows(rows, token_mean, constant=0, budget=budget, step=0).packs)
-    plans = split_ranks(rows, token_mean, constant=0, budget=budget, ranks=ranks, step=0)
+    expected = ours(forward, pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=0)).packs)
+    plans = split_ranks(StepRows(rows, token_mean, constant=0, budget=budget, step=0), ranks)
     parts = [ours(forward, plan.packs) for plan in plans]
     close({name: sum((part[name] for part in parts), torch.zeros(())) for name in expected}, expected)
 
@@ -184,7 +184,7 @@ def annotated() -> list[Row]:
 def test_masks_and_a_teachers_tokens_on_every_way(name):
     model, forward = models(name)
     rows = annotated()
-    (pack,) = pack_rows(rows, token_mean, constant=0, budget=1000, step=0, share=forward.packed).packs
+    (pack,) = pack_rows(StepRows(rows, token_mean, constant=0, budget=1000, step=0, share=forward.packed)).packs
     scores = forward.logprobs(pack, 0.7, torch.float32)
     assert scores.outside == 2 and scores.top is not None and scores.top.shape == (len(pack.target), 3)
     place = 0

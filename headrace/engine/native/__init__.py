@@ -2,6 +2,7 @@
 
 forward_pass.py  the input and output of one forward pass, and the methods of a model (`Runner`)
 core.py          the engine: requests in, weights in, one `step` after the other
+requested_details.py  top log-probs, masks and log-probs of the prompt, for requests that ask for them
 stepping.py      one step: plan, forward pass, tokens drawn, counters and caches updated
 schedule/        which sequences run, which wait, and the content of the next pass
 cache/           the blocks of the KV cache, the cached prefixes, and the sharing of both

@@ -13,7 +13,7 @@ from headrace.core.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.core.types import RoutingTrace, Stop
 from headrace.engine.native.cache.recorded_routing import RecordedRouting
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
-from headrace.engine.native.sampling import details
+from headrace.engine.native.requested_details import prompt_scores, score_chunk, token_details
 from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.guides import Guides
 from headrace.engine.native.sampling.sampler import Drawn
@@ -202,7 +202,7 @@ class Stepper:
             sequence = self._running.sequences[chunk.row]
             if sequence.scored and self._score_chunk(chunk, logits[place : place + chunk.scores], ends):
                 version, mixed = self._served.version(sequence.adapter), self._served.mixed
-                scored.append(details.of_prompt(sequence, version, mixed))
+                scored.append(prompt_scores(sequence, version, mixed))
                 sequence.scored, sequence.scores = False, []
                 self._running.columns["scored"][chunk.row] = False
             place += chunk.scores + chunk.samples
@@ -211,7 +211,7 @@ class Stepper:
     def _score_chunk(self, chunk: Chunk, logits: torch.Tensor, ends: Ends) -> bool:
         """Whether the prompt is through. One that was only to be scored ends with its last token."""
         sequence = self._running.sequences[chunk.row]
-        if chunk.scores and not details.score(logits, self._running, chunk):
+        if chunk.scores and not score_chunk(logits, self._running, chunk):
             ends.poisoned.append(sequence)
             return False
         if chunk.stop < sequence.prompt:
@@ -244,7 +244,7 @@ class Stepper:
     def _details(self, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
         if drawn.mask is None and drawn.top_ids is None:
             return ()
-        return details.of_tokens(self._running, rows, drawn)
+        return token_details(self._running, rows, drawn)
 
     # -- the end of sequences -----------------------------------------------------------------------------------------------
 

@@ -197,7 +197,7 @@ def _trainer_passes(
 
 def _group(count: int, vocabulary: int) -> Any:
     """Packs a prompt with `GROUP` completions, about `count` tokens together. They share the prompt, as a group of a run does."""
-    from headrace.trainer.packing import pack_rows
+    from headrace.trainer.packing import StepRows, pack_rows
 
     length = max(1, count // (GROUP + PROMPT))
     tokens = [i * 7919 % vocabulary for i in range((GROUP + PROMPT) * length)]
@@ -214,7 +214,9 @@ def _group(count: int, vocabulary: int) -> Any:
         )
         for start in starts
     ]
-    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
+    return pack_rows(
+        StepRows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0)
+    ).packs[0]
 
 
 def main() -> None:

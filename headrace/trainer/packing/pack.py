@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.core.batches import Row
 
 ROOT = -1
 """The `parent` of a segment that starts a sequence."""
@@ -110,6 +114,22 @@ class Pack:
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("segments", "temperature")
         }
         return replace(self, **{name: x.to(device) for name, x in columns.items() if x is not None})
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of an optimizer step, and all that their split into microbatches depends on."""
+
+    rows: Sequence[Row]
+    aggregation: AggregationFunction
+    _: KW_ONLY
+    constant: int
+    """The denominator of aggregations by a constant length."""
+    budget: int
+    """The most tokens that are forwarded at once."""
+    step: int
+    share: bool = True
+    """Whether rows that begin alike share tokens."""
 
 
 @dataclass(frozen=True)

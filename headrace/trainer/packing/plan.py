@@ -16,64 +16,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.core.batches import Row
 from headrace.trainer.packing.columns import pack_trees
-from headrace.trainer.packing.pack import Pack, StepPlan
+from headrace.trainer.packing.pack import Pack, StepPlan, StepRows
 from headrace.trainer.packing.tree import LEAST_SAVED, TreeNode, cut, first_fit, grow, path_of, prune, size_of
 
 
-def pack_rows(
-    rows: Sequence[Row],
-    aggregation: AggregationFunction,
-    *,
-    constant: int,
-    budget: int,
-    step: int,
-    share: bool = True,
-    least_saved: int = LEAST_SAVED,
-) -> StepPlan:
-    """Splits the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
+def pack_rows(given: StepRows, least_saved: int = LEAST_SAVED) -> StepPlan:
+    """Splits the rows of an optimizer step into packs of at most `budget` forwarded tokens.
 
     A tree above the budget becomes several, which repeat what they share; a single row above it gets a pack of its own.
-    Rows without a loss token are not forwarded. `share`: whether rows that begin alike share tokens; `least_saved`: the fewest tokens for
-    which sampled tokens are shared. The result depends on the arguments alone.
+    Rows without a loss token are not forwarded. `least_saved`: the fewest tokens for which sampled tokens are shared. The result depends on
+    the arguments alone.
     """
-    losses = [loss_places(row) for row in rows]
-    routed = routed_of(rows)
-    pieces = trees_of(
-        rows,
-        losses,
-        weights=aggregation(list(map(len, losses)), constant),
-        routed=routed,
-        budget=budget,
-        share=share,
-        least_saved=least_saved,
-    )
-    return plan_of(microbatches_of(pieces, budget), step, routed, dropped(rows, losses))
+    losses = [loss_places(row) for row in given.rows]
+    routed = routed_of(given.rows)
+    pieces = trees_of(given, losses, routed, least_saved)
+    return plan_of(microbatches_of(pieces, given.budget), given.step, routed, dropped(given.rows, losses))
 
 
 def trees_of(
-    rows: Sequence[Row],
+    given: StepRows,
     losses: Sequence[Sequence[int]],
-    *,
-    weights: Sequence[float],
     routed: tuple[int, int] | None,
-    budget: int,
-    share: bool,
-    least_saved: int,
+    least_saved: int = LEAST_SAVED,
 ) -> list[TreeNode]:
     """The trees of the rows, each of one temperature, and within the budget or of a single row."""
-    for row in rows:
+    for row in given.rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
-    kept = [one for one in zip(rows, losses, weights, range(len(rows)), strict=True) if one[1]]
+    weights = given.aggregation(list(map(len, losses)), given.constant)
+    kept = [one for one in zip(given.rows, losses, weights, range(len(given.rows)), strict=True) if one[1]]
     paths = [path_of(row, loss, weight, routed, number) for row, loss, weight, number in kept]
-    if not share:
+    if not given.share:
         return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
     temperatures = dict.fromkeys(path.row.temperature for path in paths)
     roots = [root for one in temperatures for root in grow(path for path in paths if path.row.temperature == one)]
     prune(roots, least_saved)
-    return [piece for root in roots for piece in cut(root, budget)]
+    return [piece for root in roots for piece in cut(root, given.budget)]
 
 
 def microbatches_of(trees: Sequence[TreeNode], budget: int) -> list[list[TreeNode]]:
@@ -95,7 +74,8 @@ def pack_sequence(tokens: Sequence[int]) -> Pack:
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
-    return pack_rows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
+    given = StepRows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0)
+    return pack_rows(given).packs[0]
 
 
 def loss_places(row: Row) -> tuple[int, ...]:

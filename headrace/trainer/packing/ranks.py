@@ -1,4 +1,4 @@
-"""Spreads the rows of a step over data-parallel ranks. Every rank calls `split_ranks` with the same arguments, in place of
+"""Spreads the rows of a step over data-parallel ranks. Every rank calls `split_ranks` with the same rows, in place of
 `pack_rows`, and takes its own plan (`Placement.plan`)."""
 
 from __future__ import annotations
@@ -9,27 +9,16 @@ from dataclasses import replace
 
 import torch
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
-from headrace.trainer.packing.pack import ROOT, Pack, Segment, StepPlan
+from headrace.trainer.packing.pack import ROOT, Pack, Segment, StepPlan, StepRows
 from headrace.trainer.packing.plan import dropped, loss_places, microbatches_of, plan_of, routed_of, trees_of
-from headrace.trainer.packing.tree import LEAST_SAVED, TreeNode, preorder, size_of
+from headrace.trainer.packing.tree import TreeNode, preorder, size_of
 
 TOKEN_COST = 4096
 """The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.
 H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 
 
-def split_ranks(
-    rows: Sequence[Row],
-    aggregation: AggregationFunction,
-    *,
-    constant: int,
-    budget: int,
-    ranks: int,
-    step: int,
-    share: bool = True,
-) -> list[StepPlan]:
+def split_ranks(given: StepRows, ranks: int) -> list[StepPlan]:
     """Returns a plan for every rank, as `pack_rows` makes one; together they are the whole step.
 
     Whole trees go, the most expensive first, to the rank with the least work: at most 4/3 of the best possible maximum (Graham 1969).
@@ -38,23 +27,20 @@ def split_ranks(
     number have as many rows on every rank, for the same reason. Weights are those of the whole step (C9), so gradients are
     summed over ranks, never averaged. The first rank's plan counts all dropped tokens.
     """
-    losses = [loss_places(row) for row in rows]
-    routed = routed_of(rows)
-    weights = aggregation(list(map(len, losses)), constant)
+    losses = [loss_places(row) for row in given.rows]
+    routed = routed_of(given.rows)
 
     def trees(limit: int) -> list[TreeNode]:
-        return trees_of(
-            rows, losses, weights=weights, routed=routed, budget=limit, share=share, least_saved=LEAST_SAVED
-        )
+        return trees_of(replace(given, budget=limit), losses, routed)
 
-    bins = [microbatches_of(mine, budget) for mine in _balanced(trees, budget, ranks)]
+    bins = [microbatches_of(mine, given.budget) for mine in _balanced(trees, given.budget, ranks)]
     most = max(map(len, bins))
     plans = []
     for rank, mine in enumerate(bins):
-        plan = plan_of(mine, step, routed, 0 if rank else dropped(rows, losses))
+        plan = plan_of(mine, given.step, routed, 0 if rank else dropped(given.rows, losses))
         filling = (_empty_pack(routed),) * (most - len(mine))
         plans.append(StepPlan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
-    return plans if share else _levelled(plans)
+    return plans if given.share else _levelled(plans)
 
 
 def fill_up(plan: StepPlan, *, least: int, multiple: int) -> StepPlan:

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
-from headrace.trainer.packing import Pack, StepPlan
+from headrace.trainer.packing import Pack, StepPlan, StepRows
 
 Microbatch = Callable[[int], AbstractContextManager[Tensor]]
 """The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
@@ -41,6 +40,18 @@ Body = Callable[[int], object]
 
 Precision = Callable[[], AbstractContextManager[Any]]
 """A fresh autocast context (`causal_lm.computed_in`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """The work of this rank in one optimizer step."""
+
+    packs: Sequence[Pack]
+    loss: Microbatch
+    body: Body
+    precision: Precision
+    parameters: Sequence[torch.nn.Parameter]
+    """Those whose gradients are wanted."""
 
 
 Keep = Callable[[str, Tensor], Tensor]
@@ -77,29 +88,11 @@ class Placement(Protocol):
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
     ) -> torch.optim.Optimizer: ...
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        aggregation: AggregationFunction,
-        *,
-        constant: int,
-        budget: int,
-        step: int,
-        share: bool,
-    ) -> StepPlan:
-        """The microbatches of this rank (arguments as of `pack_rows`). All ranks have the same number of them. `budget`: tokens that a
-        rank forwards at once."""
+    def plan(self, rows: StepRows) -> StepPlan:
+        """The microbatches of this rank. All ranks have the same number of them."""
 
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        microbatch: Microbatch,
-        *,
-        parameters: Sequence[torch.nn.Parameter],
-        precision: Precision,
-        body: Body,
-    ) -> None:
-        """Adds the gradients of all microbatches of all ranks in `parameters[...].grad`.
+    def accumulate(self, work: Microbatches) -> None:
+        """Adds the gradients of all microbatches of all ranks in the `grad` of the parameters.
 
         It is the placement that loops, because a pipeline has an order of its own. Each microbatch runs, forward and backward, in an
         autocast context of its own: a context that spans several keeps lowered copies of weights, and where parameters are gathered

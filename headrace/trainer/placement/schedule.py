@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 from headrace.trainer.placement.cutting import LOOPS
 from headrace.trainer.placement.model_stages import ModelStage, Stages
-from headrace.trainer.placement.port import Body, Microbatch, Precision
+from headrace.trainer.placement.port import Microbatches
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -118,25 +118,20 @@ def _let_go(infos: Sequence[Any]) -> None:
 def run_schedule(
     name: str,
     stages: Stages,
-    lengths: Sequence[int],
+    work: Microbatches,
     *,
-    microbatch: Microbatch,
-    body: Body,
-    precision: Precision,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Adds the gradients of all microbatches to the parameters of this rank's stages. Every rank of `group`, a pipeline, calls it.
-
-    `lengths`: tokens of each microbatch. `body` computes the hidden states of one, `microbatch` its loss.
-    """
+    """Adds the gradients of all microbatches to the parameters of this rank's stages. Every rank of `group`, a pipeline, calls it."""
+    lengths = [len(pack.tokens) for pack in work.packs]
 
     def compute(number: int, last: bool) -> Tensor | None:
         if not last:
-            with precision():
-                body(number)
+            with work.precision():
+                work.body(number)
             return None
-        with precision(), microbatch(number) as loss:
+        with work.precision(), work.loss(number) as loss:
             return loss
 
     numbers = torch.arange(len(lengths), device=device)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.context import Context
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.packing import Pack, StepPlan, split_ranks
+from headrace.trainer.packing import StepPlan, StepRows, split_ranks
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.by_plan import split_by_plan
-from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
+from headrace.trainer.placement.port import Keep, Microbatches, on_host
 from headrace.trainer.placement.whole_experts import split_experts
 
 
@@ -117,44 +116,19 @@ class Sharded:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        aggregation: AggregationFunction,
-        *,
-        constant: int,
-        budget: int,
-        step: int,
-        share: bool,
-    ) -> StepPlan:
+    def plan(self, rows: StepRows) -> StepPlan:
         together = self._config.context * self._config.tensor
-        plans = split_ranks(
-            rows,
-            aggregation,
-            constant=constant,
-            budget=budget * self._config.context,
-            ranks=self._config.batches,
-            step=step,
-            share=share,
-        )
-        return plans[self._rank // together]
+        rows = replace(rows, budget=rows.budget * self._config.context)
+        return split_ranks(rows, self._config.batches)[self._rank // together]
 
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        microbatch: Microbatch,
-        *,
-        parameters: Sequence[torch.nn.Parameter],
-        precision: Precision,
-        body: Body,
-    ) -> None:
-        for number in range(len(packs)):
+    def accumulate(self, work: Microbatches) -> None:
+        for number in range(len(work.packs)):
             for root in self._roots:  # copies of the split add up their gradients once a step
-                root.set_requires_all_reduce(number == len(packs) - 1)
-            with precision(), microbatch(number) as loss:
+                root.set_requires_all_reduce(number == len(work.packs) - 1)
+            with work.precision(), work.loss(number) as loss:
                 loss.backward()
-        self._add_up([p for p in parameters if p in self._summed], self._tensor.get_group())
-        self._add_up([p for p in parameters if not isinstance(p, DTensor)], self._others)
+        self._add_up([p for p in work.parameters if p in self._summed], self._tensor.get_group())
+        self._add_up([p for p in work.parameters if not isinstance(p, DTensor)], self._others)
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
         """Sums the gradients of these parameters over the ranks of a group, in one collective."""

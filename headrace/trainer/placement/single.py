@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.model.low_memory import make_optimizer
-from headrace.trainer.packing import Pack, StepPlan, pack_rows
-from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
+from headrace.trainer.packing import StepPlan, StepRows, pack_rows
+from headrace.trainer.placement.port import Keep, Microbatches, on_host
 
 
 @dataclass(frozen=True)
@@ -38,29 +36,12 @@ class Single:
     ) -> torch.optim.Optimizer:
         return make_optimizer(parameters, config)
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        aggregation: AggregationFunction,
-        *,
-        constant: int,
-        budget: int,
-        step: int,
-        share: bool,
-    ) -> StepPlan:
-        return pack_rows(rows, aggregation, constant=constant, budget=budget, step=step, share=share)
+    def plan(self, rows: StepRows) -> StepPlan:
+        return pack_rows(rows)
 
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        microbatch: Microbatch,
-        *,
-        parameters: Sequence[torch.nn.Parameter],
-        precision: Precision,
-        body: Body,
-    ) -> None:
-        for number in range(len(packs)):
-            with precision(), microbatch(number) as loss:
+    def accumulate(self, work: Microbatches) -> None:
+        for number in range(len(work.packs)):
+            with work.precision(), work.loss(number) as loss:
                 loss.backward()
 
     def sum(self, values: Tensor) -> Tensor:

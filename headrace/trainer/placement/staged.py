@@ -22,16 +22,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.core.batches import Row
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.causal_lm import layers_of, load_model
 from headrace.trainer.model.low_memory import local, make_optimizer
-from headrace.trainer.packing import Pack, StepPlan, fill_up, split_ranks
+from headrace.trainer.packing import StepPlan, StepRows, fill_up, split_ranks
 from headrace.trainer.parallel import ParallelConfig
 from headrace.trainer.placement.cutting import LOOPS, stages_of
 from headrace.trainer.placement.model_stages import Chain, Stages
-from headrace.trainer.placement.port import Body, Keep, Microbatch, Precision, on_host
+from headrace.trainer.placement.port import Keep, Microbatches, on_host
 from headrace.trainer.placement.schedule import run_schedule
 from headrace.trainer.placement.sharded import kept_whole, split_layers
 
@@ -101,53 +99,25 @@ class Staged:
             optimizer.register_step_post_hook(lambda one, args, kwargs: self._share_tied(one))
         return optimizer
 
-    def plan(
-        self,
-        rows: Sequence[Row],
-        aggregation: AggregationFunction,
-        *,
-        constant: int,
-        budget: int,
-        step: int,
-        share: bool,
-    ) -> StepPlan:
+    def plan(self, rows: StepRows) -> StepPlan:
         """The microbatches of this pipeline: at least two, and as many as its schedule can order."""
-        plans = split_ranks(
-            rows,
-            aggregation,
-            constant=constant,
-            budget=budget,
-            ranks=self._config.batches,
-            step=step,
-            share=share,
-        )
+        plans = split_ranks(rows, self._config.batches)
         multiple = 1 if LOOPS[self._config.schedule] == 1 else self._config.pipeline
         return fill_up(plans[self._copy], least=2, multiple=multiple)
 
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        microbatch: Microbatch,
-        *,
-        parameters: Sequence[torch.nn.Parameter],
-        precision: Precision,
-        body: Body,
-    ) -> None:
+    def accumulate(self, work: Microbatches) -> None:
         assert self._stages is not None
         run_schedule(
             self._config.schedule,
             self._stages,
-            [len(pack.tokens) for pack in packs],
-            microbatch=microbatch,
-            body=body,
-            precision=precision,
+            work,
             group=self._line,
             device=self._device,
         )
         for tied in self._tied:
             self._add_tied(tied)
-        _add_up([p for p in parameters if p in self._beside], dist.group.WORLD)
-        held = [p for p in parameters if p not in self._beside and not p.is_meta]
+        _add_up([p for p in work.parameters if p in self._beside], dist.group.WORLD)
+        held = [p for p in work.parameters if p not in self._beside and not p.is_meta]
         _add_up([p for p in held if not isinstance(p, DTensor)], self._alike)
         _add_up([p for p in held if isinstance(p, DTensor)], self._replicas)
 

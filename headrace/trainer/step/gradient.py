@@ -20,7 +20,7 @@ from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.packing import Pack, PickedNumbers, StepPlan
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.preferring import Marks, StepPairs, prefer
@@ -65,13 +65,14 @@ class Gradient:
         references = [self._referred(pack) for pack in packs]
         keep, marks = self._selected(packs), self._preferred(packs, references)
         self.sums.count(plan)
-        self.placement.accumulate(
-            packs,
-            lambda number: self._microbatch(packs[number], keep[number], references[number], marks[number]),
-            parameters=list(self.learner.parameters.values()),
-            precision=self._precision,
+        work = Microbatches(
+            packs=packs,
+            loss=lambda number: self._microbatch(packs[number], keep[number], references[number], marks[number]),
             body=lambda number: self._body(packs[number]),
+            precision=self._precision,
+            parameters=list(self.learner.parameters.values()),
         )
+        self.placement.accumulate(work)
         self.sums.combine(self.placement, self.kept)
         if self.picked:
             self.picked.combine(self.placement.sum)

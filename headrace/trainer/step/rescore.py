@@ -13,7 +13,7 @@ from headrace.core.protocols import TrainerCore
 from headrace.trainer.forward.forward import packed_hidden
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.model.causal_lm import computed_in
-from headrace.trainer.packing import pack_rows, pack_sequence
+from headrace.trainer.packing import StepRows, pack_rows, pack_sequence
 from headrace.trainer.step.trainer import TorchTrainer
 
 
@@ -29,7 +29,7 @@ def rescore(trainer: TrainerCore, rows: Sequence[Row], temperature: float) -> li
 def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
     budget = len(row.prompt) + len(row.tokens)
     (pack,) = pack_rows(
-        [row], lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0, share=False
+        StepRows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0, share=False)
     ).packs
     return trainer.logprobs(pack, pack.temperature or temperature)
 

@@ -40,7 +40,7 @@ from headrace.trainer.model.causal_lm import (
     tied_names,
 )
 from headrace.trainer.model.low_memory import lower_weights
-from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, pack_sequence
+from headrace.trainer.packing import Pack, PickedNumbers, StepPlan, StepRows, pack_sequence
 from headrace.trainer.placement.port import Keep, Placement, on_host
 from headrace.trainer.placement.runs import runs_of
 from headrace.trainer.placement.single import Single
@@ -347,7 +347,7 @@ class TorchTrainer:
 
     def _plan(self, batch: Batch) -> StepPlan:
         learner = self._learners[batch.adapter]
-        return self._placement.plan(
+        rows = StepRows(
             batch.rows,
             learner.aggregation,
             constant=learner.algo.length_constant,
@@ -355,6 +355,7 @@ class TorchTrainer:
             step=batch.step,
             share=self._forward.packed,
         )
+        return self._placement.plan(rows)
 
     def _gradients(
         self,

@@ -27,7 +27,7 @@ from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.fused_model import fuse
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.packing import Pack, pack_rows
+from headrace.trainer.packing import Pack, StepRows, pack_rows
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -162,7 +162,7 @@ def requests_of(seed: int, temperature: float) -> list[Request]:
 
 
 def packs_of(rows: Sequence[Row], budget: int = 10_000, share: bool = True) -> Sequence[Pack]:
-    return pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=share).packs
+    return pack_rows(StepRows(rows, token_mean, constant=0, budget=budget, step=0, share=share)).packs
 
 
 PACKINGS = ((4096, True), (150, True), (150, False))

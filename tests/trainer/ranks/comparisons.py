@@ -24,7 +24,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step.trainer import TorchTrainer
@@ -61,7 +61,8 @@ def exact_steps(
         return nullcontext(nll(mine[number]))
 
     for _ in range(3):
-        placement.accumulate(mine, microbatch, parameters=parameters, precision=nullcontext, body=len)  # type: ignore[arg-type]
+        work = Microbatches(packs=mine, loss=microbatch, body=len, precision=nullcontext, parameters=parameters)  # type: ignore[arg-type]
+        placement.accumulate(work)
         norm = placement.norm(parameters)
         assert norm > 0.5
         placement.clip(parameters, norm, 0.5)

@@ -21,9 +21,9 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward, together
 from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
-from headrace.trainer.packing import Kept, Pack
+from headrace.trainer.packing import Kept, Pack, StepRows
 from headrace.trainer.parallel import ParallelConfig, repeats
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.placement.sharded import Sharded
 from headrace.trainer.placement.single import Single
 
@@ -157,14 +157,15 @@ def exact_steps(directory: Path, placement: Placement, case: Case) -> dict[str, 
     for step in range(3):
         aggregation, budget = AGGREGATIONS["token_mean"], case.settings["microbatch_tokens"]
         rows = case.batch(step).rows
-        packs = placement.plan(rows, aggregation, constant=0, budget=budget, step=step, share=True).packs
+        packs = placement.plan(StepRows(rows, aggregation, constant=0, budget=budget, step=step)).packs
         assert len(packs) >= 3
 
         @contextmanager
         def microbatch(number: int, packs: tuple[Pack, ...] = packs) -> Iterator[Tensor]:
             yield within(model, lambda: nll(packs[number]))
 
-        placement.accumulate(packs, microbatch, parameters=parameters, precision=nullcontext, body=len)  # type: ignore[arg-type]
+        work = Microbatches(packs=packs, loss=microbatch, body=len, precision=nullcontext, parameters=parameters)  # type: ignore[arg-type]
+        placement.accumulate(work)
         norm = placement.norm(parameters)
         assert norm > 0.5
         placement.clip(parameters, norm, 0.5)

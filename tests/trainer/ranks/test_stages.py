@@ -24,7 +24,7 @@ from headrace.trainer.forward.root import within
 from headrace.trainer.model.causal_lm import load_model
 from headrace.trainer.packing import Pack, pack_sequence
 from headrace.trainer.parallel import ParallelConfig
-from headrace.trainer.placement.port import Placement
+from headrace.trainer.placement.port import Microbatches, Placement
 from headrace.trainer.placement.single import Single
 from headrace.trainer.placement.staged import Staged
 from headrace.trainer.step.preferring import pairs_of
@@ -198,13 +198,14 @@ def exact_steps(directory: Path, placement: Placement, place: int = 0, places: i
         yield nll(packs[number])
 
     for _ in range(3):
-        placement.accumulate(
-            packs,
-            microbatch,
-            parameters=parameters,
-            precision=nullcontext,
+        work = Microbatches(
+            packs=packs,
+            loss=microbatch,
             body=lambda number: forward.hidden(packs[number]),
+            precision=nullcontext,
+            parameters=parameters,
         )
+        placement.accumulate(work)
         there = [p for p in parameters if p.grad is not None]
         norm = placement.norm(there)
         assert norm > 0.5

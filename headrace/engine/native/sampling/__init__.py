@@ -1,4 +1,4 @@
 """Sampling of tokens from logits, and the conditions that end a completion.
 
-Read `sampler.py`, `filters.py`, `drawing.py`, `details.py`, `guides.py` (constraints), `stopping.py`.
+Read `sampler.py`, `filters.py`, `drawing.py`, `guides.py` (constraints), `stopping.py`.
 """

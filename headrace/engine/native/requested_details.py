@@ -13,7 +13,7 @@ from headrace.engine.native.schedule.passes import Chunk
 from headrace.engine.native.schedule.sequences import Running, Sequence
 
 
-def of_tokens(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
+def token_details(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
     """`rows`: those that `drawn` is about, in its order."""
     top, mask = running.columns["top"][rows], running.columns["mask"][rows]
     wanted = np.flatnonzero(((top > 0) | mask) & drawn.finite)
@@ -48,7 +48,7 @@ def _mask_of(sequence: Sequence, drawn: Drawn, place: int) -> dict[str, bytes]:
     return {"mask": kept.tobytes()}
 
 
-def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
+def score_chunk(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
     """Appends the log-probs of the tokens after a chunk's positions to those of its sequence. `logits` [scores, V]. False if
     one of them is not finite."""
     sequence = running.sequences[chunk.row]
@@ -58,7 +58,7 @@ def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
     return bool(np.isfinite(scores.logprobs).all())
 
 
-def of_prompt(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
+def prompt_scores(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
     """Returns the scores of the whole prompt, once they are complete."""
     parts: list[RowScores] = sequence.scores
     k = sequence.request.top_logprobs
