@@ -129,7 +129,7 @@ class Life:
         self.finished = reason == "finished"
         if self.finished and not self._disk.dead:
             assert books.in_pipeline + books.in_checkpoint == 0, f"C2: the run has finished, and {books} is left over"
-            assert not (kept := self._parts.interrupts.so_far()), (
+            assert not (kept := self._parts.interrupts.tokens.so_far()), (
                 f"memory: {list(kept)} are kept, and nobody needs them"
             )
 
