@@ -9,12 +9,12 @@ from __future__ import annotations
 from msgspec import field
 
 from headrace.facts.facts import Fact, FleetSample, RunStarted
-from headrace.facts.sums import Sums
+from headrace.facts.run_sums import RunSums
 
 ENGINE, TRAINER = "engine", "trainer"
 
 
-class Costs(Sums):
+class Costs(RunSums):
     """Dollars spent so far."""
 
     prices: dict[str, float] = {}

@@ -20,7 +20,7 @@ from headrace.facts.facts import Fact, FleetSample, MemberSample, RunStarted, St
 from headrace.facts.numbers.state import RunState
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, read_metrics, summarise
-from headrace.facts.sums import as_counter
+from headrace.facts.run_sums import as_counter
 from headrace.facts.texts import size
 from headrace.processes.health.live_status import Status
 from headrace.views.report import write_report

@@ -22,7 +22,7 @@ from headrace.facts.index.index_file import framed_bytes, mark_of, unframed
 from headrace.facts.index.numbers import Numbers
 from headrace.facts.numbers.state import RunState, stride_of
 from headrace.facts.records import METRICS
-from headrace.facts.sums import Sums, as_counter
+from headrace.facts.run_sums import RunSums, as_counter
 from headrace.version import __version__
 
 DIGEST = "state.digest"
@@ -96,13 +96,13 @@ def read_digest(path: Path, run_dir: Path) -> Digest | None:
     return digest
 
 
-def fields_of(kind: type[Sums]) -> int:
+def fields_of(kind: type[RunSums]) -> int:
     """Returns a checksum of the names of all fields of a class of sums, and of those that its fields have."""
     names: list[str] = []
     todo, known = [kind], set[Any]()
     while todo:
         one = todo.pop()
-        if not (isinstance(one, type) and issubclass(one, Sums)):
+        if not (isinstance(one, type) and issubclass(one, RunSums)):
             todo += get_args(one)
         elif one not in known:
             known.add(one)

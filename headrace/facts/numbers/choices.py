@@ -11,12 +11,12 @@ from collections import Counter
 
 from headrace.facts.facts import GroupEnded, PromptChosen
 from headrace.facts.numbers.shares import NO_CONTRAST
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 
 POOLS = ("new", "mixed", "solved", "hopeless", "failed")
 
 
-class Choices(Sums):
+class Choices(RunSums):
     """The counts over the whole run; all zero for a run without a curriculum."""
 
     draws: int = 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headrace.core.reports import EngineStats
 from headrace.facts.facts import Slept, Woke
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import plural, short_time
 
 Window = tuple[float, float]
@@ -30,7 +30,7 @@ class EngineSpan(NamedTuple):
     waiting: int
 
 
-class EngineUse(Sums):
+class EngineUse(RunSums):
     """All spans of a run, and what was done in those of them whose middle lies in the training."""
 
     spans: list[EngineSpan] = []
@@ -105,7 +105,7 @@ class Nap(NamedTuple):
     """Bytes that it gave back."""
 
 
-class Naps(Sums):
+class Naps(RunSums):
     """All naps of a run, and what was done on lent devices between them."""
 
     over: list[Nap] = []

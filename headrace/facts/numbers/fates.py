@@ -15,13 +15,13 @@ from typing import NamedTuple
 from msgspec import field
 
 from headrace.facts.facts import GroupEnded
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 
 DISCARDED = ("overdue", "interrupted")
 """Reasons that depend on when a group was generated: `staleness.overdue`, `partial.mode = "cancel_group"`."""
 
 
-class Histogram(Sums):
+class Histogram(RunSums):
     """Counts how often each value was seen."""
 
     counts: Counter[int | float] = counter()
@@ -49,7 +49,7 @@ class Histogram(Sums):
         return sum(squares) / (self.count - 1)
 
 
-class Sieve(Sums):
+class Sieve(RunSums):
     """The distribution of one number over all that was drawn, over what could be trained (has contrast, for example), and over what was
     trained."""
 
@@ -63,7 +63,7 @@ class Sieve(Sums):
             self.trainable.add(values)
 
 
-class Fate(Sums):
+class Fate(RunSums):
     """All groups with the same outcome. The rollouts of a group are correlated, so a group is one observation."""
 
     groups: int = 0
@@ -93,11 +93,11 @@ def solve_rate(one: GroupEnded) -> list[float]:
     return [round(mean, 3)] if math.isfinite(mean) else []
 
 
-class Fates(Sums):
+class Fates(RunSums):
     """The fates of all groups."""
 
     by_reason: dict[str, Fate] = {}
-    """By `trained`, or the reason why they were not."""
+    """Keys: `trained`, or the reason why they were not."""
     ready: dict[int, GroupEnded] = {}
     """The facts of the groups that wait to be trained, by ticket."""
 

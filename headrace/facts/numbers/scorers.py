@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.facts.facts import ScorerAsked
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import counted, plural, short_time
 
 
-class ScorerUse(Sums):
+class ScorerUse(RunSums):
     """All calls of one part of the reward."""
 
     what: str

@@ -8,14 +8,14 @@ from msgspec import field
 
 from headrace.core.batches import OUTAGES
 from headrace.facts.facts import GroupEnded
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 
 WINDOW, PROMPTS = 64, 8
 """Size of the window by which a run is warned and paused: the last rollouts, from at least this many prompts."""
 NO_CONTRAST = "no_contrast"
 
 
-class Tally(Sums):
+class Tally(RunSums):
     """Counts of groups and rollouts that ended and were not cancelled. A share of nothing is None."""
 
     groups: int = 0
@@ -123,7 +123,7 @@ def rollouts_of(one: GroupEnded) -> int:
     return len(one.rewards) + sum(one.failures.values())
 
 
-class Shares(Sums):
+class Shares(RunSums):
     """The counts over the whole run, and over the last groups."""
 
     total: Tally = field(default_factory=Tally)

@@ -45,7 +45,7 @@ from headrace.facts.numbers.shares import Shares
 from headrace.facts.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
 from headrace.facts.numbers.tickets import Tickets
 from headrace.facts.records import MetricsFact, Sample, StepRow
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 
 SHOWN = 256
 """Steps of a long run that its curves are drawn from where not all are known, at most."""
@@ -61,7 +61,7 @@ def stride_of(steps: int) -> int:
     return 1 << max(0, -(-steps // SHOWN) - 1).bit_length()
 
 
-class WaitTotal(Sums):
+class WaitTotal(RunSums):
     """Count and seconds of all waits of one owner for one thing."""
 
     count: int = 0
@@ -74,7 +74,7 @@ class WaitTotal(Sums):
         self.longest = max(self.longest, seconds)
 
 
-class RunState(Sums):
+class RunState(RunSums):
     """The sum of all facts so far. `measures.py` and `facts/diagnosis/verdicts.py` draw conclusions from it."""
 
     now: float = 0.0
@@ -126,7 +126,7 @@ class RunState(Sums):
     """The engines that left the fleet or came back, in order."""
     warnings: list[Warned] = []
     waits: dict[tuple[str, str], WaitTotal] = {}
-    """By owner and what it waits for."""
+    """Keys: the owner, and what it waits for."""
     samples: tuple[Sample, ...] = ()
     """Samples of the last step. The recorder sets them, because only it sees texts."""
     planned: list[Planned] = []

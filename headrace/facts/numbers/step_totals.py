@@ -11,10 +11,10 @@ from headrace.core.reports import LagStats, LoadReport
 from headrace.core.weights import WeightUpdate
 from headrace.facts.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
 from headrace.facts.records import StepRow
-from headrace.facts.sums import Sums
+from headrace.facts.run_sums import RunSums
 
 
-class LagSum(Sums):
+class LagSum(RunSums):
     """Token-weighted sums of the `LagStats` of one name.
 
     The token-weighted mean is exact for shares and ratios. Quantiles and the effective sample size are means of the steps' own values,
@@ -23,7 +23,7 @@ class LagSum(Sums):
 
     tokens: int = 0
     sums: dict[str, float] = {}
-    """By field of `LagStats`."""
+    """Sums of these fields of `LagStats`."""
     masked: dict[str, float] = {}
     gaps: dict[str, float] = {}
 
@@ -45,7 +45,7 @@ class LagSum(Sums):
         return LagStats(name=name, tokens=self.tokens, masked=masked, gaps=gaps, **means)
 
 
-class LagSums(Sums):
+class LagSums(RunSums):
     """Sampler against trainer by lag, over many steps."""
 
     of: dict[str, LagSum] = {}
@@ -67,7 +67,7 @@ def over_steps(rows: Iterable[StepRow]) -> list[LagStats]:
     return sums.stats()
 
 
-class StepTotals(Sums):
+class StepTotals(RunSums):
     """Sums over the steps. Those without a docstring are of the fields of `TrainReport` with their names."""
 
     steps: int = 0
@@ -120,7 +120,7 @@ def trimmed(row: StepRow, bound: float) -> int:
     return sum(count for lag, count in row.outside.items() if lag > bound)
 
 
-class TravelSums(Sums):
+class TravelSums(RunSums):
     """Sums over versions of what travelled to the engines."""
 
     versions: int = 0
@@ -153,7 +153,7 @@ class TravelSums(Sums):
             self.uncounted += not load.engines
 
 
-class SwapTotals(Sums):
+class SwapTotals(RunSums):
     """Sums over the versions that went live, and over the checkpoints."""
 
     count: int = 0
@@ -186,7 +186,7 @@ class SwapTotals(Sums):
         self.busy += fact.held * training
 
 
-class ProbeTotals(Sums):
+class ProbeTotals(RunSums):
     """The probes of C3: how many, and the worst."""
 
     count: int = 0

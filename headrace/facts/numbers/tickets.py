@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace.facts.facts import Accounting, Books, GroupEnded, TicketDrawn
-from headrace.facts.sums import Sums, counter
+from headrace.facts.run_sums import RunSums, counter
 
 
-class Tickets(Sums):
+class Tickets(RunSums):
     """Counts tickets independently of the controller's own counters, so that a killed run can be accounted for as well."""
 
     drawn: int = 0

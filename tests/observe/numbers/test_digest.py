@@ -48,7 +48,7 @@ from headrace.facts.numbers.tickets import Tickets
 from headrace.facts.recorder import Recorder
 from headrace.facts.records import METRICS, read_metrics, summarise
 from headrace.facts.resume import Resume
-from headrace.facts.sums import as_counter
+from headrace.facts.run_sums import as_counter
 from headrace.run.result import RunResult
 from headrace.views.board.board_parts import PARTS, part
 from headrace.views.board.followed_run import FollowedRun

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 
-class Sums(msgspec.Struct, forbid_unknown_fields=True):
+class RunSums(msgspec.Struct, forbid_unknown_fields=True):
     """Numbers that facts are folded into. Unlike the nouns they change."""
 
 
