@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the nouns and the ports: one case, evaluated from the first file to the last."""
+"""The examples in the docstrings of the nouns, the ports and the buffer: one case, evaluated from the first file to the last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import ModuleType
 import pytest
 
 from headrace.core import batches, playing, protocols, reports, steps, types, weights
+from headrace.loop import buffer
 
-READING_ORDER = (types, batches, weights, steps, reports, protocols, playing)
+READING_ORDER = (types, batches, weights, steps, reports, protocols, playing, buffer)
 PORTS_WITHOUT_A_VALUE = {
     "Agent",
     "Worker",

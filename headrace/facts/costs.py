@@ -6,36 +6,41 @@ time between two processes of a run is not.
 
 from __future__ import annotations
 
+from msgspec import field
+
 from headrace.facts.facts import Fact, FleetSample, RunStarted
+from headrace.facts.run_sums import RunSums
 
 ENGINE, TRAINER = "engine", "trainer"
 
 
-class Costs:
+class Costs(RunSums):
     """Dollars spent so far."""
 
-    def __init__(self) -> None:
-        self.prices: dict[str, float] = {}
-        """Dollars an hour: of each engine, of the trainer. Empty if none was set."""
-        self.spent = {ENGINE: 0.0, TRAINER: 0.0}
-        self.of_step = 0.0
-        """Dollars between the ends of the last two steps."""
-        self._engines = 1
-        self._at = self._before = 0.0
+    prices: dict[str, float] = {}
+    """Dollars an hour: of each engine, of the trainer. Empty if none was set."""
+    spent: dict[str, float] = field(default_factory=lambda: {ENGINE: 0.0, TRAINER: 0.0})
+    of_step: float = 0.0
+    """Dollars between the ends of the last two steps."""
+    before: float = 0.0
+    """Dollars until the end of the last step."""
+    engines: int = 1
+    at: float = 0.0
+    """The time of the last fact."""
 
     def fold(self, fact: Fact) -> None:
         if isinstance(fact, RunStarted):
-            self.prices, self._engines = fact.prices, 1
+            self.prices, self.engines = fact.prices, 1
         if not self.prices:
             return
-        hours, self._at = max(0.0, fact.t - self._at) / 3600, max(fact.t, self._at)
-        self.spent[ENGINE] += hours * self._engines * self.prices.get(ENGINE, 0.0)
+        hours, self.at = max(0.0, fact.t - self.at) / 3600, max(fact.t, self.at)
+        self.spent[ENGINE] += hours * self.engines * self.prices.get(ENGINE, 0.0)
         self.spent[TRAINER] += hours * self.prices.get(TRAINER, 0.0)
         if isinstance(fact, FleetSample):
-            self._engines = sum(one.state != "lost" and not one.lent for one in fact.members)
+            self.engines = sum(one.state != "lost" and not one.lent for one in fact.members)
 
     def end_step(self) -> None:
-        self.of_step, self._before = self.total - self._before, self.total
+        self.of_step, self.before = self.total - self.before, self.total
 
     @property
     def total(self) -> float:

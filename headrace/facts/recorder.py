@@ -33,8 +33,8 @@ class Sink(Protocol):
 class RememberingSink(Sink, Protocol):
     """A sink that counts over all processes of a run."""
 
-    def go_on(self, digest: Digest, state: RunState) -> bool:
-        """Takes all facts that `state`, the digest's, includes. Returns False, and takes none, if their numbers are not there any more."""
+    def go_on(self, digest: Digest) -> bool:
+        """Takes all facts that a digest includes. Returns False, and takes none, if their numbers are not there any more."""
 
     def recall(self, fact: MetricsFact, state: RunState) -> None:
         """Takes a fact of an earlier process. `state` already includes it."""
@@ -83,9 +83,8 @@ class Recorder:
         path = self._resume.digest if self._resume and not self._resume.anew else None
         if path is None:
             return None
-        if (found := read_digest(path, self.run_dir)) and (not self._index or self._index.go_on(*found)):
-            digest, state = found
-            return state, digest.size, digest.lines
+        if (digest := read_digest(path, self.run_dir)) and (not self._index or self._index.go_on(digest)):
+            return digest.state, digest.size, digest.lines
         size = (self.run_dir / METRICS).stat().st_size if (self.run_dir / METRICS).is_file() else 0
         if size >= LONG:
             say(f"reading all {size / 1e6:,.0f} MB of {METRICS}: {path.parent.name} has no sums that fit it")
@@ -110,7 +109,7 @@ class Recorder:
     def record(self, fact: Any) -> None:
         """Records one fact. Raises `HeadraceError` if the disk cannot be written."""
         if isinstance(fact, StepTrained):
-            self.state.samples = pick_samples(fact) or self.state.samples
+            self.state.samples = tuple(pick_samples(fact)) or self.state.samples
             fact = summarise(fact)
         line = encode(fact)
         if self._metrics:

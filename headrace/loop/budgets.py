@@ -69,7 +69,11 @@ class Budgets:
         """`patience`: number of groups in a row that may end without a training signal."""
         self._watch, self._patience, self._record, self._clock = watch, patience, record, clock
         self._firsts = Firsts(record, clock)
-        self._few, self._recent, self._long = Recent(1, PROMPTS), Recent(), Recent(_LONG * WINDOW, _LONG * PROMPTS)
+        self._few, self._recent, self._long = (
+            Recent(window=1),
+            Recent(),
+            Recent(window=_LONG * WINDOW, prompts=_LONG * PROMPTS),
+        )
         self._first: dict[str, Failure] = {}
         """The first failure of each kind."""
         self._barren = self._outages = 0

@@ -18,7 +18,11 @@ from headrace.loop.staleness import StalenessConfig
 
 
 class BufferState(Struct, frozen=True):
-    """The state of the buffer in a checkpoint: finished groups, prompts in flight, and the accounting."""
+    """The state of the buffer in a checkpoint: finished groups, prompts in flight, and the accounting.
+
+    >>> counted = Accounting(drawn=13, trained=11, in_checkpoint=2)
+    >>> saved = BufferState(next_ticket=13, ready=(group,), in_flight={11: prompt}, accounting=counted)
+    """
 
     next_ticket: int
     ready: tuple[Group, ...]
@@ -28,7 +32,35 @@ class BufferState(Struct, frozen=True):
 
 
 class Buffer:
-    """Slots and order enforce C1 (proof in `staleness.py`); counters keep C2. Single-threaded: one asyncio loop."""
+    """Slots and order enforce C1 (proof in `staleness.py`); counters keep C2. Single-threaded: one asyncio loop.
+
+    >>> buffer = Buffer(StalenessConfig(groups_per_step=1, max_lag=1, window=1), groups_wanted=8)  # two slots
+    >>> asyncio.run(buffer.draw())  # returns at once: there is a free slot
+    0
+    >>> buffer.start(0, prompt)
+    >>> buffer.start(1, prompt)  # now a draw waits
+    >>> buffer.outstanding
+    2
+    >>> buffer.put(Group(ticket=1, prompt=prompt, scored=group.scored, rows=group.rows))  # not in the window: 0 is older
+    >>> buffer.put(Group(ticket=0, prompt=prompt, scored=group.scored, rows=group.rows))
+    >>> [taken.ticket for taken in asyncio.run(buffer.take(1, judge=lambda ready: ready))]
+    [0]
+    >>> buffer.trained([0], version=1)  # keeps its slot while the engine samples from older weights
+    >>> buffer.outstanding, buffer.ready
+    (2, (1,))
+    >>> buffer.release(1)  # version 1 is live
+    >>> buffer.end(1, "dropped", "no_contrast")
+    >>> counts = buffer.accounting()
+    >>> counts.drawn, counts.trained, counts.dropped, buffer.outstanding
+    (2, 1, {'no_contrast': 1}, 0)
+
+    A run that was killed goes on from the state in its checkpoint, with the same tickets:
+
+    >>> resumed = Buffer(StalenessConfig(groups_per_step=1, max_lag=1, window=1), groups_wanted=16)
+    >>> resumed.restore(saved)
+    >>> resumed.ready, list(resumed.in_flight)
+    ((12,), [11])
+    """
 
     def __init__(self, config: StalenessConfig, groups_wanted: int) -> None:
         """`groups_wanted`: the number of groups that the whole run trains. No more prompts are drawn than that takes."""

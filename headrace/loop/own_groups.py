@@ -50,7 +50,11 @@ class OwnGroups:
         async def ask(asked: TurnAsked) -> Completion:
             return await self.interrupts.generate(self.plan.request(ticket, prompt, asked), asked.heard)
 
-        waits, players, progress = self.waits, self.environment.players, partial(self.interrupts.progress, ticket)
+        waits, players, progress = (
+            self.waits,
+            self.environment.players,
+            partial(self.interrupts.tokens.progress, ticket),
+        )
         goes_on: dict[str, Any] = {"advances": progress, "allows": self.environment.limits.seconds}
         async with (
             waits.named("rollouts", f"the engine, or {players}", **goes_on)
@@ -93,11 +97,11 @@ class OwnGroups:
         return _group(results, played, judged)
 
     def forget(self, ticket: int) -> None:
-        self.interrupts.forget_group(ticket)
+        self.interrupts.tokens.forget_group(ticket)
         self.notebook.forget_group(ticket)
 
     def progress(self) -> object:
-        return self.interrupts.progress()
+        return self.interrupts.tokens.progress()
 
     @property
     def _room(self) -> Room:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass as plain
 from typing import Literal
 
@@ -51,17 +51,12 @@ class PartialConfig:
             raise ValueError('partial.parts belongs to mode = "stream"; remove it')
         return self
 
-    @property
-    def stops_engine(self) -> bool:
-        """Whether other runs that use the engine have to wait as well."""
-        return self.mode in ("abort_resume", "save_resume", "drain")
-
 
 def partial_problems(config: PartialConfig, adapter: bool, several: bool) -> list[str]:
     """Returns a sentence with its remedy for each problem. `adapter`: whether the engine serves an adapter beside a base; `several`:
     whether it serves several runs."""
     problems = []
-    if several and config.stops_engine:
+    if several and SWAPS[config.mode].stops_engine:
         problems.append(
             f'partial.mode = "{config.mode}" would hold up all adapters whenever one has new weights; use inflight, barrier or '
             "cancel_group"
@@ -85,19 +80,125 @@ class Delivery:
     """Seconds in which the engine could not generate at full speed."""
 
 
-class Interrupts:
-    """The engine as rollouts see it: a request returns when it is done, however often it was interrupted."""
+class TokenStore:
+    """The tokens of every request of the rollouts in flight: those that were kept, and those that the engine is sampling."""
 
-    def __init__(self, engine: Engine, config: PartialConfig, waits: Waits, clock: Callable[[], float]) -> None:
-        self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
-        self._kept: dict[str, Completion] = {}
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.kept: dict[str, Completion] = {}
         """Tokens sampled before an interruption or in an earlier process, and finished completions, by request, until `forget`."""
-        self._asked: dict[str, asyncio.Future[Completion]] = {}
+        self.asked: dict[str, asyncio.Future[Completion]] = {}
         """The requests that the engine is working on."""
         self._ended = 0
         """Requests that the engine has worked on."""
         self._names: dict[int, dict[str, bool]] = {}
         """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
+
+    def begin(self, request_id: str) -> Completion | None:
+        """Notes that a rollout asks for this request. Returns what is kept of it."""
+        if key := RolloutKey.read(request_id):
+            self._names.setdefault(key.ticket, {})[request_id] = True
+        return self.kept.get(request_id)
+
+    @contextlib.contextmanager
+    def sampling(self, request_id: str, asked: asyncio.Future[Completion]) -> Iterator[None]:
+        """The context in which the engine works on a request. An error ends the request."""
+        self.asked[request_id] = asked
+        try:
+            yield
+        except BaseException:
+            # The tokens so far belong in the run's last checkpoint, or in the count of lost tokens.
+            self.kept |= self._told([request_id])
+            asked.cancel()
+            raise
+        finally:
+            del self.asked[request_id]
+            self._ended += 1
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.kept.pop(request_id, None)
+
+    def forget_group(self, ticket: int) -> None:
+        """Forgets all requests of a group, when it has ended."""
+        self.forget(self._names.pop(ticket, ()))
+
+    def restore(self, kept: Mapping[str, Completion]) -> None:
+        """Takes over the completions that were recorded before the run was killed."""
+        self.kept = dict(kept)
+        for name in kept:
+            if key := RolloutKey.read(name):
+                self._names.setdefault(key.ticket, {})[name] = False
+
+    def names(self, ticket: int) -> list[str]:
+        """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
+        return list(self._names.get(ticket, ()))
+
+    def unused(self, ticket: int) -> dict[str, Completion]:
+        """Returns the completions of a group that were recorded before the run was killed and not requested again since."""
+        asked = self._names.get(ticket, {})
+        return {name: self.kept[name] for name, used in asked.items() if not used and name in self.kept}
+
+    def progress(self, ticket: int | None = None) -> object:
+        """Returns what changes as long as requests of a group get tokens; if it has none yet, or none is named, as long as those do that were asked
+        for first."""
+        names = [] if ticket is None else self.names(ticket)
+        if names and (own := self.count(names)):
+            return own, len(names)
+        return self._ended, self.count(itertools.islice(self.asked, FIRST))
+
+    def count(self, among: Iterable[str]) -> int:
+        """Returns the number of tokens of these requests."""
+        return sum(len(one.tokens) for one in self.so_far(among).values())
+
+    def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
+        """Returns finished and partial completions by request, of all requests or of those named. A partial one has the stop
+        `interrupted`."""
+        if among is None:
+            return self.kept | self._told(self.asked)
+        names = list(among)
+        kept = {name: self.kept[name] for name in names if name in self.kept}
+        return kept | self._told([name for name in names if name in self.asked])
+
+    def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
+        """The completions so far of requests that the engine is working on."""
+        running, found = self._engine.unfinished(request_ids), {}
+        for name in request_ids:
+            if unheard := self._unheard(name):
+                part = unheard
+            elif name in running:
+                part = running[name].so_far()
+            else:
+                continue
+            if part.tokens or part.stop != "interrupted":
+                before = self.kept.get(name)
+                found[name] = joined(before, part) if before else part
+        return found
+
+    def _unheard(self, name: str) -> Completion | None:
+        """The completion of a request that has ended while the task that awaits it has not run since."""
+        asked = self.asked.get(name)
+        over = asked is not None and asked.done() and not asked.cancelled() and not asked.exception()
+        return asked.result() if asked and over else None
+
+    def first_version(self, request_ids: Iterable[str]) -> int | None:
+        """Returns the version of the oldest token of these requests, or None if no token is sampled yet."""
+        request_ids = list(request_ids)
+        transcripts = self._engine.unfinished(request_ids)
+        versions = [kept.spans[0].version for one in request_ids if (kept := self.kept.get(one)) and kept.spans]
+        versions += [
+            running.versions[0] for one in request_ids if (running := transcripts.get(one)) and running.versions
+        ]
+        versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]
+        return min(versions, default=None)
+
+
+class Interrupts:
+    """The engine as rollouts see it: a request returns when it is done, however often new weights interrupted it."""
+
+    def __init__(self, engine: Engine, config: PartialConfig, waits: Waits, clock: Callable[[], float]) -> None:
+        self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
+        self.swap, self.tokens = SWAPS[config.mode], TokenStore(engine)
         self._hearing: dict[str, TokenListener] = {}
         """The listeners of requests, by request."""
         self._listens = False
@@ -106,8 +207,6 @@ class Interrupts:
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for event in (self._idle, self._open, self._admits):
             event.set()
-
-    # -- for rollouts ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, heard: TokenListener | None = None) -> Completion:
         """Like `Engine.generate`, but continues after interruptions. The completion is kept until `forget` or `forget_group`. `heard` is
@@ -119,11 +218,39 @@ class Interrupts:
         finally:
             self._hearing.pop(request.id, None)
 
+    async def once(self, request: Request, heard: TokenListener | None = None) -> Completion:
+        """Like `generate`, for a request whose completion need not be kept."""
+        try:
+            return await self.generate(request, heard)
+        finally:
+            self.tokens.forget([request.id])
+
+    async def _generate(self, request: Request) -> Completion:
+        had = self.tokens.begin(request.id)
+        while had is None or had.stop == "interrupted":
+            if not self._open.is_set():
+                async with self._waits.named("rollouts", "the swap in the engine, which interrupted them"):
+                    await self._open.wait()
+            had = self.tokens.kept[request.id] = await self._ask(request, had)
+        return had
+
+    async def _ask(self, request: Request, had: Completion | None) -> Completion:
+        asked = asyncio.ensure_future(self._engine.generate(self._rest(request, had)))
+        with self.tokens.sampling(request.id, asked):
+            part = await asyncio.shield(asked)
+        return joined(had, part) if had else part
+
+    def _rest(self, request: Request, had: Completion | None) -> Request:
+        if had is None:
+            return request
+        behind = BEHIND if self.swap.sets_aside else 0
+        return msgspec.structs.replace(request, prefix=had.tokens, priority=request.priority + behind)
+
     def _hear(self, request_id: str, heard: TokenListener) -> None:
         if not self._listens:
             self._listens = True
             self._engine.listen(self._sampled)
-        if had := self._kept.get(request_id):
+        if had := self.tokens.kept.get(request_id):
             for token, logprob in zip(had.tokens, had.logprobs, strict=True):
                 heard(token, logprob)
         self._hearing[request_id] = heard
@@ -135,72 +262,6 @@ class Interrupts:
         for request_id, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
             if heard := self._hearing.get(request_id):
                 heard(token, logprob)
-
-    async def _generate(self, request: Request) -> Completion:
-        if key := RolloutKey.read(request.id):
-            self._names.setdefault(key.ticket, {})[request.id] = True
-        had = self._kept.get(request.id)
-        while had is None or had.stop == "interrupted":
-            if not self._open.is_set():
-                async with self._waits.named("rollouts", "the swap in the engine, which interrupted them"):
-                    await self._open.wait()
-            had = self._kept[request.id] = await self._ask(request, had)
-        return had
-
-    async def _ask(self, request: Request, had: Completion | None) -> Completion:
-        asked = self._asked[request.id] = asyncio.ensure_future(self._engine.generate(self._rest(request, had)))
-        try:
-            part = await asyncio.shield(asked)
-        except BaseException:
-            # The tokens so far belong in the run's last checkpoint, or in the count of lost tokens.
-            self._kept |= self._told([request.id])
-            asked.cancel()
-            raise
-        finally:
-            del self._asked[request.id]
-            self._ended += 1
-        return joined(had, part) if had else part
-
-    async def once(self, request: Request, heard: TokenListener | None = None) -> Completion:
-        """Like `generate`, for a request whose completion need not be kept."""
-        try:
-            return await self.generate(request, heard)
-        finally:
-            self.forget([request.id])
-
-    def _rest(self, request: Request, had: Completion | None) -> Request:
-        if had is None:
-            return request
-        behind = BEHIND if self._config.mode == "save_resume" else 0
-        return msgspec.structs.replace(request, prefix=had.tokens, priority=request.priority + behind)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._kept.pop(request_id, None)
-
-    def names(self, ticket: int) -> list[str]:
-        """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
-        return list(self._names.get(ticket, ()))
-
-    def progress(self, ticket: int | None = None) -> object:
-        """Returns what changes as long as requests of a group get tokens; if it has none yet, or none is named, as long as those do that were asked
-        for first."""
-        names = [] if ticket is None else self.names(ticket)
-        if names and (own := self._tokens(names)):
-            return own, len(names)
-        return self._ended, self._tokens(list(itertools.islice(self._asked, FIRST)))
-
-    def _tokens(self, names: Sequence[str]) -> int:
-        return sum(len(one.tokens) for one in self.so_far(names).values())
-
-    def unused(self, ticket: int) -> dict[str, Completion]:
-        """Returns the completions of a group that were recorded before the run was killed and not requested again since."""
-        asked = self._names.get(ticket, {})
-        return {name: self._kept[name] for name, used in asked.items() if not used and name in self._kept}
-
-    def forget_group(self, ticket: int) -> None:
-        """Forgets all requests of a group, when it has ended."""
-        self.forget(self._names.pop(ticket, ()))
 
     @contextlib.asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
@@ -222,83 +283,18 @@ class Interrupts:
     def admits(self) -> bool:
         return self._admits.is_set()
 
-    @property
-    def cancels_groups(self) -> bool:
-        """Whether a swap ends the groups that have begun."""
-        return self._config.mode == "cancel_group"
-
-    @property
-    def replaces_at_once(self) -> bool:
-        """Whether a delivery needs nothing of the weights that it replaces."""
-        return self._config.mode in ("inflight", "cancel_group", "abort_resume", "save_resume")
-
-    # -- for checkpoints ------------------------------------------------------------------------------------------------
-
-    def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
-        """Returns finished and partial completions by request, of all requests or of those named. A partial one has the stop
-        `interrupted`."""
-        if among is None:
-            return self._kept | self._told(self._asked)
-        names = list(among)
-        kept = {name: self._kept[name] for name in names if name in self._kept}
-        return kept | self._told([name for name in names if name in self._asked])
-
-    def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """The completions so far of requests that the engine is working on."""
-        running, found = self._engine.unfinished(request_ids), {}
-        for name in request_ids:
-            if unheard := self._unheard(name):
-                part = unheard
-            elif name in running:
-                part = running[name].so_far()
-            else:
-                continue
-            if part.tokens or part.stop != "interrupted":
-                before = self._kept.get(name)
-                found[name] = joined(before, part) if before else part
-        return found
-
-    def _unheard(self, name: str) -> Completion | None:
-        """The completion of a request that has ended while the task that awaits it has not run since."""
-        asked = self._asked.get(name)
-        over = asked is not None and asked.done() and not asked.cancelled() and not asked.exception()
-        return asked.result() if asked and over else None
-
-    def restore(self, kept: Mapping[str, Completion]) -> None:
-        self._kept = dict(kept)
-        for name in kept:
-            if key := RolloutKey.read(name):
-                self._names.setdefault(key.ticket, {})[name] = False
-
-    def first_version(self, request_ids: Iterable[str]) -> int | None:
-        """Returns the version of the oldest token of these requests, or None if no token is sampled yet."""
-        request_ids = list(request_ids)
-        transcripts = self._engine.unfinished(request_ids)
-        versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
-        versions += [
-            running.versions[0] for one in request_ids if (running := transcripts.get(one)) and running.versions
-        ]
-        versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]
-        return min(versions, default=None)
-
-    # -- for deliveries -------------------------------------------------------------------------------------------------
-
     async def deliver(self, update: WeightUpdate) -> Delivery:
         """Returns when the weights are live. Raises what `Engine.load` raises; rollouts then continue under the old weights."""
-        match self._config.mode:
-            case "inflight" | "cancel_group":
-                return Delivery(await self._engine.load(update))
-            case "stream":
-                return Delivery(await self._engine.load(update, self._config.parts))
-            case "abort_resume" | "save_resume":
-                return await self._aborted(update)
-            case "drain":
-                return await self._drained(update)
-            case "barrier":
-                return await self._alone(update)
+        return await self.swap.deliver(self, update)
+
+    async def _between_passes(self, update: WeightUpdate) -> Delivery:
+        return Delivery(await self._engine.load(update))
+
+    async def _in_parts(self, update: WeightUpdate) -> Delivery:
+        return Delivery(await self._engine.load(update, self._config.parts))
 
     async def _aborted(self, update: WeightUpdate) -> Delivery:
-        since, interrupted = self._clock(), len(self._asked)
+        since, interrupted = self._clock(), len(self.tokens.asked)
         self._open.clear()
         try:
             await self._engine.abort()
@@ -327,6 +323,32 @@ class Interrupts:
         finally:
             self._admits.set()
         return Delivery(load, 0, self._clock() - since)
+
+
+@plain(frozen=True, kw_only=True)
+class Swap:
+    """How new weights enter: a value of `partial.mode`."""
+
+    deliver: Callable[[Interrupts, WeightUpdate], Awaitable[Delivery]]
+    at_once: bool = False
+    """Whether a delivery needs nothing of the weights that it replaces."""
+    stops_engine: bool = False
+    """Whether other runs that use the engine have to wait as well."""
+    sets_aside: bool = False
+    """Whether requests that it interrupted continue after new ones."""
+    cancels_groups: bool = False
+    """Whether it ends the groups that have begun."""
+
+
+SWAPS = {
+    "inflight": Swap(deliver=Interrupts._between_passes, at_once=True),
+    "stream": Swap(deliver=Interrupts._in_parts),
+    "abort_resume": Swap(deliver=Interrupts._aborted, at_once=True, stops_engine=True),
+    "save_resume": Swap(deliver=Interrupts._aborted, at_once=True, stops_engine=True, sets_aside=True),
+    "drain": Swap(deliver=Interrupts._drained, stops_engine=True),
+    "barrier": Swap(deliver=Interrupts._alone),
+    "cancel_group": Swap(deliver=Interrupts._between_passes, at_once=True, cancels_groups=True),
+}
 
 
 def joined(first: Completion, second: Completion) -> Completion:

@@ -205,7 +205,7 @@ class Pipeline:
                 break
             delivery = await self._leaving.unless(self._publish(loops))
             if parts.turns.alternate:
-                await self._leaving.unless(parts.turns.over(bool(delivery) and parts.interrupts.replaces_at_once))
+                await self._leaving.unless(parts.turns.over(bool(delivery) and parts.interrupts.swap.at_once))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._saving.begin(self.step, loops))
             self._replan(parts.minutes.stepped(self.step, report.seconds))
@@ -293,7 +293,7 @@ class Pipeline:
     def _cancel_stale(self, version: int) -> int:
         """Cancels groups that are too old for the next step, which trains at `version` or later. Returns the number of rollouts that end."""
         staleness = self._plan.staleness
-        if self._parts.interrupts.cancels_groups:
+        if self._parts.interrupts.swap.cancels_groups:
             return self._rolling.cancel_older_than(version, "interrupted")
         if staleness.overdue == "cancel":
             return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")

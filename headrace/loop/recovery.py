@@ -257,7 +257,7 @@ def recover(
     outlived = begun is None
     if begun is None:
         begun = _Begun(_of_checkpoint(saved, asked), _notes_of_checkpoint(saved, asked))
-    interrupts.restore(begun.completions)
+    interrupts.tokens.restore(begun.completions)
     notebook.restore(begun.notes)
     return steps, outlived
 

@@ -54,8 +54,8 @@ class Rolling:
         """Drops the groups in flight that have a token older than `version`. Returns the number of rollouts that end."""
         ended = 0
         for ticket, task in self._tasks.items():
-            names = self._parts.interrupts.names(ticket)
-            first = self._parts.interrupts.first_version(names)
+            names = self._parts.interrupts.tokens.names(ticket)
+            first = self._parts.interrupts.tokens.first_version(names)
             if first is not None and first < version and not task.done():
                 self._cancelled[ticket] = reason
                 ended += len(self._parts.engine.unfinished(names))
@@ -104,7 +104,7 @@ class Rolling:
             if ticket not in self._cancelled:
                 raise
             interrupts = self._parts.interrupts
-            lost = sum(len(one.tokens) for one in interrupts.so_far(interrupts.names(ticket)).values())
+            lost = interrupts.tokens.count(interrupts.tokens.names(ticket))
             rolled = Rolled(
                 ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
             )
@@ -128,7 +128,7 @@ class Rolling:
     def _not_asked_again(self, ticket: int) -> int:
         """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
         parts = self._parts
-        lost = sum(len(one.tokens) for one in parts.interrupts.unused(ticket).values())
+        lost = sum(len(one.tokens) for one in parts.interrupts.tokens.unused(ticket).values())
         if lost and parts.environment.resumes != "restarted" and not self._diverged:
             self._diverged = True
             parts.telemetry.warn(

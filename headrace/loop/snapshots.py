@@ -152,7 +152,7 @@ class Snapshots:
 
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
         buffer = parts.buffer.state()
-        so_far = parts.interrupts.so_far()
+        so_far = parts.interrupts.tokens.so_far()
         begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
         task, position = dict(parts.curriculum.task.state()), parts.journal.position
         return ControllerState(

@@ -140,7 +140,7 @@ def test_alternatives_are_counted_with_the_size_of_their_group() -> None:
 def test_the_length_of_a_cancelled_group_is_by_its_own_rollouts() -> None:
     fates = Fates()
     fates.end(GroupEnded(0.0, 0, "p", "dropped", "overdue", lost_tokens=160, rollouts=16), group_size=4)
-    assert fates.of["overdue"].lengths.mean == 10
+    assert fates.of("overdue").lengths.mean == 10
 
 
 @pytest.mark.parametrize(

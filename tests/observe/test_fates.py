@@ -269,7 +269,7 @@ def test_discarding_trains_the_short_and_the_easy_ones_and_is_told_of_it() -> No
 def test_of_cancelled_groups_no_innocence_is_claimed() -> None:
     state = simulated(max_lag=2, overdue="cancel", in_flight=12)
     verdict = verdicts.bias(state)
-    assert state.fates.of["overdue"].unfinished > 0
+    assert state.fates.of("overdue").unfinished > 0
     assert verdict.mood in ("bad", "unknown") and "cancelled before completion" in verdict.detail
 
 

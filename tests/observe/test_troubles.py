@@ -94,12 +94,12 @@ def printed(what: Any) -> str:
 
 
 def test_a_recent_window_holds_so_many_rollouts_and_no_fewer_prompts() -> None:
-    recent = Recent(rollouts=16, prompts=2)
+    recent = Recent(window=16, prompts=2)
     for ticket in range(10):
         recent.add(group(ticket, "failed", "reward_raised", failed=4) if ticket < 7 else group(ticket, truncated=1))
     assert (recent.groups, recent.rollouts, recent.failed, recent.truncated) == (4, 16, 4, 3)
     assert recent.kinds["KeyError"] == 4 and recent.failed_share == 0.25 and recent.truncated_share == 0.25
-    wide = Recent(rollouts=1, prompts=3)
+    wide = Recent(window=1, prompts=3)
     for ticket in range(5):
         wide.add(group(ticket))
     assert wide.groups == 3

@@ -320,7 +320,7 @@ def test_a_killed_run_goes_on_in_the_turn_that_it_was_in(tmp_path: Path) -> None
     assert all(asked[name].prefix == one.tokens for name, one in halfway.items())
     assert not any(fact.lost_tokens for fact in second.facts.of(GroupEnded))
     assert check_rows(second, first) == len(second.trainer.batches) * 3 * 2 and second.trainer.version == 20
-    assert not second.parts.interrupts.so_far(), "what was sampled is kept for nobody"
+    assert not second.parts.interrupts.tokens.so_far(), "what was sampled is kept for nobody"
 
 
 @pytest.mark.parametrize("resumes", ["restarted", "replayed"])

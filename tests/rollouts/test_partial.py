@@ -157,7 +157,7 @@ def test_a_group_is_as_old_as_the_oldest_token_of_any_of_its_requests() -> None:
             await engine.load(await trainer.publish())
 
         await live(3)
-        assert interrupts.first_version(["t0/0", "t0/1"]) is None, "no token is sampled yet"
+        assert interrupts.tokens.first_version(["t0/0", "t0/1"]) is None, "no token is sampled yet"
         asked = asyncio.ensure_future(interrupts.generate(Request("t0/0", (1,), Sampling(max_tokens=8))))
         await asyncio.sleep(2.5)
         for version in (4, 5):
@@ -166,20 +166,24 @@ def test_a_group_is_as_old_as_the_oldest_token_of_any_of_its_requests() -> None:
         assert engine.unfinished(["t0/0"])["t0/0"].versions == [3, 3, 4, 5]
         younger = asyncio.ensure_future(interrupts.generate(Request("t0/1", (1,), Sampling(max_tokens=8))))
         await asyncio.sleep(1.5)
-        assert interrupts.first_version(["t0/0", "t0/1"]) == 3 and interrupts.first_version(["t0/1"]) == 5, "sampled"
+        assert (
+            interrupts.tokens.first_version(["t0/0", "t0/1"]) == 3 and interrupts.tokens.first_version(["t0/1"]) == 5
+        ), "sampled"
         ends = asyncio.get_running_loop().create_future()  # in the same turn of the loop as the task that awaits it
-        interrupts._asked["t0/0"].add_done_callback(
-            lambda _: ends.set_result(("t0/0" in interrupts._kept, interrupts.first_version(["t0/0", "t0/1"])))
+        interrupts.tokens.asked["t0/0"].add_done_callback(
+            lambda _: ends.set_result(
+                ("t0/0" in interrupts.tokens.kept, interrupts.tokens.first_version(["t0/0", "t0/1"]))
+            )
         )
         assert await ends == (False, 3), "unheard"
         await asked
-        assert interrupts.first_version(["t0/0", "t0/1"]) == 3, "ended"
+        assert interrupts.tokens.first_version(["t0/0", "t0/1"]) == 3, "ended"
         await younger
-        assert interrupts.first_version(["t0/1"]) == 5
-        interrupts.restore(
+        assert interrupts.tokens.first_version(["t0/1"]) == 5
+        interrupts.tokens.restore(
             {"t1/0": Completion((1, 2), (0.0, 0.0), (VersionSpan(0, 1, 1), VersionSpan(1, 2, 1)), "interrupted")}
         )
-        assert interrupts.first_version(["t1/0", "t1/1"]) == 1, "interrupted"
+        assert interrupts.tokens.first_version(["t1/0", "t1/1"]) == 1, "interrupted"
 
     virtual_time.run(go())
 
@@ -199,7 +203,7 @@ def test_an_evaluation_goes_on_over_an_abort(tmp_path: Path) -> None:
         trainer.versions[""] = 1
         await interrupts.deliver(await trainer.publish())
         done = await asked
-        assert not interrupts.so_far()
+        assert not interrupts.tokens.so_far()
         return done
 
     done = virtual_time.run(go())
@@ -217,7 +221,7 @@ def test_tokens_are_heard_as_they_are_sampled_over_an_abort_and_after_a_restart(
         clock = asyncio.get_running_loop().time
         waits = Waits(lambda fact: None, clock, 100, 200)
         interrupts = Interrupts(engine, PartialConfig(mode="abort_resume"), waits, clock)
-        interrupts.restore({"kept": kept})
+        interrupts.tokens.restore({"kept": kept})
 
         async def ask(name: str) -> Completion:
             def hear(token: int, logprob: float) -> None:

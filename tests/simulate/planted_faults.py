@@ -226,7 +226,7 @@ OF_PARTIAL = (
     ),
     _one(
         "in_flight_lost", PARTIAL, "C7", "a checkpoint has what is done, not what is under way",
-        "            return self._kept | self._told(self._asked)\n", "            return dict(self._kept)\n",
+        "            return self.kept | self._told(self.asked)\n", "            return dict(self.kept)\n",
     ),
     _one(
         "done_but_unheard", PARTIAL, "C7", "a completion whose rollout has not had its turn is neither done nor under way",
@@ -238,7 +238,7 @@ OF_PARTIAL = (
     ),
     _one(
         "lost_with_the_error", PARTIAL, "C7", "what a request had sampled is lost when an error ends it",
-        "            self._kept |= self._told([request.id])\n", "",
+        "            self.kept |= self._told([request_id])\n", "",
     ),
     _one(
         "barrier_of_none", PARTIAL, "barrier", "a group that ends lets the swap in, whatever others run",
@@ -251,7 +251,7 @@ OF_PARTIAL = (
     ),
     _one(
         "oldest_is_running", PARTIAL, "C1", "of a group's tokens only those of requests under way are looked at",
-        "versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]\n"
+        "versions = [kept.spans[0].version for one in request_ids if (kept := self.kept.get(one)) and kept.spans]\n"
         "        versions +=",
         "versions =",
     ),

@@ -323,7 +323,7 @@ class _Host:
         parts = self.built.parts
         for _ in range(3000):
             self.life.ready = len(parts.buffer.finished)
-            self.life.tokens = sum(len(one.tokens) for one in parts.interrupts.so_far().values())
+            self.life.tokens = sum(len(one.tokens) for one in parts.interrupts.tokens.so_far().values())
             noted = parts.notebook.state(parts.buffer.in_flight) or not self.config.environment.function
             if self.life.ready >= 2 and self.life.tokens >= 20 and noted:
                 break

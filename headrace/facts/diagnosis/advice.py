@@ -70,7 +70,7 @@ def _no_contrast(state: RunState) -> str | None:
     share = recent.no_contrast_share
     if share is None or share < OFTEN or (recent.truncated_share or 0.0) >= OFTEN:
         return None
-    mean = state.fates.of["no_contrast"].rewards.mean
+    mean = state.fates.of("no_contrast").rewards.mean
     known = f" (their mean is {number(mean)})" if mean is not None else ""
     return (
         f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, "

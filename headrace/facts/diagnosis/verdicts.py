@@ -108,7 +108,7 @@ def bias(state: RunState) -> Verdict:
 def _by_age(state: RunState) -> Verdict:
     """Judges whether the groups that were discarded for their age were longer or harder than the trained ones."""
     title, away = "Selection bias", discarded(state.fates)
-    trained, lost = state.fates.of["trained"].groups, sum(fate.groups for fate in away)
+    trained, lost = state.fates.of("trained").groups, sum(fate.groups for fate in away)
     if not trained:
         return Verdict(title, "not measured", "no group was trained", "unknown")
     if not lost:

@@ -38,12 +38,12 @@ class NumbersIndex:
         self._block = (0, 0)
         """Start and end of the last block."""
 
-    def go_on(self, digest: Digest, state: RunState) -> bool:
+    def go_on(self, digest: Digest) -> bool:
         """Goes on from the numbers that an earlier process wrote. Returns whether they are there."""
         if not has_block(self._run_dir / INDEX, digest.block, digest.size, digest.mark):
             return False
-        self._block, self._lines, self._state = digest.block, digest.lines, state
-        self._numbers.begin_at(digest.size, state, digest.groups, digest.reasons)
+        self._block, self._lines, self._state = digest.block, digest.lines, digest.state
+        self._numbers.begin_at(digest.size, digest.state, digest.groups, digest.reasons)
         return True
 
     def recall(self, fact: MetricsFact, state: RunState) -> None:

@@ -27,7 +27,7 @@ class Numbers:
         """Prepares empty numbers for the facts behind `size` bytes, without those before. `state` counts the facts before; `groups`: rows of the
         groups until then; `reasons`: of their outcomes."""
         self.size, self._tokens = size, state.totals.tokens
-        self.groups.begin_at(groups, reasons, state.fates.ready)
+        self.groups.begin_at(groups, reasons, state.fates.ready.values())
 
     def take(self, fact: MetricsFact, state: RunState) -> None:
         """Counts a fact. `state` already includes it."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from headrace.core.reports import EngineStats
 from headrace.facts.facts import Slept, Woke
+from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import plural, short_time
 
 Window = tuple[float, float]
@@ -29,29 +30,32 @@ class EngineSpan(NamedTuple):
     waiting: int
 
 
-class EngineUse:
+class EngineUse(RunSums):
     """All spans of a run, and what was done in those of them whose middle lies in the training."""
 
-    def __init__(self) -> None:
-        self.spans: list[EngineSpan] = []
-        self.seconds = self.busy = 0.0
-        """Time of the spans during training, and the part of it in which the engine worked."""
-        self.sampled = 0
-        """Tokens."""
-        self.last: EngineStats | None = None
-        self._at = 0.0
-        self._origin = True
+    spans: list[EngineSpan] = []
+    seconds: float = 0.0
+    """Time of the spans during training."""
+    busy: float = 0.0
+    """The part of it in which the engine worked."""
+    sampled: int = 0
+    """Tokens."""
+    last: EngineStats | None = None
+    at: float = 0.0
+    """The time of the last sample."""
+    origin: bool = True
+    """Whether the next sample is the first of its process."""
 
     def restart(self) -> None:
         """Begins a new process of the run: counters start at zero again, and the time in between is not counted."""
-        self._origin = True
+        self.origin = True
 
     def fold(self, t: float, stats: EngineStats, windows: Sequence[Window]) -> None:
         """`windows`: intervals of training so far; the last one ends at infinity while it goes on."""
         before, self.last = self.last, stats
-        start, self._at = self._at, t
-        if self._origin or before is None or t <= start:
-            self._origin = False
+        start, self.at = self.at, t
+        if self.origin or before is None or t <= start:
+            self.origin = False
             return
         # Counters that went down belong to a new engine process.
         old = before if stats.busy_seconds >= before.busy_seconds and stats.steps >= before.steps else EngineStats()
@@ -83,7 +87,7 @@ class EngineUse:
 
     def recent(self, seconds: float = 30.0) -> tuple[float | None, float | None]:
         """Returns idle share and sampled tokens per second of the newest samples. The cost does not grow with the run."""
-        tail = [span for span in self.spans[-120:] if span.start >= self._at - seconds]
+        tail = [span for span in self.spans[-120:] if span.start >= self.at - seconds]
         total = sum(span.end - span.start for span in tail)
         if not total:
             return None, None
@@ -101,23 +105,25 @@ class Nap(NamedTuple):
     """Bytes that it gave back."""
 
 
-class Naps:
+class Naps(RunSums):
     """All naps of a run, and what was done on lent devices between them."""
 
-    def __init__(self) -> None:
-        self.over: list[Nap] = []
-        self.now: dict[str, Slept] = {}
-        """The workers that are asleep."""
-        self.turns = 0
-        """Changes of the devices from one to the other."""
-        self.seconds = 0.0
-        """The time of these changes, in which neither worked."""
-        self.freed: Counter[str] = Counter()
-        """The most bytes that a sleep gave back, by worker."""
-        self.loans, self.lent_seconds, self.lent_tokens = 0, 0.0, 0
-        """Times that the trainer lent its devices; their seconds, and the tokens that were sampled there."""
-        self.lent_at = -1.0
-        """The time at which an engine woke on lent devices; negative while there is none."""
+    over: list[Nap] = []
+    now: dict[str, Slept] = {}
+    """The workers that are asleep."""
+    turns: int = 0
+    """Changes of the devices from one to the other."""
+    seconds: float = 0.0
+    """The time of these changes, in which neither worked."""
+    freed: Counter[str] = counter()
+    """The most bytes that a sleep gave back, by worker."""
+    loans: int = 0
+    """Times that the trainer lent its devices."""
+    lent_seconds: float = 0.0
+    lent_tokens: int = 0
+    """Tokens that were sampled there."""
+    lent_at: float = -1.0
+    """The time at which an engine woke on lent devices; negative while there is none."""
 
     def restart(self) -> None:
         """Begins a new process of the run."""

@@ -8,21 +8,23 @@ contrast are dropped by every policy, because their gradient is zero; they are c
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec import field
+
 from headrace.facts.facts import GroupEnded
+from headrace.facts.run_sums import RunSums, counter
 
 DISCARDED = ("overdue", "interrupted")
 """Reasons that depend on when a group was generated: `staleness.overdue`, `partial.mode = "cancel_group"`."""
 
 
-class Histogram:
+class Histogram(RunSums):
     """Counts how often each value was seen."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[float] = Counter()
+    counts: Counter[int | float] = counter()
 
     def add(self, values: Iterable[float]) -> None:
         self.counts.update(values)
@@ -47,12 +49,13 @@ class Histogram:
         return sum(squares) / (self.count - 1)
 
 
-class Sieve:
+class Sieve(RunSums):
     """The distribution of one number over all that was drawn, over what could be trained (has contrast, for example), and over what was
     trained."""
 
-    def __init__(self) -> None:
-        self.drawn, self.trainable, self.trained = Histogram(), Histogram(), Histogram()
+    drawn: Histogram = field(default_factory=Histogram)
+    trainable: Histogram = field(default_factory=Histogram)
+    trained: Histogram = field(default_factory=Histogram)
 
     def draw(self, values: Sequence[float], trainable: bool) -> None:
         self.drawn.add(values)
@@ -60,19 +63,18 @@ class Sieve:
             self.trainable.add(values)
 
 
-class Fate:
+class Fate(RunSums):
     """All groups with the same outcome. The rollouts of a group are correlated, so a group is one observation."""
 
-    def __init__(self) -> None:
-        self.groups = 0
-        self.unfinished = 0
-        """Groups that were cancelled while they were generated."""
-        self.tokens = 0
-        """Tokens sampled for all groups."""
-        self.lengths = Histogram()
-        """Mean tokens per rollout of each group. For an unfinished group it is a lower bound: the tokens up to its cancellation."""
-        self.rewards = Histogram()
-        """Mean reward of each scored group: the solve rate of its prompt."""
+    groups: int = 0
+    unfinished: int = 0
+    """Groups that were cancelled while they were generated."""
+    tokens: int = 0
+    """Tokens sampled for all groups."""
+    lengths: Histogram = field(default_factory=Histogram)
+    """Mean tokens per rollout of each group. For an unfinished group it is a lower bound: the tokens up to its cancellation."""
+    rewards: Histogram = field(default_factory=Histogram)
+    """Mean reward of each scored group: the solve rate of its prompt."""
 
     def add(self, one: GroupEnded, group_size: int) -> None:
         self.groups += 1
@@ -91,30 +93,30 @@ def solve_rate(one: GroupEnded) -> list[float]:
     return [round(mean, 3)] if math.isfinite(mean) else []
 
 
-class Fates:
-    """The fates of all groups, by `trained` or the reason why they were not."""
+class Fates(RunSums):
+    """The fates of all groups."""
 
-    def __init__(self) -> None:
-        self.of: defaultdict[str, Fate] = defaultdict(Fate)
-        self._ready: dict[int, GroupEnded] = {}
+    by_reason: dict[str, Fate] = {}
+    """Keys: `trained`, or the reason why they were not."""
+    ready: dict[int, GroupEnded] = {}
+    """The facts of the groups that wait to be trained, by ticket."""
 
-    @property
-    def ready(self) -> list[GroupEnded]:
-        """The facts of the groups that wait to be trained."""
-        return list(self._ready.values())
+    def of(self, reason: str) -> Fate:
+        """The fate of one reason, empty if no group had it."""
+        return self.by_reason.get(reason) or Fate()
 
     def end(self, fact: GroupEnded, group_size: int) -> None:
         if fact.outcome == "ready":
-            self._ready[fact.ticket] = fact
+            self.ready[fact.ticket] = fact
         else:
-            self._ready.pop(fact.ticket, None)
-            self.of[fact.reason].add(fact, group_size)
+            self.ready.pop(fact.ticket, None)
+            self.by_reason.setdefault(fact.reason, Fate()).add(fact, group_size)
 
     def train(self, tickets: Iterable[int], group_size: int) -> list[GroupEnded]:
         """Counts groups as trained and returns the facts of when they became ready, except those lost in a kill."""
-        found = [fact for ticket in tickets if (fact := self._ready.pop(ticket, None))]
+        found = [fact for ticket in tickets if (fact := self.ready.pop(ticket, None))]
         for fact in found:
-            self.of["trained"].add(fact, group_size)
+            self.by_reason.setdefault("trained", Fate()).add(fact, group_size)
         return found
 
 
@@ -129,18 +131,18 @@ class Shift(NamedTuple):
 
 
 def discarded(fates: Fates) -> list[Fate]:
-    return [fates.of[reason] for reason in DISCARDED if reason in fates.of]
+    return [fates.by_reason[reason] for reason in DISCARDED if reason in fates.by_reason]
 
 
 def length_shift(fates: Fates) -> Shift | None:
     """Returns the shift of lengths; None if nothing was discarded or nothing trained. It is a lower bound if discarded groups were not
     finished."""
-    return _shift(fates.of["trained"].lengths, [fate.lengths for fate in discarded(fates)])
+    return _shift(fates.of("trained").lengths, [fate.lengths for fate in discarded(fates)])
 
 
 def reward_shift(fates: Fates) -> Shift | None:
     """Returns the shift of rewards among scored groups."""
-    return _shift(fates.of["trained"].rewards, [fate.rewards for fate in discarded(fates)])
+    return _shift(fates.of("trained").rewards, [fate.rewards for fate in discarded(fates)])
 
 
 def _shift(trained: Histogram, parts: list[Histogram]) -> Shift | None:

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.facts.facts import ScorerAsked
+from headrace.facts.run_sums import RunSums, counter
 from headrace.facts.texts import counted, plural, short_time
 
 
-class ScorerUse:
-    """All calls of one part of the reward: a function, a service, a judge."""
+class ScorerUse(RunSums):
+    """All calls of one part of the reward."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.calls = self.completions = self.attempts = self.retries = self.tokens = 0
-        """Calls are for a group each; attempts are requests over the network."""
-        self.seconds = self.waited = self.longest = 0.0
-        self.failures: Counter[str] = Counter()
-        """Completions without a score, by reason."""
+    what: str
+    """A function, a service, a judge."""
+    calls: int = 0
+    """Each for a group."""
+    completions: int = 0
+    attempts: int = 0
+    """Requests over the network."""
+    retries: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    longest: float = 0.0
+    failures: Counter[str] = counter()
+    """Completions without a score, by reason."""
 
     def add(self, one: ScorerAsked) -> None:
         self.calls += 1

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+
+from msgspec import field
 
 from headrace.core.batches import OUTAGES
 from headrace.facts.facts import GroupEnded
+from headrace.facts.run_sums import RunSums, counter
 
 WINDOW, PROMPTS = 64, 8
 """Size of the window by which a run is warned and paused: the last rollouts, from at least this many prompts."""
 NO_CONTRAST = "no_contrast"
 
 
-class Tally:
+class Tally(RunSums):
     """Counts of groups and rollouts that ended and were not cancelled. A share of nothing is None."""
 
-    def __init__(self) -> None:
-        self.groups = self.rollouts = self.truncated = self.failed = self.outages = 0
-        """Groups; then rollouts: all, cut off, failed, and failed because of an outage."""
-        self.no_contrast = self.dropped = 0
-        """Groups without contrast, and groups that were dropped for another reason."""
-        self.kinds: Counter[str] = Counter()
-        """Failed rollouts by exception, or by reason if nothing was raised."""
-        self.talk: Counter[str] = Counter()
-        """The counts of `GroupEnded.talk`."""
+    groups: int = 0
+    rollouts: int = 0
+    truncated: int = 0
+    """Rollouts that were cut off."""
+    failed: int = 0
+    """Rollouts without a reward."""
+    outages: int = 0
+    """Those of them that failed because of an outage."""
+    no_contrast: int = 0
+    dropped: int = 0
+    """Groups that were dropped for another reason than that they have no contrast."""
+    kinds: Counter[str] = counter()
+    """Failed rollouts by exception, or by reason if nothing was raised."""
+    talk: Counter[str] = counter()
+    """The counts of `GroupEnded.talk`."""
 
     def add(self, one: GroupEnded) -> None:
         """Counts one group."""
@@ -90,23 +99,23 @@ def _share(part: int, whole: int) -> float | None:
 
 
 class Recent(Tally):
-    """The counts over the last groups: the fewest that hold `rollouts` rollouts, but at least `prompts` groups."""
+    """The counts over the last groups: the fewest that hold `window` rollouts, but at least `prompts` groups."""
 
-    def __init__(self, rollouts: int = WINDOW, prompts: int = PROMPTS) -> None:
-        super().__init__()
-        self._wanted, self._least = rollouts, prompts
-        self._held: deque[GroupEnded] = deque()
+    window: int = WINDOW
+    prompts: int = PROMPTS
+    held: list[GroupEnded] = []
+    """These groups, the oldest first: a few dozen."""
 
     def add(self, one: GroupEnded) -> None:
         super().add(one)
-        self._held.append(one)
-        while self.groups > self._least and self.rollouts - rollouts_of(self._held[0]) >= self._wanted:
-            self._count(self._held.popleft(), -1)
+        self.held.append(one)
+        while self.groups > self.prompts and self.rollouts - rollouts_of(self.held[0]) >= self.window:
+            self._count(self.held.pop(0), -1)
 
     def change(self, was: GroupEnded, now: GroupEnded) -> None:
-        if was in self._held:
+        if was in self.held:
             super().change(was, now)
-            self._held[self._held.index(was)] = now
+            self.held[self.held.index(was)] = now
 
 
 def rollouts_of(one: GroupEnded) -> int:
@@ -114,20 +123,20 @@ def rollouts_of(one: GroupEnded) -> int:
     return len(one.rewards) + sum(one.failures.values())
 
 
-class Shares:
+class Shares(RunSums):
     """The counts over the whole run, and over the last groups."""
 
-    def __init__(self) -> None:
-        self.total = Tally()
-        self.recent = Recent(WINDOW, 4 * PROMPTS)
-        """A longer window for views: over only 8 groups the shares would fluctuate too much."""
-        self.failing = Recent()
-        """The window by which a run is warned and paused."""
-        self._ready: dict[int, GroupEnded] = {}
+    total: Tally = field(default_factory=Tally)
+    recent: Recent = field(default_factory=lambda: Recent(prompts=4 * PROMPTS))
+    """A longer window for views: over only 8 groups the shares would fluctuate too much."""
+    failing: Recent = field(default_factory=Recent)
+    """The window by which a run is warned and paused."""
+    ready: dict[int, GroupEnded] = {}
+    """The groups that wait to be trained, by ticket."""
 
     def end(self, one: GroupEnded) -> None:
         """Counts the end of a group. A group that was cancelled before it had a rollout counts only as dropped."""
-        was = self._ready.pop(one.ticket, None)
+        was = self.ready.pop(one.ticket, None)
         lost = one.outcome == "failed" and set(one.failures) <= set(
             OUTAGES
         )  # an outage says nothing about data and reward
@@ -137,8 +146,8 @@ class Shares:
             else:
                 tally.add(one)
         if one.outcome == "ready":
-            self._ready[one.ticket] = one
+            self.ready[one.ticket] = one
 
     def train(self, tickets: tuple[int, ...]) -> None:
         for ticket in tickets:
-            self._ready.pop(ticket, None)
+            self.ready.pop(ticket, None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
 
+from msgspec import field
 from msgspec.structs import replace
 
 from headrace.facts.costs import Costs
@@ -45,6 +45,7 @@ from headrace.facts.numbers.shares import Shares
 from headrace.facts.numbers.step_totals import ProbeTotals, StepTotals, SwapTotals
 from headrace.facts.numbers.tickets import Tickets
 from headrace.facts.records import MetricsFact, Sample, StepRow
+from headrace.facts.run_sums import RunSums, counter
 
 SHOWN = 256
 """Steps of a long run that its curves are drawn from where not all are known, at most."""
@@ -60,11 +61,12 @@ def stride_of(steps: int) -> int:
     return 1 << max(0, -(-steps // SHOWN) - 1).bit_length()
 
 
-class WaitTotal:
+class WaitTotal(RunSums):
     """Count and seconds of all waits of one owner for one thing."""
 
-    def __init__(self) -> None:
-        self.count, self.seconds, self.longest = 0, 0.0, 0.0
+    count: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
 
     def add(self, seconds: float) -> None:
         self.count += 1
@@ -72,59 +74,64 @@ class WaitTotal:
         self.longest = max(self.longest, seconds)
 
 
-class RunState:
+class RunState(RunSums):
     """The sum of all facts so far. `measures.py` and `facts/diagnosis/verdicts.py` draw conclusions from it."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.started: RunStarted | None = None
-        self.ended: RunEnded | None = None
-        self.sessions: list[float] = []
-        """Start time of every process of this run; more than one after a resume."""
-        self.windows: list[Window] = []
-        """Intervals of training: from the first ticket of a process to its last step."""
-        self.whole = True
-        """Whether the lists here have all of the run. A state that was read from a digest (`index/digest.py`) has only some of its steps,
-        swaps, probes and samples of the engine; all sums are complete."""
-        self.rows: list[StepRow] = []
-        self.drawn_rewards: list[float] = []
-        """Rewards of the rollouts whose groups ended since the last step."""
-        self.lags: Counter[int] = Counter()
-        self.lengths, self.solve_rates = Sieve(), Sieve()
-        """Tokens of completions; mean rewards of groups."""
-        self.fates = Fates()
-        self.shares = Shares()
-        self.choices = Choices()
-        self.costs = Costs()
-        self.scorers: dict[str, ScorerUse] = {}
-        """The parts of the reward by name."""
-        self.failures: dict[str, FirstFailure] = {}
-        """The first failed rollout of each kind; `shares` has the counts."""
-        self.tickets = Tickets()
-        self.engine = EngineUse()
-        self.naps = Naps()
-        self.totals, self.swapped, self.probed = StepTotals(), SwapTotals(), ProbeTotals()
-        self.evals: list[Evaluated] = []
-        self.checks: list[IdentityChecked] = []
-        self.files: FilesChecked | None = None
-        """The newest preflight of the model's files."""
-        self.swaps: list[WeightsLive] = []
-        self.checkpoints: list[CheckpointSaved] = []
-        self.deaths: list[WorkerLost] = []
-        self.joined: dict[str, WorkerJoined] = {}
-        """The newest worker of each seat that workers take from elsewhere; one that was lost is not in it."""
-        self.members: Sequence[MemberSample] = ()
-        """The engines of a fleet; empty where there is one engine."""
-        self.moves: list[MemberMoved] = []
-        """The engines that left the fleet or came back, in order."""
-        self.warnings: list[Warned] = []
-        self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
-        self.samples: Sequence[Sample] = ()
-        """Samples of the last step. The recorder sets them, because only it sees texts."""
-        self.planned: list[Planned] = []
-        """Changes of the number of steps, in order."""
-        self.first_text: FirstText | None = None
-        self._training = False
+    now: float = 0.0
+    started: RunStarted | None = None
+    ended: RunEnded | None = None
+    sessions: list[float] = []
+    """Start time of every process of this run; more than one after a resume."""
+    windows: list[Window] = []
+    """Intervals of training: from the first ticket of a process to its last step."""
+    training: bool = False
+    """Whether the last of these intervals goes on."""
+    whole: bool = True
+    """Whether the lists here have all of the run. A state that was read from a digest (`index/digest.py`) has only some of its steps,
+    swaps, probes and samples of the engine; all sums are complete."""
+    rows: list[StepRow] = []
+    drawn_rewards: list[float] = []
+    """Rewards of the rollouts whose groups ended since the last step."""
+    lags: Counter[int] = counter()
+    lengths: Sieve = field(default_factory=Sieve)
+    """Tokens of completions."""
+    solve_rates: Sieve = field(default_factory=Sieve)
+    """Mean rewards of groups."""
+    fates: Fates = field(default_factory=Fates)
+    shares: Shares = field(default_factory=Shares)
+    choices: Choices = field(default_factory=Choices)
+    costs: Costs = field(default_factory=Costs)
+    scorers: dict[str, ScorerUse] = {}
+    """The parts of the reward by name."""
+    failures: dict[str, FirstFailure] = {}
+    """The first failed rollout of each kind; `shares` has the counts."""
+    tickets: Tickets = field(default_factory=Tickets)
+    engine: EngineUse = field(default_factory=EngineUse)
+    naps: Naps = field(default_factory=Naps)
+    totals: StepTotals = field(default_factory=StepTotals)
+    swapped: SwapTotals = field(default_factory=SwapTotals)
+    probed: ProbeTotals = field(default_factory=ProbeTotals)
+    evals: list[Evaluated] = []
+    checks: list[IdentityChecked] = []
+    files: FilesChecked | None = None
+    """The newest preflight of the model's files."""
+    swaps: list[WeightsLive] = []
+    checkpoints: list[CheckpointSaved] = []
+    deaths: list[WorkerLost] = []
+    joined: dict[str, WorkerJoined] = {}
+    """The newest worker of each seat that workers take from elsewhere; one that was lost is not in it."""
+    members: tuple[MemberSample, ...] = ()
+    """The engines of a fleet; empty where there is one engine."""
+    moves: list[MemberMoved] = []
+    """The engines that left the fleet or came back, in order."""
+    warnings: list[Warned] = []
+    waits: dict[tuple[str, str], WaitTotal] = {}
+    """Keys: the owner, and what it waits for."""
+    samples: tuple[Sample, ...] = ()
+    """Samples of the last step. The recorder sets them, because only it sees texts."""
+    planned: list[Planned] = []
+    """Changes of the number of steps, in order."""
+    first_text: FirstText | None = None
 
     def _check(self, fact: IdentityChecked | TrialChecked) -> None:
         if isinstance(fact, TrialChecked):
@@ -154,9 +161,9 @@ class RunState:
             case MemberMoved():
                 self.moves.append(fact)
             case Waited():
-                self.waits[fact.owner, fact.what].add(fact.seconds)
+                self.waits.setdefault((fact.owner, fact.what), WaitTotal()).add(fact.seconds)
             case RunEnded():
-                self.ended, self._training = fact, False
+                self.ended, self.training = fact, False
             case FirstFailure():
                 self.failures.setdefault(fact.kind, fact)
             case Evaluated():
@@ -189,10 +196,10 @@ class RunState:
                 self.started = self.started and replace(self.started, steps=fact.steps)
             case FirstText():
                 self.first_text = self.first_text or fact
-        if self._training:
+        if self.training:
             self.windows[-1] = (self.windows[-1][0], max(fact.t, self.windows[-1][1]))
         if self.started and self.step >= self.started.steps:
-            self._training = False
+            self.training = False
 
     def _start(self, fact: RunStarted) -> None:
         if self.started or fact.resumed_at:
@@ -200,14 +207,14 @@ class RunState:
             self.naps.restart()
         if fact.books:
             self.tickets.resume(fact.books)
-        self.started, self.ended, self._training = fact, None, False
+        self.started, self.ended, self.training = fact, None, False
         self.sessions.append(fact.t)
 
     def _draw(self, fact: TicketDrawn) -> None:
         self.tickets.draw(fact)
-        if not self._training:
+        if not self.training:
             self.windows.append((fact.t, fact.t))
-            self._training = True
+            self.training = True
 
     def _end(self, fact: GroupEnded) -> None:
         if self.tickets.end(fact):
@@ -220,7 +227,7 @@ class RunState:
 
     def _open_windows(self) -> list[Window]:
         """Returns the intervals of training so far; the last one has no end while it goes on."""
-        if not self._training:
+        if not self.training:
             return self.windows
         return [*self.windows[:-1], (self.windows[-1][0], math.inf)]
 
@@ -260,7 +267,3 @@ class RunState:
     def accounting(self) -> Accounting:
         """The controller's own count if the run has ended; else, or if it was killed, the count from the facts."""
         return self.ended.accounting if self.ended else self.tickets.accounting()
-
-    @property
-    def training(self) -> bool:
-        return self._training

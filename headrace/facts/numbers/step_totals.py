@@ -5,31 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from msgspec import field
+
 from headrace.core.reports import LagStats, LoadReport
 from headrace.core.weights import WeightUpdate
 from headrace.facts.facts import CheckpointSaved, IdentityChecked, TrialChecked, WeightsLive
 from headrace.facts.records import StepRow
+from headrace.facts.run_sums import RunSums
 
 
-class LagSum:
+class LagSum(RunSums):
     """Token-weighted sums of the `LagStats` of one name.
 
     The token-weighted mean is exact for shares and ratios. Quantiles and the effective sample size are means of the steps' own values,
     and `max` is the largest.
     """
 
-    FIELDS = ("ratio", "kl", "ess", "chi2", "clipped")
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.sums = dict.fromkeys(self.FIELDS, 0.0)
-        self.masked: dict[str, float] = {}
-        self.gaps: dict[str, float] = {}
+    tokens: int = 0
+    sums: dict[str, float] = {}
+    """Sums of these fields of `LagStats`."""
+    masked: dict[str, float] = {}
+    gaps: dict[str, float] = {}
 
     def add(self, one: LagStats) -> None:
         self.tokens += one.tokens
-        for field in self.FIELDS:
-            self.sums[field] += getattr(one, field) * one.tokens
+        for name in ("ratio", "kl", "ess", "chi2", "clipped"):
+            self.sums[name] = self.sums.get(name, 0.0) + getattr(one, name) * one.tokens
         for rule, share in one.masked.items():
             self.masked[rule] = self.masked.get(rule, 0.0) + share * one.tokens
         for key, value in one.gaps.items():
@@ -40,15 +41,14 @@ class LagSum:
         """Returns the means. `name`: of the lag."""
         masked = {rule: total / self.tokens for rule, total in self.masked.items()}
         gaps = {key: value if key == "max" else value / self.tokens for key, value in self.gaps.items()}
-        means = {field: total / self.tokens for field, total in self.sums.items()}
+        means = {mean: total / self.tokens for mean, total in self.sums.items()}
         return LagStats(name=name, tokens=self.tokens, masked=masked, gaps=gaps, **means)
 
 
-class LagSums:
+class LagSums(RunSums):
     """Sampler against trainer by lag, over many steps."""
 
-    def __init__(self) -> None:
-        self.of: dict[str, LagSum] = {}
+    of: dict[str, LagSum] = {}
 
     def add(self, row: StepRow) -> None:
         for one in row.report.lags:
@@ -67,25 +67,33 @@ def over_steps(rows: Iterable[StepRow]) -> list[LagStats]:
     return sums.stats()
 
 
-class StepTotals:
-    """Sums over the steps."""
+class StepTotals(RunSums):
+    """Sums over the steps. Those without a docstring are of the fields of `TrainReport` with their names."""
 
-    def __init__(self) -> None:
-        self.steps = self.tokens = 0
-        """Steps; tokens in the loss."""
-        self.seconds = 0.0
-        """Time in which the trainer stepped."""
-        self.completions = self.swapped = 0
-        """Trained completions; those that were sampled by more than one version."""
-        self.trimmed = 0
-        """Tokens that are older than the bound, and so are context only."""
-        self.mixed = 0
-        """Tokens that were sampled while an update was streamed in."""
-        self.dropped_tokens = self.outside_tokens = self.missing_routes = self.routing_conflicts = 0
-        """Sums of these fields of `TrainReport`."""
-        self.lagged = self.widths = self.widest = 0
-        """Steps with lags; sum and maximum of the versions between the oldest and the newest token of a step."""
-        self.by_lag = LagSums()
+    steps: int = 0
+    tokens: int = 0
+    """Tokens in the loss."""
+    seconds: float = 0.0
+    """Time in which the trainer stepped."""
+    completions: int = 0
+    """Trained completions."""
+    swapped: int = 0
+    """Those that were sampled by more than one version."""
+    trimmed: int = 0
+    """Tokens that are older than the bound, and so are context only."""
+    mixed: int = 0
+    """Tokens that were sampled while an update was streamed in."""
+    dropped_tokens: int = 0
+    outside_tokens: int = 0
+    missing_routes: int = 0
+    routing_conflicts: int = 0
+    lagged: int = 0
+    """Steps with lags."""
+    widths: int = 0
+    """Sum of the versions between the oldest and the newest token of a step."""
+    widest: int = 0
+    """Maximum of these."""
+    by_lag: LagSums = field(default_factory=LagSums)
 
     def add(self, row: StepRow, bound: float) -> None:
         """`bound`: on the lag."""
@@ -112,25 +120,24 @@ def trimmed(row: StepRow, bound: float) -> int:
     return sum(count for lag, count in row.outside.items() if lag > bound)
 
 
-class TravelSums:
+class TravelSums(RunSums):
     """Sums over versions of what travelled to the engines."""
 
-    def __init__(self) -> None:
-        self.versions = 0
-        self.whole = 0
-        """Versions that were offered as full copies only."""
-        self.nbytes = 0
-        """Bytes of the versions."""
-        self.offered = 0
-        """Bytes of what the trainer offered, or wrote: the difference where there is one."""
-        self.reported = 0
-        """Versions whose engines said how many bytes they received. The next four are sums over these."""
-        self.received = 0
-        self.engines = 0
-        self.wanted = 0
-        """Bytes that the engines would have received in full copies."""
-        self.uncounted = 0
-        """Those whose engines were not counted."""
+    versions: int = 0
+    whole: int = 0
+    """Versions that were offered as full copies only."""
+    nbytes: int = 0
+    """Bytes of the versions."""
+    offered: int = 0
+    """Bytes of what the trainer offered, or wrote: the difference where there is one."""
+    reported: int = 0
+    """Versions whose engines said how many bytes they received. The next four are sums over these."""
+    received: int = 0
+    engines: int = 0
+    wanted: int = 0
+    """Bytes that the engines would have received in full copies."""
+    uncounted: int = 0
+    """Those whose engines were not counted."""
 
     def add(self, update: WeightUpdate, load: LoadReport) -> None:
         self.versions += 1
@@ -146,23 +153,24 @@ class TravelSums:
             self.uncounted += not load.engines
 
 
-class SwapTotals:
+class SwapTotals(RunSums):
     """Sums over the versions that went live, and over the checkpoints."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.swap_seconds = self.pauses = 0.0
-        """Time for which swaps stopped generation; for which they held it back or stopped it."""
-        self.published = 0.0
-        """Time that the trainer published."""
-        self.interrupted = 0
-        """Rollouts that were interrupted by a swap."""
-        self.held = 0
-        """Versions whose swap held generation back."""
-        self.busy = 0.0
-        """Time that the trainer published and saved during training."""
-        self.travels: dict[str, TravelSums] = {}
-        """The sums of each `WeightUpdate.kind`: a base travels once, its adapters at every step."""
+    count: int = 0
+    swap_seconds: float = 0.0
+    """Time for which swaps stopped generation."""
+    pauses: float = 0.0
+    """Time for which they held it back or stopped it."""
+    published: float = 0.0
+    """Time that the trainer published."""
+    interrupted: int = 0
+    """Rollouts that were interrupted by a swap."""
+    held: int = 0
+    """Versions whose swap held generation back."""
+    busy: float = 0.0
+    """Time that the trainer published and saved during training."""
+    travels: dict[str, TravelSums] = {}
+    """The sums of each `WeightUpdate.kind`: a base travels once, its adapters at every step."""
 
     def swap(self, fact: WeightsLive, training: bool) -> None:
         self.count += 1
@@ -178,19 +186,17 @@ class SwapTotals:
         self.busy += fact.held * training
 
 
-class ProbeTotals:
+class ProbeTotals(RunSums):
     """The probes of C3: how many, and the worst."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.failed: list[IdentityChecked] = []
-        self.worst: IdentityChecked | None = None
-        """The one with the largest mean difference."""
-        self.widest = -math.inf
-        """The largest difference of a single token."""
-
-        self.trial: TrialChecked | None = None
-        """The last one that failed; else the last one."""
+    count: int = 0
+    failed: list[IdentityChecked] = []
+    worst: IdentityChecked | None = None
+    """The one with the largest mean difference."""
+    widest: float = -math.inf
+    """The largest difference of a single token."""
+    trial: TrialChecked | None = None
+    """The last one that failed; else the last one."""
 
     def tried(self, fact: TrialChecked) -> None:
         if self.trial is None or self.trial.ok:

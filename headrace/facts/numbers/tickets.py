@@ -6,20 +6,21 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace.facts.facts import Accounting, Books, GroupEnded, TicketDrawn
+from headrace.facts.run_sums import RunSums, counter
 
 
-class Tickets:
+class Tickets(RunSums):
     """Counts tickets independently of the controller's own counters, so that a killed run can be accounted for as well."""
 
-    def __init__(self) -> None:
-        self.drawn = self.trained = 0
-        self.dropped: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-        self.rollout_failures: Counter[str] = Counter()
-        self.flying: set[int] = set()
-        """Tickets whose groups are generated or scored."""
-        self.ready: set[int] = set()
-        """Tickets whose groups wait for the trainer or are in its current step."""
+    drawn: int = 0
+    trained: int = 0
+    dropped: Counter[str] = counter()
+    failed: Counter[str] = counter()
+    rollout_failures: Counter[str] = counter()
+    flying: set[int] = set()
+    """Tickets whose groups are generated or scored."""
+    ready: set[int] = set()
+    """Tickets whose groups wait for the trainer or are in its current step."""
 
     def draw(self, fact: TicketDrawn) -> None:
         self.flying.add(fact.ticket)

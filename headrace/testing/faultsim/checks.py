@@ -151,7 +151,7 @@ class RunHistory:
         self.changes = self.rotten = False
         if storage.saved is None or not self.truth.remembers:
             return
-        kept = interrupts.so_far()
+        kept = interrupts.tokens.so_far()
         self.truth.places = Counter({name: len(completion.tokens) for name, completion in kept.items()})
         reached, self.reached = self.reached, Counter()
         for name, known in of_rollouts(reached, buffer.in_flight):
@@ -354,7 +354,7 @@ class Referee:
         """Checks C7: a checkpoint at this instant would have every token that was received. It is called at swaps, when many requests end
         at once."""
         if self._interrupts is not None:
-            kept = self._interrupts.so_far()
+            kept = self._interrupts.tokens.so_far()
             self._has_all(kept, self._buffer.in_flight, self._history.reached, "a checkpoint would have")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------

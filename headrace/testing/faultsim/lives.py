@@ -26,7 +26,7 @@ from headrace.engine.fleet.fleet import Fleet
 from headrace.engine.fleet.rotation import FleetPatience
 from headrace.episodes.rollout import ForksConfig, RolloutConfig
 from headrace.facts.facts import Books, RunEnded, RunStarted
-from headrace.facts.index.digest import DIGEST, frozen, thinned
+from headrace.facts.index.digest import DIGEST, thinned
 from headrace.facts.index.index_sink import NumbersIndex
 from headrace.facts.recorder import Recorder
 from headrace.facts.telemetry import Telemetry
@@ -129,7 +129,7 @@ class Life:
         self.finished = reason == "finished"
         if self.finished and not self._disk.dead:
             assert books.in_pipeline + books.in_checkpoint == 0, f"C2: the run has finished, and {books} is left over"
-            assert not (kept := self._parts.interrupts.so_far()), (
+            assert not (kept := self._parts.interrupts.tokens.so_far()), (
                 f"memory: {list(kept)} are kept, and nobody needs them"
             )
 
@@ -164,7 +164,7 @@ class Life:
         sums = dataclasses.replace(saved.resume, digest=checkpoint / DIGEST if checkpoint else None)
         recorder = Recorder(self._directory, (), sums, waits=True, index=NumbersIndex(self._directory))
         read = Recorder(self._directory, (), saved.resume, waits=True)
-        known, counted = (msgspec.msgpack.encode(frozen(thinned(one.state))) for one in (recorder, read))
+        known, counted = (msgspec.msgpack.encode(thinned(one.state)) for one in (recorder, read))
         damaged = recorder.unreadable != read.unreadable  # before the checkpoint
         assert known == counted or damaged, "C7: other sums than those of all facts"
         self._history.from_sums += not recorder.state.whole

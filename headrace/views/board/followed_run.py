@@ -53,16 +53,15 @@ class FollowedRun(Follower):
 
     def _begin_at(self, index: IndexReader, path: Path) -> None:
         """Goes on from a digest, and from the numbers of the index up to its place."""
-        found = read_digest(path, self.run_dir)
-        if found is None or found[0].size <= self._offset:
+        digest = read_digest(path, self.run_dir)
+        if digest is None or digest.size <= self._offset:
             return
-        digest, state = found
         index.catch_up(until=digest.size)
         if index.numbers.size != digest.size:
             return
         with (self.run_dir / METRICS).open("rb") as file:
             self._seen = end_before(file, digest.size)
-        self.state, self._offset, self._lines = state, digest.size, digest.lines
+        self.state, self._offset, self._lines = digest.state, digest.size, digest.lines
         self._own, self._indexed = index.numbers, max(self._indexed, digest.size)
         self._own.go_on()
         self._unreadable, self._begun = [], True

@@ -116,8 +116,8 @@ class RunList:
             else:
                 state.now = max(state.now, fact.t)
                 state.costs.fold(fact)
-        if start and state.costs.prices and (digested := read_digest(path / DIGEST, path)):
-            _, known = digested  # engines may have come and gone where the file is not read
+        if start and state.costs.prices and (digest := read_digest(path / DIGEST, path)):
+            known = digest.state  # engines may have come and gone where the file is not read
             for fact in last:
                 if fact.t > known.now:
                     known.costs.fold(fact)

@@ -44,9 +44,8 @@ class ReportData:
 class Ended(Tally):
     """The groups whose generation and scoring ended between one step and the next, trained or not."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.completions = self.tokens = 0
+    completions: int = 0
+    tokens: int = 0
 
     def end(self, fact: GroupEnded, first: bool) -> None:
         """Counts the end of a group. `first`: whether it is the group's first outcome; a ready group may still be dropped."""
@@ -62,8 +61,8 @@ class Ended(Tally):
     def join(parts: Sequence[Ended]) -> Ended:
         total = Ended()
         for one in parts:
-            for name, value in vars(one).items():
-                setattr(total, name, getattr(total, name) + value)
+            for name in one.__struct_fields__:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
         return total
 
 

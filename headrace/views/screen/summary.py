@@ -157,7 +157,7 @@ def _versions(state: RunState) -> str:
 
 def _thrown(state: RunState) -> str:
     """Returns what was discarded for its age. Groups without contrast are dropped whatever the policy, so they are not included."""
-    found = {reason: state.fates.of[reason].groups for reason in DISCARDED if reason in state.fates.of}
+    found = {reason: state.fates.of(reason).groups for reason in DISCARDED if reason in state.fates.by_reason}
     trimmed = measures.trimmed_tokens(state)
     words = [f"groups {counted(found)}, {plural(measures.lost_tokens(state), 'token')}"] if found else []
     return "; ".join(words + ([f"{plural(trimmed, 'token')} trimmed"] if trimmed else []))
