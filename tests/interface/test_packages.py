@@ -78,6 +78,7 @@ def test_the_sdist_holds_what_its_tests_need(packages: Path):
     assert inside >= tracked("headrace", "recipes", "tests", "docs") | {
         "pyproject.toml",
         "Makefile",
+        "benchmarks/peers.mk",
         "README.md",
         "LICENSE",
     }
