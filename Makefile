@@ -14,13 +14,16 @@ VENV_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # pip would compile 26,000 files to bytecode, of which a run needs 3,000. Those are compiled below, and others when they are first imported.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# `make setup LOCKED=1` takes the versions of the lock file, with which the tests have passed. `make clean setup lock` renews it.
+LOCKED ?=
+LOCK := requirements-dev.lock
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(if $(LOCKED),--constraint $(LOCK))
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint dist site docs bench bench-engine bench-trainer bench-end-to-end clean
+.PHONY: setup lock demo test test-slow fuzz lint dist site docs bench bench-engine bench-trainer bench-end-to-end clean
 
 setup: $(STAMP)
 
@@ -38,6 +41,10 @@ $(RUNS): pyproject.toml
 $(STAMP): $(RUNS)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	touch $(STAMP)
+
+# torch is not in it: which build fits is a question of the machine (TORCH).
+lock: setup
+	$(BIN)/python -m pip freeze --exclude-editable --exclude torch > $(LOCK)
 
 # Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".
 demo: $(RUNS)

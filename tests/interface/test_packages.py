@@ -79,6 +79,7 @@ def test_the_sdist_holds_what_its_tests_need(packages: Path):
         "pyproject.toml",
         "Makefile",
         "benchmarks/peers.mk",
+        "requirements-dev.lock",
         "README.md",
         "LICENSE",
     }
