@@ -447,6 +447,9 @@ OFFERS_MORE = {
     "durable.segments": "one format, from frames to files",
     "facts.diagnosis.verdicts": "one function for each verdict",
     "facts.numbers.measures": "one function for each number of a step",
+    "facts.run_state": "all that a reader keeps of a run, number by number",
+    "facts.verdicts": "one function for each verdict",
+    "loop.world.surroundings": "a fake for each thing that a run stands on",
     "trainer.forward.fused.fused_ops": "one call for each operation between products",
     "web.formats.responses_bodies": "the bodies of one interface",
 }
