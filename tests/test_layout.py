@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import functools
 import gc
@@ -10,7 +11,7 @@ import graphlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -456,6 +457,127 @@ def dangling_docstrings(package: Path) -> Iterator[str]:
                     yield f"{path.relative_to(package)}:{node.lineno} begins with {first}"
 
 
+# --- how much a module holds, offers and imports -----------------------------------------------------------------------
+
+MAX_OFFERED, MAX_IMPORTS, SMALL = 12, 25, 80
+
+OFFERS_MORE = {
+    "commands.plan.rates.hardware": "figures of devices, each by its own function",
+    "core.protocols": "all ports in one place",
+    "durable.journal": "records and how they are written, read and cut",
+    "durable.segments": "one format, from frames to files",
+    "facts.diagnosis.verdicts": "one function for each verdict",
+    "facts.numbers.measures": "one function for each number of a step",
+    "facts.run_state": "all that a reader keeps of a run, number by number",
+    "facts.verdicts": "one function for each verdict",
+    "loop.world.surroundings": "a fake for each thing that a run stands on",
+    "trainer.forward.fused.fused_ops": "one call for each operation between products",
+    "web.formats.responses_bodies": "the bodies of one interface",
+}
+"""Modules with more than `MAX_OFFERED` functions and classes with methods that others import, and why."""
+
+IMPORTS_MORE = {
+    "loop.assembly": "assembles the loops of a run",
+    "loop.world.world": "assembles the loops around fakes",
+    "run.build": "opens what the settings name",
+    "run.config": "holds every section of the settings",
+    "run.open_parts": "opens the parts of a run",
+    "run.rehearse": "tries every part of a run",
+    "run.starting": "starts every part of a run",
+    "run.worker.build": "opens what a worker's settings name",
+    "testing.faultsim.lives": "assembles a simulated run",
+    "trainer.step.trainer": "joins all that a step consists of",
+}
+"""Modules that import more than `MAX_IMPORTS` of ours, and why: each is where parts are put together."""
+
+MAY_BE_SMALL = {
+    "__main__": "Python opens it by this name",
+    "algo.policy": "a loss is its file",
+    "commands": "a command, or what it prints, is loaded when it is asked for",
+    "engine.servers.server_guard": "a program of its own",
+    "episodes.environments.agents.agent_reaper": "a program of its own",
+    "episodes.environments.atropos.trainer_facts": "facts of somebody else's protocol",
+    "episodes.environments.gateway": "routes of one interface each",
+    "episodes.sandbox.config": "a section of the settings",
+    "episodes.scoring.builtin": "the rewards that need no file, read as examples",
+    "episodes.scoring.teacher.vocabulary": "torch is loaded only where a teacher is",
+    "episodes.scoring.workers": "runs in the processes of rewards",
+    "episodes.tasks": "a kind of task is its file",
+    "facts.diagnosis.deliveries": "one verdict with many numbers",
+    "loop.leaving": "how a loop is left, below the pipeline",
+    "run.hosts.bus_groups": "a host's groups, of a lower room than its one user",
+    "run.rehearsal": "each is one check of the rehearsal",
+    "run.worker": "torch is loaded in a worker only",
+    "settings": "settings that cannot work together, below the whole config",
+    "testing": "a fake, for tests",
+    "views.board.cookie": "one idea of security, read by itself",
+    "views.build": "opens the views that the settings name",
+    "views.report.files_page": "a page of its own",
+    "views.screen": "one part of the screen each",
+    "views.sinks": "a sink is its file, and loads its library",
+    "weight_sync.device_memory": "the only part that knows CUDA's handles",
+    "weight_sync.in_vllm": "runs in vLLM's processes",
+}
+"""Modules, or folders of such, below `SMALL` lines that fewer than two others import, and why they are files."""
+
+TO_BE_JOINED = (
+    *("algo.caveats", "algo.earlier", "algo.loss", "core.chat.probing", "engine.native", "engine.remote", "serve.app"),
+    *("serve.training.opening", "trainer.forward", "trainer.model.frozen", "trainer.placement", "trainer.step"),
+    *("web.limited_http", "web.looking", "web.one_line", "weight_sync.delta.build", "weight_sync.over_http.relays"),
+    *("weight_sync.push.device_memory", "weight_sync.safe_files"),
+)
+"""Small modules without a reason: former limits on files cut them off what they belong to."""
+
+
+def crowded_modules(package: Path, allowed: Mapping[str, str]) -> Iterator[str]:
+    known, wanted = modules(package), collections.defaultdict(set)
+    for name, path in known.items():
+        aliases: dict[str, str] = {}
+        for node in ast.walk(parsed(path)):
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                if inner := _ours(f"{node.module}.{alias.name}", known):
+                    aliases[alias.asname or alias.name] = inner
+                elif (target := _ours(str(node.module), known)) and target != name:
+                    wanted[target].add(alias.name)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+                wanted[aliases[node.value.id]].add(node.attr)
+    for name in known.keys() - allowed:
+        if len(offered := _with_behaviour(known[name]) & wanted[name]) > MAX_OFFERED:
+            yield f"{name} offers {len(offered)} functions and classes to others"
+
+
+def _with_behaviour(path: Path) -> set[str]:
+    """Public functions, and classes that have any: not constants, nor records of fields, of which a vocabulary may have many."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        node.name
+        for node in parsed(path).body
+        if isinstance(node, functions)
+        or (isinstance(node, ast.ClassDef) and any(isinstance(one, functions) for one in node.body))
+        if not node.name.startswith("_")
+    }
+
+
+def importing_modules(package: Path, allowed: Mapping[str, str]) -> Iterator[str]:
+    known = modules(package)
+    for name, path in known.items():
+        if name not in allowed and (count := len({*imports(name, path, known)} - {name})) > MAX_IMPORTS:
+            yield f"{name} imports {count} of our modules"
+
+
+def small_modules(package: Path, allowed: Iterable[str]) -> Iterator[str]:
+    known = modules(package)
+    importers = collections.Counter(
+        target for name, path in known.items() for target in {*imports(name, path, known)} - {name}
+    )
+    for name, path in known.items():
+        lines = len(path.read_text().splitlines())
+        excused = path.name == "__init__.py" or any(name == one or name.startswith(f"{one}.") for one in allowed)
+        if not excused and lines < SMALL and importers[name] < 2:
+            yield f"{name} has {lines} lines and {importers[name]} importers"
+
+
 # --- the code keeps to them --------------------------------------------------------------------------------------------
 
 
@@ -518,6 +640,18 @@ def test_no_circles_typing_and_lazy_imports_included():
 
 def test_budgets():
     assert list(budget_violations(PACKAGE)) == []
+
+
+def test_a_module_offers_few_things():
+    assert list(crowded_modules(PACKAGE, OFFERS_MORE)) == []
+
+
+def test_a_module_imports_few_of_ours():
+    assert list(importing_modules(PACKAGE, IMPORTS_MORE)) == []
+
+
+def test_a_small_module_has_two_importers_or_a_reason():
+    assert list(small_modules(PACKAGE, (*MAY_BE_SMALL, *TO_BE_JOINED))) == []
 
 
 def test_median_function_is_short():
@@ -685,6 +819,49 @@ def test_budget_checker_counts(tmp_path):
         "long_file has 701 lines",
         "long_function.f has 61 lines",
     ]
+
+
+def test_offer_checker_counts_what_others_import(tmp_path):
+    names = [f"f{number}" for number in range(13)]
+    functions = "".join(f"def {name}(): ...\n" for name in names)
+    package = plant(
+        tmp_path,
+        **{
+            "crowded": functions,
+            "seen__whole": functions.replace("def f0()", "class f0:\n    def own(self)"),
+            "private": functions,
+            "words": "".join(f"{name.upper()} = 1\nclass {name}:\n    x: int\n" for name in names),
+            "user": "".join(f"from headrace.{one} import {', '.join(names)}\n" for one in ("crowded", "words"))
+            + f"from headrace.seen import whole as seen\n{', '.join(f'seen.{name}' for name in names)}\n"
+            + f"from headrace.private import {', '.join(names[1:])}\n",
+        },
+    )
+    assert sorted(crowded_modules(package, {})) == [
+        "crowded offers 13 functions and classes to others",
+        "seen.whole offers 13 functions and classes to others",
+    ]
+    assert list(crowded_modules(package, {"crowded": "", "seen.whole": ""})) == []
+
+
+def test_import_checker_counts_modules_and_not_names(tmp_path):
+    parts = {f"part{number}": "x = y = 1\n" for number in range(26)}
+    lines = [f"from headrace.{name} import x, y\n" for name in parts]
+    package = plant(tmp_path, **parts, whole="".join(lines), most="".join(lines[1:]))
+    assert list(importing_modules(package, {})) == ["whole imports 26 of our modules"]
+    assert list(importing_modules(package, {"whole": ""})) == []
+
+
+def test_small_checker_asks_for_two_importers_or_a_reason(tmp_path):
+    package = plant(
+        tmp_path,
+        room__small="",
+        room__shared="",
+        one="import headrace.room.small\nfrom headrace.room import shared\n" + "x = 1\n" * 80,
+        other="from headrace.room.shared import x\n" + "x = 1\n" * 79,
+    )
+    assert list(small_modules(package, ())) == ["room.small has 0 lines and 1 importers"]
+    assert list(small_modules(package, ("room.smaller",))) == ["room.small has 0 lines and 1 importers"]
+    assert list(small_modules(package, ("room",))) == []
 
 
 def test_concrete_checker_sees_every_way_of_naming(tmp_path):

@@ -1,6 +1,6 @@
 """Languages that completions are held to, by the library llguidance: checked at a door, and compiled for a model's tokenizer.
 
-llguidance was chosen by measurement (docs/design-notes.md, "Constrained decoding"): it refuses what it cannot express, where others leave
+llguidance was chosen by measurement (docs/decisions/0027-constrained-decoding.md): it refuses what it cannot express, where others leave
 parts of a schema out without a word.
 """
 

@@ -78,6 +78,8 @@ def test_the_sdist_holds_what_its_tests_need(packages: Path):
     assert inside >= tracked("headrace", "recipes", "tests", "docs") | {
         "pyproject.toml",
         "Makefile",
+        "benchmarks/peers.mk",
+        "requirements-dev.lock",
         "README.md",
         "LICENSE",
     }

@@ -9,6 +9,9 @@ Each is made in a copy of the package, in a temporary directory; a process of it
 from __future__ import annotations
 
 import argparse
+import ast
+import copy
+import functools
 import json
 import os
 import re
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from planted_faults import PLANTED, Planted
+from planted_faults import BY_PART, PLANTED, Edit, Planted
 
 from headrace.testing.faultsim.case import Case
 
@@ -73,18 +76,110 @@ class Hunt:
     @property
     def line(self) -> str:
         one, at = self.planted, "**not found**" if self.schedule is None else str(self.schedule)
-        return f"| {one.name} | {one.module} | {one.contract} | {one.mistake} | {self.check} | {at} |"
+        part = next(part for part, planted in BY_PART.items() if one in planted)
+        return f"| {one.name} | {part} | {one.contract} | {one.mistake} | {self.check} | {at} |"
+
+
+def edited(planted: Planted, package: Path) -> dict[Path, str]:
+    """Returns the text of each changed file. Raises `AssertionError` where the code has moved away from the table."""
+    trees: dict[Path, ast.Module] = {}
+    for edit in planted.edits:
+        path = _place(planted, edit, package, trees)
+        assert _replace(_function(trees[path], edit.function), edit, plant=True) == 1
+    return {path: ast.unparse(ast.fix_missing_locations(tree)) for path, tree in trees.items()}
 
 
 def apply(planted: Planted, package: Path) -> None:
     """Raises `AssertionError` where the code has moved away from the table."""
-    path = package / planted.file
-    text = path.read_text()
-    for old, new in planted.edits:
-        found = text.count(old)
-        assert found == 1, f"{planted.name}: {planted.file} has this {found} times instead of once:\n{old}"
-        text = text.replace(old, new)
-    path.write_text(text)
+    for path, text in edited(planted, package).items():
+        path.write_text(text)
+
+
+@functools.cache
+def _texts(package: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(package.rglob("*.py"))}
+
+
+def _place(planted: Planted, edit: Edit, package: Path, trees: dict[Path, ast.Module]) -> Path:
+    """The one file that has the edit's old statement, once, in a function of this name."""
+    words, found = edit.function.split("."), []
+    for path, text in _texts(package).items():
+        if all(f"def {word}(" in text or f"class {word}" in text for word in words):
+            tree = trees.get(path) or ast.parse(text)
+            if (function := _function(tree, edit.function)) and (times := _replace(function, edit)):
+                found += [(path, tree)] * times
+    assert len(found) == 1, f"{planted.name}: {edit.function} has this {len(found)} times instead of once:\n{edit.old}"
+    path, trees[path] = found[0]
+    return path
+
+
+def _function(scope: ast.AST, qualified: str) -> ast.AST | None:
+    """The function or class of this name, wherever in the scope it is defined."""
+    name, _, rest = qualified.partition(".")
+    todo = list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop(0)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            todo += ast.iter_child_nodes(node)
+        elif node.name == name:
+            return _function(node, rest) if rest else node
+    return None
+
+
+def _replace(function: ast.AST | None, edit: Edit, *, plant: bool = False) -> int:
+    """How often the function has what the edit replaces; where `plant` is set, that is replaced."""
+    assert function
+    try:
+        old, new = (ast.parse(text, mode="eval").body for text in (edit.old, edit.new))
+    except SyntaxError:
+        return _replace_statements(function, edit, plant)
+    times = 0
+
+    class Replacing(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            nonlocal times
+            if ast.dump(node) != ast.dump(old):
+                return self.generic_visit(node)
+            times += 1
+            return new if plant else node
+
+    Replacing().visit(function)
+    return times
+
+
+def _replace_statements(function: ast.AST, edit: Edit, plant: bool) -> int:
+    old, new = ast.parse(edit.old).body, ast.parse(edit.new).body
+    found = [
+        (block, start)
+        for node in ast.walk(function)
+        for block in vars(node).values()
+        if isinstance(block, list)
+        for start in range(len(block) - len(old) + 1)
+        if all(map(_says, block[start : start + len(old)], old))
+    ]
+    for block, start in found if plant else ():
+        bodies = [block[start + number].body for number, wanted in enumerate(old) if _is_open(wanted)]
+        for node in filter(_is_open, new):
+            node.body = bodies.pop(0)  # type: ignore[attr-defined]
+        block[start : start + len(old)] = new or [ast.Pass()] * (len(block) == len(old))
+    return len(found)
+
+
+def _is_open(node: ast.AST) -> bool:
+    """Whether any body will do: the statement's own is `...`."""
+    match getattr(node, "body", None):
+        case [ast.Expr(value=ast.Constant(value=value))]:
+            return value is ...
+    return False
+
+
+def _says(node: ast.AST | str, wanted: ast.stmt) -> bool:
+    if type(node) is not type(wanted):
+        return False
+    if _is_open(wanted):
+        node, wanted = copy.copy(node), copy.copy(wanted)
+        node.body = wanted.body = []  # type: ignore[attr-defined]
+    return ast.dump(node) == ast.dump(wanted)
 
 
 def hunt(planted: Planted, schedules: range | Case = range(SCHEDULES)) -> Hunt:
@@ -119,7 +214,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=SCHEDULES)
     told = parser.parse_args()
     chosen = [one for one in PLANTED if not told.names or one.name in told.names]
-    print("| name | module | breaks | mistake | said by | schedule |\n|---|---|---|---|---|---|")
+    print("| name | part | breaks | mistake | said by | schedule |\n|---|---|---|---|---|---|")
     hunts = []
     for planted in chosen:
         hunts.append(hunt(planted, range(told.count)))

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-import shutil
-from collections import Counter
+import ast
 from pathlib import Path
 
 import pytest
-from planted import PACKAGE, SCHEDULES, apply, hunt
-from planted_faults import PLANTED, Planted
+from planted import PACKAGE, SCHEDULES, apply, edited, hunt
+from planted_faults import BY_PART, PLANTED, Edit, Planted
 from test_dst import PINNED
 
-MODULES = {"buffer", "pipeline", "rolling", "ledger", "partial", "recovery", "snapshots", "journal"}
+PARTS = {"buffer", "pipeline", "rolling", "ledger", "partial", "recovery", "snapshots", "journal"}
 BY_NAME = {one.name: one for one in PLANTED}
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda one: one.name)
-def test_every_edit_still_applies_and_compiles(planted: Planted, tmp_path: Path) -> None:
-    copy = tmp_path / planted.file
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(PACKAGE / planted.file, copy)
-    before = copy.read_text()
-    apply(planted, tmp_path)
-    assert copy.read_text() != before
-    compile(copy.read_text(), planted.file, "exec")
+def test_every_edit_still_applies_and_compiles(planted: Planted) -> None:
+    texts = edited(planted, PACKAGE)
+    assert texts
+    for path, text in texts.items():
+        assert text != ast.unparse(ast.parse(path.read_text()))
+        compile(text, str(path), "exec")
 
 
 def test_code_that_has_moved_away_is_said(tmp_path: Path) -> None:
-    planted = BY_NAME["no_window"]
-    (tmp_path / planted.file).parent.mkdir()
-    (tmp_path / planted.file).write_text("# rewritten\n")
-    with pytest.raises(AssertionError, match="no_window: loop/buffer.py has this 0 times instead of once"):
-        apply(planted, tmp_path)
+    (tmp_path / "buffer.py").write_text("# rewritten\n")
+    with pytest.raises(AssertionError, match=r"no_window: Buffer\._eligible has this 0 times instead of once"):
+        apply(BY_NAME["no_window"], tmp_path)
 
 
-def test_the_table_covers_every_module_that_keeps_the_contracts() -> None:
-    count = Counter(one.module for one in PLANTED)
-    assert len(BY_NAME) == len(PLANTED) and sum(count[module] for module in MODULES) >= 30
-    assert all(count[module] >= 5 for module in MODULES)
+SOURCE = "class Buffer:\n    def release(self):\n        if self.full:\n            self.notify( )\n        return 1\n"
+
+
+@pytest.mark.parametrize(
+    "old, new, body",
+    [
+        ("self.notify()", "", "if self.full:\n    pass\nreturn 1"),
+        ("self.full", "True", "if True:\n    self.notify()\nreturn 1"),
+        ("if self.full:\n    ...", "self.x()\nif 1:\n    ...", "self.x()\nif 1:\n    self.notify()\nreturn 1"),
+    ],
+)
+def test_an_edit_follows_its_function_into_any_file(tmp_path: Path, old: str, new: str, body: str) -> None:
+    moved = tmp_path / "deep" / "moved.py"
+    moved.parent.mkdir()
+    moved.write_text(SOURCE)
+    apply(Planted("it", "C1", "a mistake", (Edit("Buffer.release", old, new),)), tmp_path)
+    function = ast.parse(moved.read_text()).body[0].body[0]  # type: ignore[attr-defined]
+    assert "\n".join(map(ast.unparse, function.body)) == body
+
+
+def test_a_statement_in_two_functions_of_one_name_is_said(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(SOURCE)
+    edit = Edit("Buffer.release", "self.notify()", "")
+    with pytest.raises(AssertionError, match="2 times instead of once"):
+        apply(Planted("it", "C1", "a mistake", (edit,)), tmp_path)
+
+
+def test_the_table_covers_every_part_that_keeps_the_contracts() -> None:
+    assert len(BY_NAME) == len(PLANTED) and sum(len(BY_PART[part]) for part in PARTS) >= 30
+    assert all(len(BY_PART[part]) >= 5 for part in PARTS)
 
 
 @pytest.mark.parametrize("name", ["no_window", "counted_first", "recovered_slots_kept"])

@@ -124,7 +124,7 @@ def environment(cores: Sequence[int]) -> dict[str, str]:
     """The environment of a worker. OpenMP reads it when torch is imported, so it must be set before.
 
     Waiting threads sleep instead of spinning: if two pools share cores, spinning costs a factor of up to ten (measured; see
-    docs/design-notes.md).
+    docs/decisions/0002-first-version.md).
     """
     threads = str(len(cores) or usable_cores())
     chosen = {

@@ -4,7 +4,7 @@ that split each layer's work by the model's plan (`by_plan.py`). The latter, a t
 A layer is gathered for its forward and for its backward pass; gradients are summed and split again after every microbatch. The unit is
 a layer. All else (embedding, last norm, head) belongs to the root, and stays gathered from the root's forward to the end of the backward pass:
 a matrix that is embedding and head at once is then summed once, when both gradients are there. transformers 5.23 places it in a unit with
-the last norm, and weights of tied models then drift (docs/design-notes.md).
+the last norm, and weights of tied models then drift (docs/decisions/0008-trainer-placement.md).
 
 Parameters that would not fit into a unit, because they are trained in another dtype or beside frozen weights (adapters), are small:
 every rank holds them whole, and `accumulate` adds up their gradients.
