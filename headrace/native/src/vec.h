@@ -14,6 +14,8 @@
 
 using bf16 = uint16_t;
 
+#define UNROLLED_4 _Pragma("GCC unroll 4")
+
 // f16x, i16x and u16x are sixteen numbers each, with the operators of C; select chooses by lanes; bits_of and keep_low take and store
 // sixteen numbers of 16 bits.
 #if defined(__AVX512F__)
@@ -110,6 +112,35 @@ INLINED float largest(f16x v) {
 }
 #endif
 
+// The same of four at once. Each number's order of sums is that of `sum`.
+#if defined(__AVX512F__)
+template <class F>
+INLINED void folded4(const f16x* v, float* into, const F& f) {
+    const auto halves = [&](f16x a, f16x b) {
+        return f(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44), _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
+    };
+    const __m512 low = halves(v[0], v[1]), high = halves(v[2], v[3]);  // each number's quarters, in pairs
+    __m512 all = f(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));  // a quarter of each
+    all = f(all, _mm512_permute_ps(all, 0x4e));
+    all = f(all, _mm512_permute_ps(all, 0xb1));
+    const __m512i first = _mm512_set_epi32(12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(into, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, all)));
+}
+INLINED void sum4(const f16x* v, float* into) {
+    folded4(v, into, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+}
+INLINED void largest4(const f16x* v, float* into) {
+    folded4(v, into, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+}
+#else
+INLINED void sum4(const f16x* v, float* into) {
+    for (int i = 0; i < 4; i++) into[i] = sum(v[i]);
+}
+INLINED void largest4(const f16x* v, float* into) {
+    for (int i = 0; i < 4; i++) into[i] = largest(v[i]);
+}
+#endif
+
 // Stores two adjacent sixteens to lines of memory that nobody reads soon: they are not read before they are overwritten, which took 13 %
 // of a product in float32. `streamed` ends a thread's stores, before it tells others.
 INLINED void stream(float* p, f16x first, f16x second) {
@@ -173,6 +204,31 @@ INLINED f16x exp2_16(f16x x) {
 #else
     f16x r = (f16x)((i16x)p + (n << 23));
     return select(x < -126.f, f16x{}, r);
+#endif
+}
+
+// x * by - from, rounded once where the processor can.
+INLINED f16x difference(f16x x, float by, float from) {
+#if defined(__AVX512F__)
+    return (f16x)_mm512_fmsub_ps((__m512)x, _mm512_set1_ps(by), _mm512_set1_ps(from));
+#else
+    return x * by - from;
+#endif
+}
+
+// 2^x, not larger than about one, as a number that is rounded to bf16 next (to 8e-5 relative, where 2e-3 is half of its last bit) or
+// not. The last argument only tells which. Where x is minus infinity it is zero.
+INLINED f16x weight_of(f16x x, const float*) { return exp2_16(x); }
+INLINED f16x weight_of(f16x x, const bf16*) {
+#if defined(__AVX512DQ__)
+    const f16x f = (f16x)_mm512_reduce_ps((__m512)x, 1);  // x - floor(x)
+    f16x p = splat(7.80245215e-2f);
+    p = p * f + 2.26067156e-1f;
+    p = p * f + 6.95833564e-1f;
+    p = p * f + 9.99925196e-1f;
+    return (f16x)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
+#else
+    return exp2_16(x);
 #endif
 }
 

@@ -55,14 +55,11 @@ struct Served {
         room.grow(blocks * one * t.kv_heads * sizeof(T));
         T* cache = (T*)room.data;
         team::each(t.segments * t.kv_heads, [&](int item) { remember(item / t.kv_heads, item % t.kv_heads, cache); });
-        std::vector<Rows> items;  // `most` tokens of a segment
-        const int most = std::max(1, ROWS / group);
+        std::vector<Rows> items;  // tokens of a segment
+        const int most = std::max(1, TOGETHER / group);
         for (int s = 0; s < t.segments; s++)
             for (int first = 0; first < t.length[s]; first += most) items.push_back({s, first, std::min(most, t.length[s] - first)});
-        const int tiles = (group + ROWS - 1) / ROWS;
-        team::each((int)items.size() * t.kv_heads, [&](int item) {
-            for (int tile = 0; tile < tiles; tile++) attend_some(items[item / t.kv_heads], item % t.kv_heads, tile * ROWS, cache, out);
-        });
+        team::each((int)items.size() * t.kv_heads, [&](int item) { attend_some(items[item / t.kv_heads], item % t.kv_heads, cache, out); });
     }
 
    private:
@@ -83,25 +80,36 @@ struct Served {
             }
     }
 
-    // Tokens of a segment and up to sixteen of the heads that share their keys, from `first` on.
-    void attend_some(const Rows& rows, int head, int first, T* cache, T* out) const {
-        Queries<T> a;
-        const int s = rows.segment, heads = std::min(ROWS, group - first);
-        a.dim = dim, a.rows = rows.count * heads;
-        a.q = team::room<T>(ROWS * dim, 0), a.out = team::room<float>(ROWS * dim, 1);
-        std::memset(a.q, 0, ROWS * dim * sizeof(T));
-        a.begin();
-        for (int r = 0; r < a.rows; r++) {
-            for (int c = 0; c < t.dim; c++) write1(a.q + r * dim + c, q[place(rows, head, first, heads, r) + c]);
-            a.to[r] = base[s] + rows.first + r / heads + 1;
-            a.from[r] = t.window ? std::max(0, a.to[r] - t.window) : 0;
+    static constexpr int TOGETHER = 128;  // rows that read keys and values together
+
+    // Tokens of a segment, with the heads that share their keys.
+    void attend_some(const Rows& rows, int head, T* cache, T* out) const {
+        const int s = rows.segment, all = rows.count * group, count = (all + ROWS - 1) / ROWS, last = base[s] + rows.first + rows.count;
+        auto* tiles = team::room<Queries<T>>(count, 2);
+        T* q_room = team::room<T>((size_t)count * ROWS * dim, 0);
+        float* out_room = team::room<float>((size_t)count * ROWS * dim, 1);
+        std::memset(q_room, 0, (size_t)count * ROWS * dim * sizeof(T));
+        for (int tile = 0; tile < count; tile++) {
+            Queries<T>& a = tiles[tile];
+            a.dim = dim, a.rows = std::min(ROWS, all - tile * ROWS);
+            a.q = q_room + (size_t)tile * ROWS * dim, a.out = out_room + (size_t)tile * ROWS * dim;
+            a.begin();
+            for (int r = 0; r < a.rows; r++) {
+                const int row = tile * ROWS + r;
+                for (int c = 0; c < t.dim; c++) write1(a.q + r * dim + c, q[place(rows, head, row) + c]);
+                a.to[r] = base[s] + rows.first + row / group + 1;
+                a.from[r] = t.window ? std::max(0, a.to[r] - t.window) : 0;
+            }
         }
-        for (int b = a.from[0] / SIDE; b < up(a.to[a.rows - 1]); b++) {
-            T* keys = block(cache, table[s][b], head);
-            look(a, keys, keys + dim * SIDE, b * SIDE, t.scale * 1.44269504f);
+        for (int b = tiles[0].from[0] / SPAN * PAIRED; b < up(last); b += PAIRED) {
+            Seen<T> seen = {{}, std::min(PAIRED, up(last) - b), b * SIDE};
+            for (int i = 0; i < seen.count; i++) seen.block[i] = block(cache, table[s][b + i], head);
+            look(tiles, count, seen, t.scale * 1.44269504f);
         }
-        for (int r = 0; r < a.rows; r++) {
-            T* to = out + place(rows, head, first, heads, r);
+        for (int row = 0; row < all; row++) {
+            const Queries<T>& a = tiles[row / ROWS];
+            const int r = row % ROWS;
+            T* to = out + place(rows, head, row);
             for (int c = 0; c < t.dim; c += 16) {
                 f16x mixed = load(a.out + r * dim + c) * (1.f / a.total[r]);
                 if (c + 16 <= t.dim) write(to + c, mixed);
@@ -110,8 +118,8 @@ struct Served {
             }
         }
     }
-    size_t place(const Rows& rows, int head, int first, int heads, int r) const {
-        return ((size_t)(t.start[rows.segment] + rows.first + r / heads) * t.heads + head * group + first + r % heads) * t.dim;
+    size_t place(const Rows& rows, int head, int row) const {
+        return ((size_t)(t.start[rows.segment] + rows.first + row / group) * t.heads + head * group + row % group) * t.dim;
     }
 };
 

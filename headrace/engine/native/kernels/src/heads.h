@@ -76,29 +76,38 @@ struct Heads : Dense {
         const int jobs = (int)items.size() < 4 * team.size ? m.kv_heads : 1, heads = m.kv_heads / jobs;
         plan.each(items.size() * jobs, [=, &p, &l](int i) {
             thread_local Arena room;
-            const int tiles = (group + ROWS - 1) / ROWS;
-            const size_t each = sizeof(float) + sizeof(taken);
-            room.grow((size_t)2 * heads * tiles * (sizeof(Queries<taken>) + ROWS * dim * each));
             const Item& item = items[i / jobs];
-            Rows rows = {(Queries<taken>*)room.data, heads * tiles, i % jobs * heads, tiles};
-            char* behind = room.data + sizeof(Queries<taken>) * 2 * rows.count;
-            for (int t = 0; t < 2 * rows.count; t++, behind += ROWS * dim * each) {
+            const int tiles = (std::max(1, item.count) * item.tokens * group + ROWS - 1) / ROWS, own = item.count ? (group + ROWS - 1) / ROWS : 0;
+            const size_t each = sizeof(float) + sizeof(taken), count = heads * (tiles + own);
+            room.grow(count * (sizeof(Queries<taken>) + ROWS * dim * each));
+            Rows rows = {(Queries<taken>*)room.data, heads, i % jobs * heads, tiles};
+            char* behind = room.data + sizeof(Queries<taken>) * count;
+            for (size_t t = 0; t < count; t++, behind += ROWS * dim * each) {
                 rows.first[t].dim = dim, rows.first[t].out = (float*)behind, rows.first[t].q = (taken*)(behind + ROWS * dim * 4);
             }
-            if (item.count) attend_together(p, index, l, item, rows);
+            if (item.count) attend_together(p, index, l, item, rows, {rows.first + heads * tiles, heads, rows.kv_head, own});
             else attend_chunk(p, index, l, item, rows);
         });
     }
 
-    // The query rows of an item: one `Queries` for each of its key-value heads, more if a group of heads exceeds a tile. As
-    // many again follow, for the sequences one by one.
+    // The query rows of an item: `tiles` for each of its key-value heads, which hold the heads of the group of one token after another.
     struct Rows {
         Queries<taken>* first;
-        int count, kv_head, tiles;
-        int key_head(int t) const { return kv_head + t / tiles; }
+        int heads, kv_head, tiles;
     };
-    int first_head(const Rows& rows, int t) const { return rows.key_head(t) * group + t % rows.tiles * ROWS; }
-    int heads_of(const Rows& rows, int t) const { return std::min(ROWS, group - t % rows.tiles * ROWS); }
+    // f(tile, row in it, token, head) for all rows of `tokens` tokens; the tiles know how many rows they have.
+    template <class F>
+    void each_row(const Rows& rows, int tokens, const F& f) const {
+        for (int h = 0; h < rows.heads; h++)
+            for (int t = 0; t < rows.tiles; t++) {
+                Queries<taken>& a = rows.first[h * rows.tiles + t];
+                a.rows = std::min(ROWS, tokens * group - t * ROWS);
+                for (int r = 0; r < a.rows; r++) f(a, r, (t * ROWS + r) / group, (rows.kv_head + h) * group + (t * ROWS + r) % group);
+            }
+    }
+    static void begin(const Rows& rows) {
+        for (int t = 0; t < rows.heads * rows.tiles; t++) rows.first[t].begin();
+    }
 
     void take(Queries<taken>& a, int r, int row, int head, int window) const {
         std::memcpy(a.q + r * dim, ready(row, head), dim * sizeof(taken));
@@ -108,63 +117,48 @@ struct Heads : Dense {
     void give(const Queries<taken>& a, int r, int row, int head) {
         for (int c = 0; c < m.head_dim; c += 16) write(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
     }
-    // Blocks [begin, end) of a sequence. `fresh`: the token whose key and value belong into the last one and are not stored
-    // yet, -1 if there is none. While a block is read, the next one is prefetched.
-    void look_at(Queries<taken>* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
+    // Blocks [begin, end) of a sequence, and the one before if the first is the second of a pair. `fresh`: the token whose key and value
+    // belong into the last one and are not stored yet, -1 if there is none. While blocks are read, the next ones are prefetched.
+    void look_at(const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
         const int32_t* table = p.tables + (size_t)s * p.width;
-        const size_t one = 2 * dim * SIDE;
-        for (int b = begin; b < end; b++) {
-            for (int t = 0; t < rows.count; t++) {
-                const int head = t / rows.tiles;
-                stored* k = keys(index, table[b], rows.kv_head + head);
-                const stored* next = nullptr;
-                if (fresh >= 0 && (t + 1) % rows.tiles == 0) {
-                    if (t + 1 < rows.count) next = k + one;
-                    else next = b + 1 < end ? keys(index, table[b + 1], rows.kv_head) : k;
+        for (int b = begin / PAIRED * PAIRED; b < end; b += PAIRED)
+            for (int h = 0; h < rows.heads; h++) {
+                Seen<stored> seen = {{}, std::min(PAIRED, end - b), b * SIDE};
+                for (int i = 0; i < seen.count; i++) seen.block[i] = keys(index, table[b + i], rows.kv_head + h);
+                if (fresh >= 0) {
+                    if (b + PAIRED >= end) remember(p, index, fresh, rows.kv_head + h);
+                    if (h + 1 < rows.heads) seen.next = keys(index, table[b], rows.kv_head + h + 1);
+                    else seen.next = b + PAIRED < end ? keys(index, table[b + PAIRED], rows.kv_head) : seen.block[0];
                 }
-                if (t % rows.tiles == 0 && b == end - 1 && fresh >= 0) remember(p, index, fresh, rows.kv_head + head);
-                look(first[t], k, k + dim * SIDE, b * SIDE, m.layer[index].scale * 1.44269504f, next);
+                look(rows.first + h * rows.tiles, rows.tiles, seen, m.layer[index].scale * 1.44269504f);
             }
-        }
     }
 
     void attend_chunk(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
-        int first = p.starts[item.place] + item.first;
-        for (int t = 0; t < rows.count; t++) {
-            Queries<taken>& a = rows.first[t];
-            int heads = heads_of(rows, t);
-            a.rows = item.tokens * heads;
-            for (int r = 0; r < a.rows; r++) take(a, r, first + r / heads, first_head(rows, t) + r % heads, l.window);
-            a.begin();
-        }
-        const Queries<taken>& any = rows.first[0];
+        const int first = p.starts[item.place] + item.first;
+        each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { take(a, r, first + token, head, l.window); });
+        begin(rows);
         const bool single = p.starts[item.place + 1] - p.starts[item.place] == 1;
-        look_at(rows.first, rows, p, index, item.place, any.from[0] / SIDE, up(any.to[any.rows - 1]), single ? first : -1);
-        for (int t = 0; t < rows.count; t++)
-            for (int r = 0, heads = heads_of(rows, t); r < rows.first[t].rows; r++) give(rows.first[t], r, first + r / heads, first_head(rows, t) + r % heads);
+        look_at(rows, p, index, item.place, rows.first[0].from[0] / SIDE, up(position[first + item.tokens - 1] + 1), single ? first : -1);
+        each_row(rows, item.tokens, [&](Queries<taken>& a, int r, int token, int head) { give(a, r, first + token, head); });
     }
 
     // Attends with several sequences to the blocks that they share, then with each to its own.
-    void attend_together(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
+    void attend_together(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows, const Rows& own) {
         int low = item.shared;
-        for (int t = 0; t < rows.count; t++) {
-            Queries<taken>& a = rows.first[t];
-            int heads = heads_of(rows, t);
-            a.rows = item.count * heads;
-            for (int r = 0; r < a.rows; r++) {
-                take(a, r, p.starts[order[item.place + r / heads]], first_head(rows, t) + r % heads, l.window);
-                low = std::min(low, a.from[r] / SIDE);
-            }
-            a.begin();
-        }
-        look_at(rows.first, rows, p, index, order[item.place], low, item.shared, -1);
+        each_row(rows, item.count, [&](Queries<taken>& a, int r, int sequence, int head) {
+            take(a, r, p.starts[order[item.place + sequence]], head, l.window);
+            low = std::min(low, a.from[r] / SIDE);
+        });
+        begin(rows);
+        look_at(rows, p, index, order[item.place], low, item.shared, -1);
         for (int i = 0; i < item.count; i++) {
-            int s = order[item.place + i];
-            Queries<taken>* own = rows.first + rows.count;
-            for (int t = 0; t < rows.count; t++) own[t].split(rows.first[t], i * heads_of(rows, t), heads_of(rows, t));
-            look_at(own, rows, p, index, s, std::max(item.shared, own[0].from[0] / SIDE), up(own[0].to[0]), p.starts[s]);
-            for (int t = 0; t < rows.count; t++)
-                for (int r = 0; r < own[t].rows; r++) give(own[t], r, p.starts[s], first_head(rows, t) + r);
+            const int s = order[item.place + i];
+            for (int h = 0; h < rows.heads; h++)
+                for (int t = 0; t < own.tiles; t++)
+                    own.first[h * own.tiles + t].split(rows.first[h * rows.tiles + t], i * group, std::min(ROWS, group - t * ROWS));
+            look_at(own, p, index, s, std::max(item.shared, own.first[0].from[0] / SIDE), up(own.first[0].to[0]), p.starts[s]);
+            each_row(own, 1, [&](Queries<taken>& a, int r, int, int head) { give(a, r, p.starts[s], head); });
         }
     }
 };

@@ -62,23 +62,32 @@ struct State {
                 if (ta[i] != tb[i]) return ta[i] < tb[i];
             return a < b;
         });
-        int most = std::max(1, ROWS / group);
+        const int most = std::max(1, ROWS / group);
         for (int i = 0; i < (int)order.size();) {
             Item item = {i, 1, 0, 1, p.context[order[i]] / SIDE};
             for (int j = i + 1; j < (int)order.size() && item.count < most; j++, item.count++) {
                 int common = shared(p, order[i], order[j], item.shared);
-                if (!common) break;
+                if (common < PAIRED) break;
                 item.shared = common;
             }
             i += item.count;
+            item.shared = item.shared / PAIRED * PAIRED;
             if (item.count == 1) item = {order[item.place], 0, 0, 1, 0};
             items.push_back(item);
         }
         for (int s = 0; s < p.segments; s++) {
             int length = p.starts[s + 1] - p.starts[s];
-            for (int i = 0; length > 1 && i < length; i += most) items.push_back({s, 0, i, std::min(most, length - i), 0});
+            const int some = tokens_of_item(p);
+            for (int i = 0; length > 1 && i < length; i += some) items.push_back({s, 0, i, std::min(some, length - i), 0});
         }
         arrange_adapters(p);
+    }
+
+    // Tokens of a prompt that read keys and values together: 128 rows of queries, or fewer if threads would have nothing to do.
+    int tokens_of_item(const Pass& p) const {
+        constexpr int TOGETHER = 128, EACH = 4;  // jobs for each thread
+        const int fair = (int)((size_t)p.tokens_count * m.kv_heads / ((size_t)EACH * team.size));
+        return std::max({1, ROWS / group, std::min(TOGETHER / group, fair)});
     }
 
     // The number of leading blocks, `most` at most, that two sequences share and that are full.
