@@ -41,18 +41,29 @@ struct Dense : State {
         room.grow((size_t)up(rows) * AREA * sizeof(float));
         return (float*)room.data;
     }
-    // The inputs of 32 rows.
-    static auto blocks_of(const Blocks<taken>& x) {
-        return [&x](int b) { return Inputs<taken>{x.block(b, 0)}; };
+    // The inputs of 32 rows, from a block on.
+    static auto blocks_of(const Blocks<taken>& x, int first = 0) {
+        return [&x, first](int b) { return Inputs<taken>{x.block(first + b, 0)}; };
+    }
+
+    // f(panel, the next one, first block of rows, rows) for all panels of a product with n rows of k inputs. Rows whose inputs would not
+    // stay in the second-level cache from panel to panel are cut into parts, and the weights are read again for each.
+    template <class F>
+    void each_panel(int n, int k, int panels, const F& f) {
+        constexpr size_t CACHED = 1 << 20;
+        const int most = std::max<int>(4, CACHED / ((size_t)up(k) * AREA * sizeof(taken))), parts = (up(n) - 1) / most + 1, high = (up(n) + parts - 1) / parts;
+        plan.each(parts * panels, [=](int item, int next) {
+            const int block = item / panels * high;
+            f(item % panels, next < 0 ? next : next % panels, block, std::min(high * SIDE, n - block * SIDE));
+        });
     }
 
     template <bool ADD>
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
-        int n = p.tokens_count;
         shrink(p, index, which, from);
-        plan.each(up(w.n), [=, &p, &w, &from, &into](int panel, int next) {
-            multiply_rows<ADD>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from), [&](int b) { return into.block(b, panel); });
-            for (int b = 0; b < up(n); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
+        each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w, &from, &into](int panel, int next, int block, int rows) {
+            multiply_rows<ADD>(rows, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(from, block), [&](int b) { return into.block(block + b, panel); });
+            for (int b = block; b < block + up(rows); b++) finish(p, index, which, w, panel, b, into.block(b, panel));
         });
     }
 
@@ -91,16 +102,15 @@ struct Dense : State {
 
     // act(gate) * up: a panel holds sixteen of each.
     void gate(const Pass& p, int index, const Linear& w) {
-        int n = p.tokens_count;
         shrink(p, index, 2, h);
-        plan.each(up(w.n), [=, &p, &w](int panel, int next) {
-            float* sums = sums_of(n);
-            multiply_rows<false>(n, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h), [&](int b) { return sums + b * AREA; });
-            for (int b = 0; b < up(n); b++) {
-                const float* c = sums + b * AREA;
-                finish(p, index, 2, w, panel, b, sums + b * AREA);
-                taken* to = act.block(b, panel / 2) + panel % 2 * 16;
-                for (int r = 0; r < std::min(SIDE, n - b * SIDE); r++)
+        each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w](int panel, int next, int block, int rows) {
+            float* sums = sums_of(rows);
+            multiply_rows<false>(rows, w.panel(panel, next, up(w.n)), up(w.k), SIDE, blocks_of(h, block), [&](int b) { return sums + b * AREA; });
+            for (int b = 0; b < up(rows); b++) {
+                float* c = sums + b * AREA;
+                finish(p, index, 2, w, panel, block + b, c);
+                taken* to = act.block(block + b, panel / 2) + panel % 2 * 16;
+                for (int r = 0; r < std::min(SIDE, rows - b * SIDE); r++)
                     write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
             }
         });
